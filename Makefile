@@ -25,7 +25,8 @@ SECONDS ?= 600
 JOBS ?= $(shell cat /sys/fs/cgroup/memory.max /proc/meminfo 2>/dev/null | awk '$(FIT)')
 PYTEST_ARGS ?=
 
-PY := $(VENV)/bin/python
+PY = $(VENV)/bin/python
+DOCS_VENV := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-docs)
 # awk: as many processes as memory has room for, up to five, or three where the size of the memory is not known
 FIT = /^[0-9]+$$/ {kb = $$1 / 1024} /^MemTotal/ {if (!kb || $$2 < kb) kb = $$2} \
     END {n = kb ? int(kb / 2.5e6) : 3; print (n < 1 ? 1 : (n > 5 ? 5 : n))}
@@ -78,7 +79,11 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.ops
 
 # planner.html is arithmetic, by the planner of this checkout; mkdocs reads the packages and does not import them.
-docs: $(STAMP)
+# An environment with torch for CPUs is made for it, unless $(VENV) is there, which has a torch.
+docs: VENV := $(DOCS_VENV)
+docs:
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(call have,torch triton) || $(PIP_INSTALL) -r requirements/docs.txt
 	@$(call have,mkdocs material mkdocstrings mkdocstrings_handlers.python) || $(PIP_INSTALL) -e '.[docs]'
 	$(PY) -m iris_tp plan --html docs/benchmarks/planner.html
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
@@ -119,4 +124,4 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .matrix
+	rm -rf $(VENV) .venv-docs .matrix

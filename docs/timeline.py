@@ -6,7 +6,8 @@
     ```
 
 A line is a lane, and an entry is a kind, a span in units of the reader's choice, and a label. The picture is an SVG
-within the page, whose colours site.css gives for light and dark; where nothing draws it, the text says the same.
+within the page that fits a phone's screen; site.css gives its colours for light and dark. A lane's name stands above
+it, and a label is narrowed to its bar. Where nothing draws it, the text says the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 KINDS = ("product", "push", "sum", "store", "wait", "signal", "copy", "load")
 _ENTRY = re.compile(r"(\w+) ([\d.]+)-([\d.]+) ?(.*)")
-_WIDTH, _LANE, _BAR, _NAMES, _LEGEND = 720, 34, 24, 150, 26
+_WIDTH, _LANE, _BAR, _NAME, _LEGEND = 480, 52, 24, 18, 26
+_LETTER = 6.2  # the width of one in a label
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def lanes(text: str) -> list[tuple[str, list[Span]]]:
 def draw(text: str) -> str:
     """The timeline as SVG."""
     rows = lanes(text)
-    scale = (_WIDTH - _NAMES - 4) / max(span.end for _, spans in rows for span in spans)
+    scale = (_WIDTH - 2) / max(span.end for _, spans in rows for span in spans)
     height = len(rows) * _LANE + _LEGEND
     said = "; ".join(f"{name}: {', '.join(f'{s.kind} {s.label}'.strip() for s in spans)}" for name, spans in rows)
     parts = [
@@ -56,14 +58,17 @@ def draw(text: str) -> str:
     ]
     for number, (name, spans) in enumerate(rows):
         y = number * _LANE
-        parts.append(f'<text x="0" y="{y + 17}" class="lane">{escape(name)}</text>')
-        parts.append(f'<line x1="{_NAMES}" x2="{_WIDTH}" y1="{y + _BAR + 4}" y2="{y + _BAR + 4}" class="axis"/>')
+        parts.append(f'<text x="0" y="{y + 13}" class="lane">{escape(name)}</text>')
+        y += _NAME
+        parts.append(f'<line x1="0" x2="{_WIDTH}" y1="{y + _BAR + 4}" y2="{y + _BAR + 4}" class="axis"/>')
         for span in spans:
-            x, width = _NAMES + span.begin * scale, (span.end - span.begin) * scale - 2
+            x, width = span.begin * scale, (span.end - span.begin) * scale - 2
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3" class="{span.kind}"/>')
             middle = x + width / 2
-            parts.append(f'<text x="{middle:.1f}" y="{y + 16}" class="label">{escape(span.label)}</text>')
-    x = float(_NAMES)
+            narrow = f' textLength="{width - 4:.1f}" lengthAdjust="spacingAndGlyphs"'
+            fitted = narrow if len(span.label) * _LETTER > width - 4 else ""
+            parts.append(f'<text x="{middle:.1f}" y="{y + 16}" class="label"{fitted}>{escape(span.label)}</text>')
+    x = 0.0
     for kind in (kind for kind in KINDS if any(span.kind == kind for _, spans in rows for span in spans)):
         y = len(rows) * _LANE + 6
         parts.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" rx="2" class="{kind}"/>')

@@ -84,6 +84,10 @@ _ELSEWHERE = {
     "tensor_from_ptr": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
     "CUDAArrayInterface": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
     "tensor_creation": "ctx.zeros(...) and its kin",
+    "x": "iris.tiles inside kernels, ctx.ccl outside",
+    "host": "names from iris itself",
+    "mem": "iris.load, iris.store and the other functions of iris",
+    "triggered": "ctx.put, or iris.device.sync inside kernels",
 }
 
 

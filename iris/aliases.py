@@ -40,8 +40,9 @@ def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = False) -> Callable[[type[T]], type[T]]:
     """A dataclass that takes the fields `ours` by either name, and `unused` ones, each with why it has no use here.
 
-    A first `unused` field that is given is told in a `UserWarning`; later ones of the class are not. `assignable`: of a
-    frozen class, fields may be set all the same, to what its constructor would take.
+    The first `unused` field of a class that is given is named in a `UserWarning`. It keeps its value, for kernels of
+    the user's own, and is None if it was not given; it has no part in comparisons. `assignable`: of a frozen class,
+    fields may be set all the same, to what its constructor would take.
     """
 
     def taking(cls: type[T]) -> type[T]:
@@ -52,13 +53,20 @@ def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = Fals
             nonlocal told
             if given and not ours.keys().isdisjoint(given):
                 given = _renamed(cls.__name__, given, ours)
-            for name in unused.keys() & given.keys():
-                if given.pop(name) is not None and not told:
+            kept = {name: given.pop(name) for name in sorted(unused.keys() & given.keys())}
+            for name, value in kept.items():
+                if value is not None and not told:
                     told = True
                     warnings.warn(f"{cls.__name__}.{name} has no use here: {unused[name]} ({PAGE})", stacklevel=2)
             made(self, *args, **given)
+            self.__dict__.update(kept)
+
+        def absent(self: T, name: str) -> None:
+            if name not in unused:
+                raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
         cls.__init__ = init  # type: ignore[assignment, method-assign]
+        cls.__getattr__ = absent  # type: ignore[attr-defined]
         for alias, name in ours.items():
             setattr(cls, alias, property(attrgetter(name)))
         cls.aliases, cls.unused = ours, unused  # type: ignore[attr-defined]

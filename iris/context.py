@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, aliases, invariance, platform, registry, tensors
+from . import agreement, aliases, invariance, platform, registry
 from .barrier import DeviceBarrier
 from .device import bounds, waits
 from .device.context import HEADER, pack
@@ -37,6 +37,7 @@ from .launch.streams import SideStream
 from .log import rank_logger
 from .memory.allocators import map_segment
 from .memory.offsets import rounded
+from .peers import PeerMethods
 from .tracing import Tracing
 
 if TYPE_CHECKING:
@@ -50,43 +51,46 @@ _MAX_HEAP = 1 << 46
 
 
 def iris(
-    heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None
-) -> Iris:
+    heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
+    copy_engine: str | None = None,
+) -> Iris:  # fmt: skip
     """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
 
     `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
     symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
-    mapped when it is needed, outside tensors can be imported); the environment variable IRIS_ALLOCATOR overrides it.
+    mapped when it is needed, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
+    variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
     process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
-    of one. `invariant`: with "batch"
-    a row of a result has the same bits however many rows there are and wherever it stands among them, with "ranks"
-    also on any number of ranks; None takes whatever is fastest (docs/concepts/determinism.md).
+    of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
+    stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
+    (docs/concepts/determinism.md).
+    `copy_engine`: None, for code written for ROCm/iris.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
     say), `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
-    return Iris(heap_size, allocator_type, group, invariant)
+    return Iris(heap_size, allocator_type, group, invariant, copy_engine)
 
 
-class Iris(tensors.TensorMethods):
+class Iris(PeerMethods):
     """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
 
-    Attributes: `cur_rank`, `num_ranks`; `device` and its index, `gpu_id`; `heap_size` in bytes; `heap_bases` as
-    `get_heap_bases()` gives them; `group_name`, by which compiled graphs find the context; `invariant`, what is
-    promised of a row's bits.
+    Attributes: `cur_rank`, `num_ranks`; `comm`, through which their processes talk; `device` and its index, `gpu_id`;
+    `heap_size` in bytes; `heap_bases` as `get_heap_bases()` gives them; `group_name`, by which compiled
+    graphs find the context; `invariant`, what is promised of a row's bits.
     """
 
     def __init__(
         self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None,
-        invariant: str | None = None,
+        invariant: str | None = None, copy_engine: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
-        self.hosts = Ranks(group)
+        self.hosts = self.comm = Ranks(group)
         try:
-            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type), invariant)
+            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type), invariant, copy_engine)
         except BaseException:
             self.hosts.close()
             raise
@@ -94,7 +98,7 @@ class Iris(tensors.TensorMethods):
         registry.add(self.group_name, self)
         self._closed = False
 
-    def _make(self, heap_size: int, allocator: str, invariant: str | None) -> None:
+    def _make(self, heap_size: int, allocator: str, invariant: str | None, copy_engine: str | None) -> None:
         """Each step is one of all ranks: where it fails on one, it fails on all."""
         ranks = self.hosts
         self.cur_rank, self.num_ranks = ranks.rank, ranks.size
@@ -102,7 +106,7 @@ class Iris(tensors.TensorMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        wrong = _refusal(heap_size) or invariance.refusal(invariant)
+        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant)
         told = ranks.all_gather(_Told(self._device_name(), *asked, wrong), "the creation of a context")
         _agree(told)
         self.invariant = invariant
@@ -145,6 +149,7 @@ class Iris(tensors.TensorMethods):
         self._barrier = DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory[:-1])
         self.heap_bases = self._context_tensor[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
         bounds.add(self._segment.bases, self._segment.span)
+        self.heap.heap_bases = self.heap_bases
         self._difference = ""  # between heaps, once it is known
         self._handed_out = fields[-1]
         self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
@@ -171,33 +176,6 @@ class Iris(tensors.TensorMethods):
     def get_cu_count(self) -> int:
         """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
-
-    def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """`tensor`, which lies on the heap, as `rank` has it: its memory at the same place of that rank's heap.
-
-        To copy from or into; who does so orders it with what that rank does (`device_barrier`). Not to be used once the
-        context is closed. Raises `NotSymmetricError` for a tensor elsewhere.
-        """
-        self.check()
-        if not self.is_symmetric(tensor):
-            raise NotSymmetricError(
-                f"a tensor {tensors.described(tensor)} lies outside the symmetric heap; make it with ctx.empty(...)"
-            )
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
-            raise ArgumentError(f"rank is {rank!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        return self.view_at(tensor, rank)
-
-    def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """`peer_view`, by the name that it has in ROCm/iris."""
-        return self.peer_view(tensor, rank)
-
-    def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
-
-        Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
-        """
-        tensor = self.empty(*size, dtype=dtype)
-        return tensor, (self.heap_bases.view(torch.int64) + self.heap.offset(tensor)).view(torch.uint64)
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -268,10 +246,13 @@ class Iris(tensors.TensorMethods):
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless."""
+        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
+
+        Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
+        """
         if self._closed:
             return
-        self._check_thread()
+        self._await_thread()
         try:
             if not self._record_view[0] and self.hosts.lost is None:
                 self.barrier()  # no peer may still be writing here
@@ -297,7 +278,7 @@ class Iris(tensors.TensorMethods):
 
     def _leave(self, error: BaseException) -> None:
         """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once."""
-        self._check_thread()
+        self._await_thread()
         self._say_that_it_leaves(error)
         self._end()
 
@@ -386,10 +367,15 @@ class _Told:
     refusal: IrisError | None
 
 
-def _refusal(heap_size: Any) -> IrisError | None:
+def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
     """What is wrong with this rank's arguments and environment: told to all ranks, so that none waits for it."""
     if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
+    if copy_engine is not None:
+        return ArgumentError(
+            f"copy_engine is {copy_engine!r}; expected None: kernels here cannot drive copy engines, and ctx.put uses "
+            f"those of the GPU without it ({aliases.PAGE})"
+        )
     try:
         agreement.wanted()
         graphs.wanted()

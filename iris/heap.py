@@ -1,9 +1,10 @@
 """Offsets on the symmetric heap.
 
 The same calls give the same offsets on every rank, without a word between them, because nothing depends on when a
-tensor dies (Python frees cycles at times that differ by rank). So an allocation lives until `free`, which every rank
-calls alike, or until the context closes: allocate once, then write into it with `out=`. The heap never asks which
-kind of memory it cuts.
+tensor dies (Python frees cycles at times that differ by rank). An allocation lives until `free`, which every rank calls
+alike, until the ranks agree that all of them have dropped it, or until the context closes. They agree when an
+allocation finds no room: all ranks come to that point in the same call, and reuse what is in the `dropped` of each
+(`TensorMethods._room`). The heap never asks which kind of memory it cuts.
 
 Users' tensors are cut from the heap's low end, the library's workspaces from its high end. So a user's allocation that
 differs between ranks shifts later tensors of users only, never a workspace. `digest` sums up what lies where; barriers
@@ -19,6 +20,7 @@ import math
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import platform
 from .errors import ArgumentError, CaptureError, DeviceError, HeapExhausted
@@ -50,9 +52,12 @@ class Heap:
         self._segment = segment
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
+        self.heap_bases: torch.Tensor | None = None
+        """As `Iris.get_heap_bases()` gives them, once the context has them on its device."""
         self._ends = Offsets(self.size), Offsets(self.size)  # users', and the library's, counted down from the top
         self._taken, self._reached = [0, 0], [0, 0]  # how many blocks, and how far, from each end
         self._blocks: dict[int, Allocation] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # [offset]: of the users' tensors
         self.digest = _DIGEST
         """A number of 62 bits that is the same on ranks with the same allocations, in whatever order they were made."""
         self.lent: set[int] = set()
@@ -94,12 +99,24 @@ class Heap:
     def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
         """An uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`, by default just enough.
 
-        Raises `HeapExhausted`, and then nothing was taken.
+        Its storage is its own and keeps the heap mapped. Raises `HeapExhausted`, and then nothing was taken.
         """
         filled = math.prod(sizes) * dtype.itemsize
         what = f"a tensor {tuple(sizes)} of {dtype}"
         offset = self.take(filled if nbytes is None else nbytes, what, filled=filled)
-        return self._tensor(offset, sizes, dtype)
+        block = self._segment.local[offset : offset + rounded(max(filled, 1), GRANULE)]
+        own = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(block))
+        self._storages[offset] = StorageWeakRef(own.untyped_storage())
+        return own[:filled].view(dtype).view(sizes)
+
+    def dropped(self) -> list[int]:
+        """The offsets of users' allocations of which this rank has no tensor any more, nor a view."""
+        return [offset for offset, storage in self._storages.items() if storage.expired()]
+
+    def can_reuse(self, nbytes: int) -> bool:
+        """Whether `nbytes` might fit if all users' tensors were dropped; the same on all ranks."""
+        taken = sum(rounded(max(self._blocks[offset].nbytes, 1), GRANULE) for offset in self._storages)
+        return rounded(max(nbytes, 1), GRANULE) <= self._ends[0].free + taken
 
     def reserve(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The same for the library itself, from the high end of the heap."""
@@ -125,8 +142,8 @@ class Heap:
         if offset is None:
             raise HeapExhausted(
                 f"{what} needs {taken} bytes in one piece; {end.free} of the heap's {self.size} are free, "
-                f"{end.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), or "
-                f"allocate once and reuse with out=."
+                f"{end.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), drop "
+                f"tensors on all ranks, or allocate once and reuse with out=."
             )
         begin = self.size - offset - taken if library else offset
         try:
@@ -148,6 +165,7 @@ class Heap:
     def give(self, offset: int) -> None:
         """Frees what `take` gave; `KeyError` if it gave nothing there."""
         block = self._blocks.pop(offset)
+        self._storages.pop(offset, None)
         taken = rounded(max(block.nbytes, 1), GRANULE)
         self._ends[block.library].give(self.size - offset - taken if block.library else offset)
         if offset in self.lent:

@@ -1,4 +1,7 @@
-"""Log lines `[Iris] [rank/world] message`, with one level for the whole process."""
+"""Log lines `[Iris] [rank/world] message`, with one level for the whole process.
+
+Records carry `iris_rank` and `iris_num_ranks`, for handlers and formatters of the user's own.
+"""
 
 from collections.abc import Mapping, MutableMapping
 import logging
@@ -10,6 +13,8 @@ from .errors import ArgumentError
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 logger = logging.getLogger("iris")
+if logger.level == logging.NOTSET:
+    logger.setLevel(INFO)
 
 
 def set_logger_level(level: int | str) -> None:
@@ -40,8 +45,6 @@ def rank_logger(rank: int, world_size: int) -> logging.LoggerAdapter:
     if not logger.handlers:
         logger.addHandler(_Handler())
         logger.propagate = False
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
     return _RankAdapter(logger, {"rank": rank, "world": world_size})
 
 
@@ -49,4 +52,6 @@ class _RankAdapter(logging.LoggerAdapter):
     extra: Mapping[str, object]
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        return f"[{self.extra['rank']}/{self.extra['world']}] {msg}", kwargs
+        rank, world = self.extra["rank"], self.extra["world"]
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), "iris_rank": rank, "iris_num_ranks": world}
+        return f"[{rank}/{world}] {msg}", kwargs

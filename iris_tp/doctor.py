@@ -121,7 +121,7 @@ def _release(version: str) -> tuple[int, ...]:
 def pair() -> Iterator[Finding]:
     """Whether torch and triton go together: a GPU build of torch calls the compiler of one triton, which it requires.
 
-    A build for CPUs requires none, and in the interpreter any triton goes that this library knows.
+    A build for CPUs requires none, and Triton's interpreter works in any version that `REQUIRED` takes.
     """
     torch, triton = _installed("torch"), _installed("triton")
     if torch is None or triton is None:
@@ -136,8 +136,8 @@ def pair() -> Iterator[Finding]:
             return
     other = TRITON_OF_TORCH.get(_release(torch)[:2])
     if other and other != _release(triton)[:2]:
-        what = f"torch {torch}, a build for CPUs, beside triton {triton}: GPU builds of it require {_dotted(other)}"
-        yield Finding(NOTE, what, f"pip install 'triton=={_dotted(other)}.*'  (to test what GPUs run)")
+        what = f"torch {torch} is a build for CPUs: Triton's interpreter runs with triton {triton}"
+        yield Finding(OK, f"{what}; a GPU build requires {_dotted(other)}")
 
 
 def launcher() -> Iterator[Finding]:
@@ -191,7 +191,7 @@ def gpus() -> Iterator[Finding]:
     import torch
 
     built_for = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip and f"ROCm {torch.version.hip}"
-    device_files = [path for path in ("/dev/nvidiactl", "/dev/kfd") if os.path.exists(path)]
+    device_files = _device_files()
     if not torch.cuda.is_available():
         if device_files and not built_for:
             yield Finding(FIX, "there is a GPU and torch is a build for CPUs", "install torch for CUDA or ROCm")
@@ -214,6 +214,11 @@ def gpus() -> Iterator[Finding]:
     backends = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     if not backends:
         yield Finding(FIX, "torch has no NCCL, by which the ranks find each other", "install another build of torch")
+
+
+def _device_files() -> list[str]:
+    """Return the files by which drivers of GPUs show that there is one."""
+    return [path for path in ("/dev/nvidiactl", "/dev/kfd") if os.path.exists(path)]
 
 
 def _gpu(index: int) -> Iterator[Finding]:
@@ -321,8 +326,8 @@ def _broken(module: str) -> str:
 
 
 def memory() -> Iterator[Finding]:
-    """Shared memory of the host: NCCL takes it, and CPU ranks open each other's through /proc."""
-    if os.path.isdir("/dev/shm"):
+    """Shared memory of the host: NCCL, on GPUs, takes it; CPU ranks open each other's through /proc."""
+    if os.path.isdir("/dev/shm") and _device_files():
         size = shutil.disk_usage("/dev/shm").total
         if size < _SHM:
             yield Finding(

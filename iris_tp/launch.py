@@ -11,12 +11,22 @@ from collections.abc import Callable, Iterator
 import contextlib
 from multiprocessing import forkserver
 import os
+from pathlib import Path
 from typing import Any
 
 from iris import launchers, platform
+from iris.errors import IrisError
 import torch
 from torch import distributed, multiprocessing
 from torch.distributed import TCPStore
+
+from .arguments import MOST_RANKS
+
+_FAILED = ".failed"
+
+
+class RankError(Exception):
+    """A rank ended with a typed error: its class and message."""
 
 
 def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
@@ -31,6 +41,8 @@ def check_ranks(ranks: int) -> None:
     """Raises if this machine cannot give each of `ranks` ranks what it needs."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: at least 1 is needed")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}: expected at most {MOST_RANKS}, because ranks share one host")
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and gpus < ranks and not platform.sharing_gpus():
         raise ValueError(
@@ -49,6 +61,26 @@ def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) ->
     with started(rank_main, ranks, *args) as context:
         while not context.join():
             pass
+
+
+@contextlib.contextmanager
+def reporting(results: Path) -> Iterator[None]:
+    """On a rank: leave a typed error in the folder `results`, where `run_reporting` finds it."""
+    try:
+        yield
+    except IrisError as error:
+        (results / f"{os.getpid()}{_FAILED}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def run_reporting(rank_main: Callable[..., None], ranks: int | None, results: Path, *args: Any) -> None:
+    """Call `rank_main(results, *args)` on every rank. Raises `RankError` with what a rank has left by `reporting`."""
+    try:
+        run(rank_main, ranks, results, *args)
+    except (IrisError, multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        if left := sorted(results.glob(f"*{_FAILED}"), key=lambda path: path.stat().st_mtime_ns):
+            raise RankError(left[0].read_text()) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 import json
-import os
 from pathlib import Path
 import sys
 import tempfile
@@ -26,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 from iris.errors import ArgumentError
 import torch
 
-from . import launch, verify_ranks
-from .verify_runs import LENGTH, STEPS, NotComparedError, modes_on, run_batch, run_ranks, split, unlike
+from . import arguments, launch, verify_ranks
+from .arguments import LENGTH, STEPS
+from .verify_runs import modes_on, run_batch, split, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -108,33 +108,19 @@ def table(found: Sequence[Finding]) -> str:
     return "\n".join([head, *rows])
 
 
-def _rank_main(args: argparse.Namespace, results: Path) -> None:
+def _rank_main(results: Path, args: argparse.Namespace) -> None:
     with split(args, results) as (model, ctx):
         found = batch(model, ctx, args.batches, args.steps, args.length, args.compile)
         (results / f"{ctx.cur_rank}.json").write_text(json.dumps([vars(each) for each in found]))
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("iris-tp verify", description="Whether bits are as promised, on this machine.")
-    levels = "batch: the same bits at every number of rows; ranks: also at every number of ranks"
-    parser.add_argument("level", choices=("batch", "ranks"), help=levels)
-    parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
-    how_many = "how many; default: one a GPU, or 3 on CPUs. For ranks several, of which each is compared with the first"
-    parser.add_argument("--ranks", type=_numbers, help=how_many)
-    parser.add_argument("--batches", type=_numbers, help="sizes, as 2,7,64, which is the default; on CPUs 2,7")
-    parser.add_argument("--steps", type=_number, default=STEPS, help=f"tokens behind the prompt (default {STEPS})")
-    parser.add_argument("--length", type=_number, default=LENGTH, help=f"of the prompt, in tokens (default {LENGTH})")
-    parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--heap-gib", type=float, default=1.0, help="symmetric heap of a rank (default 1)")
-    parser.add_argument("--nothing", action="store_true", help="of a context that promises nothing, to compare")
+    parser = arguments.verify()
     args = parser.parse_args(argv)
     args.invariant = None if args.nothing else args.level
     if args.level == "ranks":
         args.ranks = args.ranks or tuple(range(1, launch.default_ranks() + 1))
         args.batches = args.batches or verify_ranks.BATCHES
-        if "RANK" in os.environ:
-            parser.error("verify ranks starts its own ranks: call it without torchrun")
         if len(args.ranks) < 2:
             parser.error(
                 f"--ranks is {args.ranks[0]}: expected several numbers, of which each is compared with the first"
@@ -157,14 +143,14 @@ def main(argv: list[str]) -> int:
         args.model = str(smollm2.checkpoint())
     try:
         return verify_ranks.main(args) if args.level == "ranks" else _main(args)
-    except NotComparedError as error:
+    except launch.RankError as error:
         print(f"iris-tp verify: {error}", file=sys.stderr)
         return 2
 
 
 def _main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
-        run_ranks(_rank_main, args.ranks[0] if args.ranks else None, args, Path(folder))
+        launch.run_reporting(_rank_main, args.ranks[0] if args.ranks else None, Path(folder), args)
         by_rank = [
             [Finding(**each) for each in json.loads(path.read_text())] for path in sorted(Path(folder).glob("*.json"))
         ]
@@ -176,13 +162,3 @@ def _main(args: argparse.Namespace) -> int:
     said = "no" if differing else "yes, the same bits"
     print(f"{len(worst)} batches on {len(by_rank)} ranks, {differing} differ: {said}")
     return 1 if differing else 0
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 on")
-    return int(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_number, text.split(",")))

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .verify_runs import LENGTH, STEPS, modes_on, run_batch, run_ranks, split, unlike
+from .arguments import LENGTH, STEPS
+from .launch import run_reporting
+from .verify_runs import modes_on, run_batch, split, unlike
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -75,7 +77,7 @@ def read(
     return found
 
 
-def _rank_main(args: argparse.Namespace, results: Path) -> None:
+def _rank_main(results: Path, args: argparse.Namespace) -> None:
     with split(args, results) as (model, ctx):
         found = read(model, ctx, args.batches, args.steps, args.length, args.compile)
         torch.save(found, results / f"{ctx.cur_rank}.pt")
@@ -117,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
     first: list | None = None
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(prefix="iris-verify-") as folder:
-            run_ranks(_rank_main, ranks, args, Path(folder))
+            run_reporting(_rank_main, ranks, Path(folder), args)
             readings = [torch.load(path) for path in sorted(Path(folder).glob("*.pt"))]
         first = readings[0] if first is None else first
         found += compared(first, readings, ranks)

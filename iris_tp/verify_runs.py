@@ -6,27 +6,17 @@ And the ranks that do so, which leave in a folder what they found, or why they c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iris.errors import IrisError
 import torch
-from torch import multiprocessing
 
 from . import launch
 
 if TYPE_CHECKING:
     from iris.context import Iris
-
-LENGTH, STEPS = 12, 3
-_FAILED = ".failed"
-
-
-class NotComparedError(Exception):
-    """Ranks raised a typed error before all was compared: its message."""
 
 
 @contextmanager
@@ -35,22 +25,8 @@ def split(args: argparse.Namespace, results: Path) -> Iterator[tuple[torch.nn.Mo
     import iris
     import layers
 
-    try:
-        with iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
-            yield layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype)), ctx
-    except IrisError as error:
-        (results / f"{os.getpid()}{_FAILED}").write_text(f"{type(error).__name__}: {error}")
-        raise
-
-
-def run_ranks(rank_main: Callable[..., None], ranks: int | None, args: argparse.Namespace, results: Path) -> None:
-    """`rank_main(args, results)` on so many ranks. Raises `NotComparedError` for what a rank has left by `split`."""
-    try:
-        launch.run(rank_main, ranks, args, results)
-    except (IrisError, multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        if left := sorted(results.glob(f"*{_FAILED}")):
-            raise NotComparedError(left[0].read_text()) from error
-        raise
+    with launch.reporting(results), iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
+        yield layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype)), ctx
 
 
 def modes_on(device: torch.device) -> tuple[str, ...]:

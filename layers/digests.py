@@ -1,7 +1,8 @@
-"""With IRIS_DEBUG=1, ranks compare what they are given: a checksum of tokens, masks and options, before anything runs.
+"""Ranks compare what they are given: checksums of tokens and masks, and options, before anything runs.
 
-Ranks that are given different tokens of the same length make the same calls, and each would answer from a mix. Without
-debug mode nothing is computed, and there is no hook.
+Ranks that are given different tokens of the same length make the same calls, and each would answer from a mix. So
+`generate` and the engine's always compare `facts` of their arguments, in the exchange that opens such a call anyway. A
+forward exchanges nothing on the host, so it is compared in debug mode (IRIS_DEBUG=1) only; without, it has no hook.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 import zlib
 
 from iris import platform
+from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
 from .serving.arguments import check_tokens
+from .sharded import ShardedLinear
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
 _PLAIN = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
-_OWN = "streamer", "tokenizer", "assistant_tokenizer"  # of a process: they may differ
+_OWN = "streamer", "tokenizer", "assistant_tokenizer", "custom_generate"  # a process has its own
+_BY_FIELDS = "Config", "Processor", "Criteria", "Warper"  # how classes are named whose fields say all
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 20  # elements of a tensor whose checksum is computed at a time, in some 24 bytes each
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def compare(ctx: Iris, call: str, **arguments: Any) -> None:
@@ -29,9 +36,27 @@ def compare(ctx: Iris, call: str, **arguments: Any) -> None:
         ctx.compare(call, **facts)
 
 
+def facts(**arguments: Any) -> dict[str, str]:
+    """Digests of a call's named `arguments`, a configuration's by field, for `checked` to compare between ranks.
+
+    Left out: what belongs to a process, such as a streamer, and the weights of models.
+    """
+    found = {}
+    for name, value in arguments.items():
+        if name in _OWN or value is None:
+            continue
+        if isinstance(value, nn.Module):
+            found[name] = type(value).__name__
+        elif type(value).__name__.endswith("Config"):
+            found |= {f"{name}.{key}": digest(held) for key, held in _fields(value).items() if held is not None}
+        else:
+            found[name] = digest(value)
+    return found
+
+
 def is_compared(ctx: Iris) -> bool:
     """Whether calls are compared now: in debug mode, while nothing is captured or traced."""
-    if ctx.agreement is None or torch.compiler.is_compiling():
+    if ctx.agreement is None or is_recording():
         return False
     return not platform.is_capturing(ctx.device)
 
@@ -40,13 +65,14 @@ def digest(value: Any, depth: int = 3) -> str:
     """A short text that is the same for the same value, and hardly ever for another."""
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        if value.is_meta:
+        if value.is_meta or value.layout is not torch.strided:
             return kind
-        flat = value.detach().contiguous().cpu().flatten()
-        return f"{kind} with checksum {zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
+        return f"{kind} with checksum {checksum(value):016x}"
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, nn.Module):
+        if any(isinstance(module, ShardedLinear) for module in value.modules()):
+            return f"{type(value).__name__}, split"  # each rank has weights of its own
         each = [f"{name} {digest(held)}" for name, held in value.state_dict().items()]
         return f"{type(value).__name__} with checksum {_crc(each)}"
     if not depth:
@@ -59,12 +85,34 @@ def digest(value: Any, depth: int = 3) -> str:
             each.sort()  # its own order differs by process
         text = ", ".join(each)
         return f"{type(value).__name__}({text})" if len(text) < 200 else f"{len(each)} with checksum {_crc(each)}"
-    if type(value).__name__.endswith("Config"):  # what is private there describes the process: a hash, a path
-        public = {name: held for name, held in vars(value).items() if not name.startswith("_")}
-        return f"{type(value).__name__}({digest(public, depth - 1)})"
-    if type(value).__name__.endswith(("Processor", "Criteria", "Warper")):
-        return f"{type(value).__name__}({digest(vars(value), depth - 1)})"
+    if callable(getattr(value, "get_seq_length", None)):  # a cache, whose heads are this rank's
+        return f"{type(value).__name__} of {int(value.get_seq_length())} tokens"
+    if any(kind.__name__.endswith(_BY_FIELDS) for kind in type(value).__mro__):
+        return f"{type(value).__name__}({digest(_fields(value), depth - 1)})"
     return getattr(value, "__qualname__", type(value).__name__)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return 64 bits that differ where two strided tensors of one dtype and shape do, computed where `tensor` lies.
+
+    The sum, modulo 2**64, of each element's bits times an odd number that depends on its place: so one element, or the
+    order of two, never differs unseen. The host waits for one number.
+    """
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+    flat = plain.contiguous().flatten()
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.long, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        places = torch.arange(start + 1, start + 1 + len(chunk), dtype=torch.long, device=bits.device) * _ODD
+        total += ((places ^ (places >> 29)).bitwise_or_(1) * chunk).sum()
+    return int(total) & ((1 << 64) - 1)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of a configuration, a processor or a criterion; private ones may differ by process."""
+    return {key: held for key, held in vars(value).items() if not key.startswith("_")}
 
 
 def _crc(texts: list[str]) -> str:
@@ -103,7 +151,7 @@ class _Look:
         self.ctx, self.name = ctx, name
 
     def __call__(self, module: Any, args: tuple) -> None:
-        if torch.compiler.is_compiling() or not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta:
+        if is_recording() or not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta:
             return
         if is_compared(self.ctx):
             compare(self.ctx, self.name, input=args[0])

@@ -163,6 +163,8 @@ class HeadSplit:
     idle: bool = False
     counts: tuple[int, ...] = ()
     """How many query heads each rank has; an idle one has none."""
+    kv_counts: tuple[int, ...] = ()
+    """How many kv heads each rank has."""
 
     @property
     def num_local_heads(self) -> int:
@@ -196,7 +198,11 @@ def split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> Hea
     """Which whole heads `rank` holds. See the module's docstring for the rule."""
     _check(world, rank)
     splits = [_split_heads(num_heads, num_kv_heads, world, each) for each in range(world)]
-    return replace(splits[rank], counts=tuple(0 if each.idle else each.num_local_heads for each in splits))
+    return replace(
+        splits[rank],
+        counts=tuple(0 if each.idle else each.num_local_heads for each in splits),
+        kv_counts=tuple(each.num_local_kv_heads for each in splits),
+    )
 
 
 def _split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:

@@ -21,6 +21,7 @@ from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import matmul, skinny_matmul
 from iris_ops.problem import FP8
+from iris_ops.recording import row_count
 from iris_ops.sum_tree import checked_shares
 import torch
 from torch import nn
@@ -182,7 +183,7 @@ class ShardedLinear(nn.Module):
     def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """`x` as [rows, features], checked, in the dtype of the product."""
         x = self.check(x, features)
-        return x.reshape(x.shape[:-1].numel(), features)
+        return x.reshape(row_count(x), features)
 
     def check(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """`x` in the dtype of the product. Raises unless it is [..., features] of the weight's dtype, where that lies.
@@ -191,6 +192,8 @@ class ShardedLinear(nn.Module):
         """
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(f"input is a {type(x).__name__}: expected a tensor")
+        if is_dtensor(x):
+            raise ArgumentError(f"input is a DTensor of shape {tuple(x.shape)}: expected this rank's plain tensor")
         if x.dim() < 1 or x.shape[-1] != features:
             note = "" if features == self.in_features else f", this rank's part of {self.in_features} features"
             raise ShapeError(f"input has shape {tuple(x.shape)}: expected [..., {features}]{note}")
@@ -314,6 +317,11 @@ class ShardedLinear(nn.Module):
             f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None},"
             f" op={self.served_by}"
         )
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is a DTensor, by the name of its class: importing torch.distributed.tensor takes long."""
+    return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()

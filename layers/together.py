@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Checked = TypeVar("Checked")
 Result = TypeVar("Result")
 
+_ABSENT = "not given"
 _MOST_LINES, _MOST_IN_LINE, _LONGEST_LINE, _LONGEST_PART, _LONGEST_NAME = 40, 20, 4000, 600, 200
 
 
@@ -36,11 +37,17 @@ def agree(ctx: Iris, refusal: str | None, asked: dict[str, Any]) -> None:
                 raise ArgumentError(f"{name} is {here} on rank 0 and {there} on rank {rank}: expected the same")
 
 
-def checked(ctx: Iris, call: str, check: Callable[[], Checked]) -> Checked:
-    """What `check` gives, before a `call` that all ranks make: where it raises on one of them, it raises on all."""
+def checked(
+    ctx: Iris, call: str, check: Callable[[], Checked], facts: Callable[[Checked], dict[str, Any]] = lambda _: {}
+) -> Checked:
+    """Return `check()`, before a `call` that all ranks make. Collective, one exchange of the hosts.
+
+    Where `check` raises on one rank, it raises on all. Raises `ArgumentError` on every rank where the ranks make
+    different calls, or where one of the named `facts` of the result differs.
+    """
     ctx.check()
     with ctx.exchanging():
-        return ctx.hosts.together(call, check)
+        return run_together(ctx, check, lambda result: {"the call": call, **facts(result)}, call)
 
 
 def raise_together(problems: list[str], what: str, ctx: Iris) -> None:
@@ -97,11 +104,12 @@ def words(error: BaseException) -> str:
 
 
 def run_together(
-    ctx: Iris, step: Callable[[], Result], said: Callable[[Result], dict[str, Any]] = lambda _: {}
+    ctx: Iris, step: Callable[[], Result], said: Callable[[Result], dict[str, Any]] = lambda _: {}, call: str = ""
 ) -> Result:
     """What `step` gives. Raises on every rank if it raises on one of them, or if what is `said` of it differs.
 
-    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank.
+    Collective. A rank that fails raises its own error, the others one of the same kind that names the rank. An error
+    about a difference names the `call`.
     """
     error: Exception | None = None
     own: dict[str, Any] = {}
@@ -110,6 +118,9 @@ def run_together(
         own = said(result)
     except Exception as caught:  # whatever it is, the other ranks are waiting for a word
         error = caught
+    except BaseException as caught:
+        ctx.hosts.leave(caught)
+        raise
     told = ctx.hosts.all_gather((None if error is None else _described(error), own))
     if error is not None:
         raise error
@@ -117,11 +128,14 @@ def run_together(
         if failure:
             kind, text = failure
             raise kind(f"rank {rank}: {text}")
+    first = told[0][1]
     for rank, (_, other) in enumerate(told):
-        for name, first in told[0][1].items():
-            if other[name] != first:
+        for name in [*first, *(name for name in other if name not in first)]:
+            if other.get(name, _ABSENT) != first.get(name, _ABSENT):
+                here, there = (shown(str(each.get(name, _ABSENT)), _LONGEST_PART) for each in (first, other))
+                what = f"{call}: {name} differs between ranks: it" if call else name
                 raise ArgumentError(
-                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}: expected the same on every rank"
+                    f"{what} is {here} on rank 0 and {there} on rank {rank}: expected the same on every rank"
                 )
     return result
 

@@ -58,7 +58,7 @@ TARGETS = {
 }
 ALL_BUT_RARE = "-"  # in place of a pattern
 _INT32 = {"flags", "passed", "sync", "members", "sent", "arrived", "count", "left", "order", "offsets", "counts"}
-_INT32 |= {"space", "calls"}
+_INT32 |= {"space", "calls", "flag"}
 _INT64 = {"ctx_ptr", "words", "heap_bases", "sums", "times", "step", "results", "digests", "chosen"}
 _DATA = {"q", "k", "v", "a", "b", "bias", "out", "staging", "gathered", "a_tile", "gathered_tile", "src", "dst", "inp"}
 _DATA |= {"residual", "weight", "scaled", "both", "products", "shared"}

@@ -11,7 +11,7 @@ from iris.ccl.flags import flags_kernel
 from iris.ccl.lamport import lamport_kernel
 from iris.ccl.ring import ring_kernel
 from iris.ccl.transfer import transfer_kernel
-from iris.device import sync
+from iris.device import copies, sync
 from iris.tracing import clock_offset_kernel
 from iris_ops.fp8 import lamport_stream, skinny_stream, tile_matmul, weight_stream
 from iris_ops.fp8.scaled_matmul import round_rows_kernel
@@ -218,6 +218,8 @@ def variants(target: GPUTarget):
     yield from collectives()
     yield "clock_offset", clock_offset_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     yield "device_barrier", sync.device_barrier_kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
+    for name, kernel in (("copy_wait", copies.wait_kernel), ("copy_signal", copies.signal_kernel)):
+        yield name, kernel, dict(num_warps=1), dict(WORLD_SIZE=WORLD_SIZE)
     for name, kernel in rma_kernels.ALL.items():
         yield name, kernel, dict(num_warps=4), dict(WORLD_SIZE=WORLD_SIZE, BLOCK=2048)
         if name in ("rma_load", "rma_store"):

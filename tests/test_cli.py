@@ -15,7 +15,7 @@ from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, moe
 from iris_ops.planning.moe_ways import WAYS, moe_plan
 from iris_ops.planning.plan import plan
 from iris_ops.problem import problem_asked
-from iris_tp import cli
+from iris_tp import arguments, cli
 from iris_tp.bench import command
 from iris_tp.bench.rows import CALLS
 from iris_tp.bench.team import launch
@@ -47,12 +47,12 @@ def test_plan_explains_without_gpu_or_ranks() -> None:
     assert result.returncode == 0, result.stderr
     problem = problem_asked("matmul_all_reduce", 2048, 8192, 2048, 4, torch.bfloat16)
     chosen = plan(problem, machine_named("NVIDIA H200", 132))
-    assert result.stdout == f"4 ranks, NVIDIA H200\n{chosen.explain()}\n{chosen}\n"
-    assert "chosen" in result.stdout
+    assert result.stdout == f"4 ranks, NVIDIA H200; rates: measured\n{chosen.explain()}\n"
+    assert "\nchosen " in result.stdout and "FusedConfig(" not in result.stdout
 
 
 def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> None:
-    for gpu in cli._GPUS:
+    for gpu in arguments.GPUS:
         options = ("--form", "k", "--dtype", "float16", "--world", "8", "--gpu", gpu)
         assert cli.main(["plan", "all_gather_matmul", "16", "4096", "1024", *options]) == 0
         assert "all_gather_matmul k M=16 N=4096 K=1024 torch.float16" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixt
     problem = moe_problem_asked(op, tokens, 2048, 384, 128, 8, 2, torch.bfloat16)
     machine = machine_named("NVIDIA H100", 132)
     chosen = moe_plan(problem, machine)
-    assert said == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n{chosen}\n"
+    assert said == f"2 ranks, NVIDIA H100; rates: of the data sheet, checked on two H100s\n{chosen.explain()}\n"
     assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
     assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
     for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
@@ -121,13 +121,14 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
         ((GATE_UP, "1", "8", "8", "--experts", "0"), "experts is 0"),
         ((GATE_UP, "1", "8", "8", *_MIXTURE, "--top-k", "65"), "top_k is 65 for moe_gate_up; expected an integer from"),
         ((GATE_UP, "1", "8", "8", "--experts", "4", "--top-k", "5"), "top_k is 5 for moe_gate_up; expected at most 4"),
-        ((GATE_UP, "-1", "8", "8", *_MIXTURE), "M is -1; expected an integer"),
+        ((GATE_UP, "-1", "8", "8", *_MIXTURE), "M is -1; expected an integer from 1 to 2147483647"),
+        ((GATE_UP, "0", "8", "8", *_MIXTURE), "M is 0; expected an integer from 1"),
         ((GATE_UP, "1", "8", "8", *_MIXTURE, "--fp8"), "fp8 is True for moe_gate_up; expected False"),
         (
             (GATE_UP, "1", "8", "8", *_MIXTURE, "--form", "cols"),
             "form is 'cols' for moe_gate_up; expected none, or 'rows'",
         ),
-        ((DOWN_ALL_REDUCE, "1", "8", "8", *_MIXTURE, "--world", "0"), "world_size is 0"),
+        ((DOWN_ALL_REDUCE, "1", "8", "8", *_MIXTURE, "--world", "0"), "--world is 0"),
         (
             ("matmul_all_reduce", "1", "8", "8", "--experts", "4"),
             "experts is 4 for matmul_all_reduce; expected none, or one of moe_gate_up, moe_down_all_reduce, moe_down_",
@@ -142,10 +143,16 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
             "fp8 is True for matmul_all_gather; expected False, or one of matmul_all_reduce, all_gather_matmul, ",
         ),
         (("matmul", "1", "2", "3"), "op is 'matmul'; expected one of matmul_all_reduce"),
-        (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer"),
+        (("matmul_all_reduce", "-1", "2", "3"), "M is -1; expected an integer from 1"),
+        (("matmul_all_reduce", "0", "2", "3"), "M is 0; expected an integer from 1"),
+        (("matmul_all_reduce", "1", "0", "3"), "N is 0; expected an integer from 1"),
+        (("matmul_all_reduce", "1", "2", "0"), "K is 0; expected an integer from 1"),
+        (("matmul_all_reduce", "1", "2", "1e3"), "K is '1e3'; expected an integer from 1"),
+        (("matmul_all_reduce", "2147483648", "2", "3"), "M is 2147483648; expected an integer from 1 to 2147483647"),
+        (("matmul_all_reduce", "1", "2", "3", "--ranks", "64"), "--world is 64; expected an integer from 1 to 16"),
         (("matmul_all_reduce", "1", "2", "3", "--form", "rows"), "form is 'rows' for matmul_all_reduce; expected none"),
-        (("matmul_all_reduce", "1", "2", "3", "--world", "0"), "world_size is 0"),
-        (("matmul_all_reduce", "1", "2", "x"), "invalid int value: 'x'"),
+        (("matmul_all_reduce", "1", "2", "3", "--world", "0"), "--world is 0; expected an integer from 1 to 16"),
+        (("matmul_all_reduce", "1", "2", "x"), "K is 'x'; expected an integer from 1"),
         (("matmul_all_reduce", "1", "2", "3", "4"), "unrecognized arguments: 4"),
         (("matmul_all_reduce", "1", "2", "3", "--gpu", "abacus"), "invalid choice: 'abacus'"),
         (("--html", "page.html", "--ranks", "2"), "--html takes no op, no sizes and no other option"),
@@ -158,7 +165,81 @@ def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, cap
     except SystemExit as end:  # argparse's way
         code = end.code
     assert code == 2
-    assert error in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert error in said.err and said.err.startswith("iris-tp plan: ") and said.err.count("\n") == 1 and not said.out
+
+
+def test_gpus_that_plan_names_are_machines_of_the_planner() -> None:
+    """With their own rates, not an H200's scaled."""
+    assert {"a100", "b200", "h20", "mi300x", "mi325x"} < set(arguments.GPUS)
+    for gpu, (name, programs) in arguments.GPUS.items():
+        machine = machine_named(name, programs)
+        assert (machine.name, machine.num_programs) == (name, programs)
+        assert "scaled" not in machine.source and "measured" in machine.source or gpu in ("h100", "interpreter")
+    assert "scaled" in machine_named("some other GPU", 66).source
+
+
+def test_plan_says_that_rates_are_of_a_data_sheet(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "matmul_all_reduce", "16", "4096", "1024", "--gpu", "b200"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("4 ranks, NVIDIA B200; rates: of the data sheet, not measured\n")
+
+
+# --- without torch ---------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "generate": ("smollm2", "hm"),
+    "demo": (),
+    "plan": ("matmul_all_reduce", "8", "8", "8"),
+    "bench": (),
+    "verify": ("batch",),
+}
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess:
+    """The command in a Python that finds no torch: a finder of its own refuses it."""
+    hidden = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "import importlib.abc\n"
+        "class Refuses(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch': raise ModuleNotFoundError('No module named torch', name='torch')\n"
+        "sys.meta_path.insert(0, Refuses())\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else found(name, *rest)\n"
+        "from iris_tp import cli; sys.exit(cli.main())"
+    )
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    return subprocess.run(
+        [sys.executable, "-c", hidden, *arguments], env=environment, capture_output=True, text=True,
+        timeout=patient(60), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_torch_a_command_says_so_in_a_line(command: str) -> None:
+    result = without_torch(command, *COMMANDS[command])
+    wanted = f"iris-tp {command}: torch not installed; `iris-tp doctor` lists what to install\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", wanted)
+
+
+@pytest.mark.parametrize("command", [(), ("doctor",), *((name,) for name in COMMANDS)])
+def test_help_needs_no_torch(command: tuple[str, ...]) -> None:
+    result = without_torch(*command, "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: iris-tp"), result.stderr
+
+
+def test_an_error_under_torchrun_is_its_last_word(tmp_path: Path) -> None:
+    """Two ranks: one line of ours, and torchrun's summary has it again as the cause."""
+    env = os.environ | {"PYTHONPATH": python_path()}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "iris_tp", "plan"]
+    result = subprocess.run(
+        [*torchrun, "matmul_all_reduce", "0", "8", "8"],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(120),
+    )  # fmt: skip
+    line = "iris-tp plan: M is 0; expected an integer from 1 to 2147483647"
+    assert result.returncode != 0 and sum(text.startswith(line) for text in result.stderr.splitlines()) == 1
+    last = [text for text in result.stderr.splitlines() if text.strip("=- ")][-1]
+    assert line in last, result.stderr
 
 
 # --- demo and bench --------------------------------------------------------------------------------------------------
@@ -189,11 +270,11 @@ def test_bench_says_which_ops_and_benchmarks_there_are(option: str, capsys: pyte
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", option])
     said = capsys.readouterr().out
-    assert end.value.code == 0 and all(name in said for name in (*CALLS.values(), *command.IN_CHECKOUT))
+    assert end.value.code == 0 and all(name in said for name in (*CALLS.values(), *arguments.IN_CHECKOUT))
 
 
 def test_every_benchmark_named_is_there() -> None:
-    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in command.IN_CHECKOUT)
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in arguments.IN_CHECKOUT)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +282,10 @@ def test_every_benchmark_named_is_there() -> None:
     [
         (("matmul",), "invalid choice: 'matmul'"),
         (("matmul_all_reduce", "16"), "expected M, N and K, or none of them"),
-        (("matmul_all_reduce", "16", "0", "8"), "M, N, K are 16, 0, 8; expected sizes from 1 on"),
-        (("matmul_all_reduce", "--ranks", "0"), "--ranks is 0; expected 1 or more"),
+        (("matmul_all_reduce", "16", "0", "8"), "N is 0; expected an integer from 1"),
+        (("matmul_all_reduce", "--ranks", "0"), "--ranks is 0; expected an integer from 1 to 16"),
+        (("matmul_all_reduce", "--ranks", "99"), "--ranks is 99; expected an integer from 1 to 16"),
+        (("matmul_all_reduce", "--heap-gib", "nan"), "--heap-gib is 'nan'; expected a number above 0"),
     ],
 )
 def test_bench_refuses_what_it_cannot_measure(arguments: tuple, error: str, capsys: pytest.CaptureFixture) -> None:
@@ -238,12 +321,14 @@ def measure(rank: int, world: int, args: argparse.Namespace, spoilt: bool = Fals
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("arguments", [("bench", "ops")])
-def test_without_a_checkout_it_says_so(arguments, tmp_path: Path, monkeypatch, capsys) -> None:
-    class Spec:
-        origin = str(tmp_path / "iris" / "__init__.py")
-
-    monkeypatch.setattr(cli, "find_spec", lambda name: Spec)
+def test_benchmarks_of_a_checkout_are_listed_and_run_where_there_is_one(tmp_path: Path, monkeypatch, capfd) -> None:
+    """With installed packages: in no checkout they are neither, in a checkout both."""
+    monkeypatch.setattr(cli, "_package", lambda: tmp_path / "site-packages" / "iris" / "__init__.py")
     monkeypatch.setattr(cli, "_version", lambda: "0")
-    assert cli.main([*arguments, "--ranks", "2"]) == 2
-    assert "part of the source checkout" in capsys.readouterr().err
+    for folder, there in ((tmp_path, False), (ROOT, True)):
+        monkeypatch.chdir(folder)
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "--help"])
+        assert ("invariance" in capfd.readouterr().out) == there
+        assert cli.main(["bench", "ops", "--no-such-option", "7"]) == 2
+        assert ("part of the source checkout" in capfd.readouterr().err) == (not there)

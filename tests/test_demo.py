@@ -139,4 +139,10 @@ def test_demo_refuses_impossible_numbers(option: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stopped:
         demo.main([option, "0"])
     assert stopped.value.code == 2
-    assert "at least 1" in capsys.readouterr().err
+    assert f"{option} is 0; expected an integer from 1" in capsys.readouterr().err
+
+
+def test_demo_refuses_more_ranks_than_a_host_has(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--ranks", "99"])
+    assert "--ranks is 99; expected an integer from 1 to 16" in capsys.readouterr().err

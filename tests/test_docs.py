@@ -27,8 +27,11 @@ import pytest
 import yaml
 
 from benchmarks import report
+from benchmarks.cases import engines
 from benchmarks.measuring.report import RESULTS, headline
+from benchmarks.plots import colours
 from benchmarks.tables import invariance_tables, pages
+from tests import tiny_chat
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
 
@@ -62,7 +65,10 @@ def _run(ctx: iris.Iris, path: str) -> str:
 def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     """Its blocks one after the other: triton reads a kernel's source from a file."""
     script = tmp_path / "page.py"
-    script.write_text("\n".join(BLOCK.findall(PAGES[page].read_text())))
+    text = "\n".join(BLOCK.findall(PAGES[page].read_text()))
+    if tiny_chat.ON_HUB in text:
+        text = text.replace(tiny_chat.ON_HUB, str(tiny_chat.save(tmp_path / "model")))
+    script.write_text(text)
     assert all(map(str.strip, run_ranks(2, _run, str(script)))), "a page prints what it shows"
 
 
@@ -77,6 +83,8 @@ def _timeline() -> Any:
 
 def test_timelines_are_drawn_as_written() -> None:
     timeline = _timeline()
+    style = (DOCS / "site.css").read_text()
+    assert not re.search(r"\.timeline[^}]*(min-width|overflow)", style), "a phone would show a part of the picture"
     fences = [
         text
         for path in PAGES.values()
@@ -88,6 +96,10 @@ def test_timelines_are_drawn_as_written() -> None:
         picture = timeline.draw(text)
         assert len(re.findall(r'<rect [^>]*rx="3"', picture)) == len(spans) >= 3
         assert all(f">{html.escape(span.label)}</text>" in picture for span in spans)
+        # every bar lies within the picture, and the picture within a phone's screen
+        (width,) = {float(found) for found in re.findall(r'viewBox="0 0 (\d+) \d+"', picture)}
+        bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="\d+" rx="3"', picture)
+        assert all(float(x) + float(wide) <= width for x, wide in bars) and width <= 480
         for _, lane in timeline.lanes(text):  # a lane does one thing after the other
             assert all(before.end <= after.begin for before, after in itertools.pairwise(lane)), lane
     for bad in ("lane: dance 0-1 tile", "lane: push 2-1", "lane push 0-1", "lane: push"):
@@ -175,7 +187,8 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
     assert len(commands) >= 2
     for command in commands:
         assert cli.main(command.split()) == 0
-        assert f"kernel='{kernel}'" in capsys.readouterr().out, command
+        chosen = re.findall(r"^chosen ([\w.]+)", capsys.readouterr().out, re.MULTILINE)
+        assert chosen == [kernel], command
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -197,6 +210,63 @@ def test_tables_are_those_of_the_results(whole: bool, monkeypatch: pytest.Monkey
     assert len(found) > len(KERNELS)
     for path, page, new in found:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
+
+
+def test_the_text_of_a_plot_names_what_it_shows() -> None:
+    """An image's alternative text has the measure of the plot's axis, the number of GPUs and their type."""
+    measures = {
+        "llm": "relative to cuBLAS + NCCL", "ops": "over its floor", "ops_h200_x2_rows": "over the number of rows",
+        "all_scatter": "over the floor", "ccl": "Bus bandwidth", "step": "GB/s", "timeline": "Timeline of",
+    }  # fmt: skip
+    found = 0
+    for path in (ROOT / "README.md", *PAGES.values()):
+        for text, plot in re.findall(r"!\[([^\]]*)\]\([^)]*plots/([\w.-]+)\.svg\)", path.read_text()):
+            measure = measures[max((name for name in measures if plot.startswith(name)), key=len)]
+            gpu, ranks = re.search(r"_(h\d+)_x(\d)", plot).groups()
+            assert measure in text and f"{ranks} x {gpu.upper()}" in text, f"{path}: {text}"
+            found += 1
+    assert found >= len(report.shown())
+
+
+def test_a_contender_has_one_colour_of_its_own() -> None:
+    """In every picture of every result: two contenders never share one, whatever a file calls them."""
+    assert len(set(colours.COLOURS.values())) == len(colours.COLOURS)
+    assert colours.colour("cuBLAS + NCCL, norm") == colours.colour("torch + NCCL") == colours.colour("NCCL")
+    assert colours.colour("vLLM 0.23.0") == colours.colour("vLLM") != colours.colour("vLLM custom all-reduce")
+    drawn = [run for run in map(json.loads, map(Path.read_text, RESULTS.glob("*.json"))) if isinstance(run, dict)]
+    names = {
+        result["name"]
+        for run in drawn if run.get("benchmark") in ("ops", "llm", "ccl", "all_scatter")
+        for row in run["rows"] for result in row["results"]
+        if result.get("key") not in (*engines.PROMISING, engines.VLLM_BATCH)
+    }  # fmt: skip
+    assert names and all(map(colours.colour, names))
+    with pytest.raises(KeyError, match="newcomer"):
+        colours.colour("cuBLAS + newcomer")
+
+
+@pytest.mark.parametrize("plot", ["ccl_plots", "llm_plots", "ops_plots", "step_plots", "rma_plots"])
+def test_a_legend_covers_nothing(plot: str, tmp_path: Path) -> None:
+    """It lies outside of every panel of the figure."""
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module(f"benchmarks.plots.{plot}")
+    stem = {"ccl_plots": "ccl_h200_x2", "llm_plots": "llm_llama-3-8b_compiled_h200_x2", "ops_plots": "ops_h200_x2",
+            "step_plots": "step_h200_x1", "rma_plots": "rma_h200_x2"}[plot]  # fmt: skip
+    figures = []
+    module.save = lambda figure, path: figures.append(figure) or path
+    try:
+        module.draw(RESULTS / f"{stem}.json", tmp_path)
+    finally:
+        importlib.reload(module)
+    legends = 0
+    for figure in figures:
+        figure.canvas.draw()
+        boxes = [axes.get_window_extent() for axes in figure.axes]
+        for legend in (*figure.legends, *(axes.get_legend() for axes in figure.axes)):
+            if legend is not None:
+                legends += 1
+                assert not any(legend.get_window_extent().padded(-1).overlaps(box) for box in boxes), plot
+    assert legends
 
 
 def test_plots_are_of_the_results_as_they_stand() -> None:

@@ -1,5 +1,6 @@
 """`iris-tp doctor`: what it says of this machine, and of machines that lack something."""
 
+import argparse
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ def test_doctor_examines_this_machine(apart: bool, capsys: pytest.CaptureFixture
     assert code == (1 if re.search(r"^ *FIX ", said, re.M) else 0), said
     for name in ("python", "torch", "triton", "numpy", "safetensors"):
         assert re.search(rf"^ *ok  {name} \d", said, re.M), said
-    assert "GPU" in said and "/dev/shm" in said
+    assert "GPU" in said and ("/dev/shm" in said) == bool(doctor._device_files())
 
 
 def test_doctor_wants_the_versions_of_the_package() -> None:
@@ -81,7 +82,8 @@ LINUX = '; platform_system == "Linux"'
         ("2.9.1", f"triton==3.5.1{LINUX}", "3.6.0", "FIX", "pip install 'torch>=2.10,<2.16'"),
         ("2.16.0", f"triton~=3.10.0{LINUX}", "3.9.0", "FIX", "pip install 'torch>=2.10,<2.16'"),
         ("2.13.0+cpu", "", "3.7.1", None, ""),
-        ("2.13.0+cpu", "", "3.6.0", "note", "pip install 'triton==3.7.*'  (to test what GPUs run)"),
+        ("2.13.0+cpu", "", "3.6.0", "ok", ""),
+        ("2.14.1+cpu", "", "3.9.0", "ok", ""),  # what pip installs beside a CPU torch on Python 3.10
         ("2.16.0+cpu", "", "3.9.0", None, ""),
     ],
 )
@@ -92,6 +94,31 @@ def test_doctor_knows_which_triton_a_torch_requires(
     findings = list(doctor.pair())
     assert [(finding.level, finding.remedy) for finding in findings] == ([(level, remedy)] if level else [])
     assert all(f"torch {torch}" in finding.what and triton in finding.what for finding in findings)
+
+
+@pytest.mark.parametrize("device_files, level", [([], None), (["/dev/nvidiactl"], "FIX")])
+def test_a_container_s_small_shared_memory_matters_on_gpus_only(
+    device_files: list[str], level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker gives 64 MiB, which NCCL finds too little and ranks on CPUs do not use."""
+    monkeypatch.setattr(doctor, "_device_files", lambda: device_files)
+    monkeypatch.setattr(doctor.os.path, "isdir", lambda path: True)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: argparse.Namespace(total=64 << 20))
+    levels = [finding.level for finding in doctor.memory() if "/dev/shm" in finding.what]
+    assert levels == ([level] if level else [])
+
+
+def test_nothing_is_to_fix_after_a_clean_install_for_cpus(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """On Python 3.10: `pip install torch --index-url .../cpu`, then the package without extras, in a container."""
+    installed(monkeypatch, "", torch="2.14.1+cpu", triton="3.9.0", numpy="2.2.6", safetensors="0.6.2")
+    monkeypatch.setattr(doctor, "_device_files", list)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in [name for name in os.environ if name.startswith("IRIS_")]:
+        monkeypatch.delenv(name)
+    assert doctor.show(doctor.examine()) == 0
+    said = capsys.readouterr().out
+    notes = [line for line in said.splitlines() if line.startswith("note")]
+    assert len(notes) == 3 and all(re.search("transformers|accelerate|no GPU", line) for line in notes), said
 
 
 def test_doctor_finds_the_triton_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["plan", "--html", str(tmp_path)]) == 2
     assert "cannot be written" in capsys.readouterr().err
     for arguments in (["plan", "matmul_all_reduce", "--html", "page.html"], ["plan", "matmul_all_reduce", "1", "2"]):
-        with pytest.raises(SystemExit):
-            cli.main(arguments)
+        assert cli.main(arguments) == 2
     assert "required: op, M, N, K" in capsys.readouterr().err
 
 

@@ -5,11 +5,13 @@ import io
 from pathlib import Path
 import re
 import runpy
+import shlex
 from typing import Any
 
+from iris_tp import arguments
 import pytest
-import torch
 
+from tests import tiny_chat
 from tests.harness import run_ranks
 from tests.processes import ROOT
 
@@ -29,22 +31,33 @@ def test_every_block_is_tested() -> None:
     assert len(BLOCKS) == 3 and README.count("```python") == 3
 
 
-def _split(ctx, path: str) -> tuple[str, list[int]]:
-    """What the block prints, and the tokens of the same model, unsplit."""
-    from transformers import LlamaForCausalLM
-
+def _printed(ctx, path: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        config = runpy.run_path(path)["config"]
-    torch.manual_seed(0)
-    whole = LlamaForCausalLM(config).eval()
-    tokens = whole.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False)
-    return printed.getvalue(), tokens[0].tolist()
+        runpy.run_path(path)
+    return printed.getvalue()
 
 
-def test_the_split_model_says_what_the_whole_one_says(tmp_path: Path) -> None:
-    for printed, tokens in run_ranks(2, _split, block(SPLIT, tmp_path)):
-        said = re.search(r"tensor\(\[\[(.*?)\]\]", printed, re.DOTALL)[1]
-        assert list(map(int, said.split(","))) == tokens
+def test_the_split_model_s_text_is_the_unsplit_one_s(tmp_path: Path) -> None:
+    """With a checkpoint, a tokenizer and a chat template that are made here, in place of a download."""
+    pytest.importorskip("transformers")
+    folder = tiny_chat.save(tmp_path / "model")
+    path = Path(block(SPLIT, tmp_path))
+    path.write_text(path.read_text().replace(tiny_chat.ON_HUB, str(folder)))
+    message = re.search(r'"content": "(.*?)"', BLOCKS[SPLIT])[1]
+    first, second = run_ranks(2, _printed, str(path))
+    assert (first.strip(), second) == (tiny_chat.answer(folder, message, 32).strip(), "")
+
+
+def test_the_command_is_one_that_there_is() -> None:
+    """`iris-tp generate`, as README and the first-model page have it; and the CPU build of torch stands in both."""
+    install, model = (ROOT / "docs/start/install.md").read_text(), (ROOT / "docs/start/model.md").read_text()
+    line = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    assert line in README and line in install
+    commands = re.findall(r"^iris-tp generate .*$", README + model, re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        args = arguments.generate().parse_args(shlex.split(command)[2:])
+        assert args.chat and args.model in (tiny_chat.ON_HUB, "smollm2")
 
 
 def _values(ctx, path: str, name: str) -> Any:

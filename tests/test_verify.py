@@ -69,10 +69,10 @@ def test_ranks_say_nothing_beside_that_line(tmp_path: Path) -> None:
     ("arguments", "error"),
     [
         (("ranks", "--ranks", "2"), "--ranks is 2: expected several"),
-        (("ranks", "--ranks", "1,0"), "'0': expected a number from 1 on"),
+        (("ranks", "--ranks", "1,0"), "0; expected an integer from 1"),
         (("batch", "--ranks", "1,2"), "--ranks is 1,2: expected one number"),
-        (("batch", "--batches", "0"), "'0': expected a number from 1 on"),
-        (("batch", "--length", "-1"), "'-1': expected a number from 1 on"),
+        (("batch", "--batches", "0"), "0; expected an integer from 1"),
+        (("batch", "--length", "-1"), "-1; expected an integer from 1"),
     ],
 )
 def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture) -> None:

@@ -7,6 +7,7 @@ product alone and the bytes over the link.
 import json
 from pathlib import Path
 
+from benchmarks.plots.colours import colour
 from benchmarks.plots.pictures import plt, save, sign
 from benchmarks.tables.all_scatter_table import ALONE, us
 
@@ -21,7 +22,7 @@ def bars(measured: dict) -> plt.Figure:
             taken = next((us(r) for r in row["results"] if r["name"] == name), None)
             if taken:
                 x, height = number + (place - (len(names) - 1) / 2) * width, taken / row["floor_us"]
-                axes.bar(x, height, width, color=f"C{place}", label=name if number == 0 else None)
+                axes.bar(x, height, width, color=colour(name), label=name if number == 0 else None)
                 axes.text(x, height, f"{taken:.0f}", ha="center", va="bottom", fontsize=7, rotation=90)
     axes.axhline(1, color="black", linewidth=0.8)
     labels = [

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.plots.pictures import OURS, plt, save, sign
+from benchmarks.plots.pictures import legend_above, plt, save, sign, style
 from benchmarks.tables.ccl_table import size_name
 
 
@@ -24,13 +24,11 @@ def draw(file: Path, folder: Path) -> list[Path]:
             ]
             if not found:
                 continue
-            style = OURS if name == "ours" else {}
-            axes.plot(*zip(*found, strict=True), marker=".", label=name, **style)
+            axes.plot(*zip(*found, strict=True), marker=".", label=name, **style(name))
         axes.set_xscale("log", base=2)
         sizes = [row["bytes"] for row in rows]
         axes.set_xticks(sizes[::2], [size_name(size) for size in sizes[::2]], rotation=45, ha="right")
         axes.set(title=op, ylabel="bus GB/s", ylim=0)
         axes.grid(alpha=0.3)
-    drawn = panels[0][0].get_legend_handles_labels()
-    figure.legend(*drawn, loc="outside upper center", ncols=len(drawn[0]), frameon=False)
+    legend_above(figure, *panels[0])
     return [save(sign(figure, report), folder / f"{file.stem}_bus.svg")]

@@ -7,8 +7,9 @@ none, eager); below: the inverse of the time to first token, in the same way. Wi
 import json
 from pathlib import Path
 
-from benchmarks.cases.engines import NAMES, NCCL, OURS, PROMISING, VLLM_BATCH
-from benchmarks.plots.pictures import plt, save, sign
+from benchmarks.cases.engines import NAMES, NCCL, PROMISING, VLLM_BATCH
+from benchmarks.plots.colours import colour
+from benchmarks.plots.pictures import legend_above, plt, save, sign
 
 PANELS = {
     "decode": (("step_graph_ms", "step_eager_ms"), lambda row: f"batch {row['batch']}\nafter {row['prompt']}"),
@@ -26,15 +27,14 @@ def bars(report: dict) -> plt.Figure:
             found = [(number, value) for number, value in found if value]
             width = 0.8 / len(names)
             spots = [number + (place - (len(names) - 1) / 2) * width for number, _ in found]
-            color = dict(color="tab:red") if key == OURS else {}
-            drawn = axes.bar(spots, [value for _, value in found], width, label=names[key], **color)
+            drawn = axes.bar(spots, [value for _, value in found], width, label=names[key], color=colour(names[key]))
             axes.bar_label(drawn, fmt="%.2f", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
-        axes.set(ylabel="times as fast", title=f"{report['model']}, {report['layers']} layers: {title}")
+        axes.set(ylabel=f"speed / {NAMES[NCCL]}", title=f"{report['model']}, {report['layers']} layers: {title}")
         axes.margins(y=0.1)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names), frameon=False)
-    return sign(figure, report, f"1: {NAMES[NCCL]}. batch x prompt.")
+    legend_above(figure, *panels)
+    return sign(figure, report, "batch x prompt; bars above 1 are faster.")
 
 
 def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from iris_tp.bench.rows import CALLS, label
 import matplotlib
 
-from benchmarks.plots.pictures import OURS, plt, save, sign
+from benchmarks.plots.pictures import legend_above, plt, save, sign, style
 
 MODE = "graph_us"
+SAID = "µs per call: median, slowest rank. Multicast off for all."
 
 
 def over_floor(report: dict, op: str) -> plt.Figure | None:
@@ -24,15 +25,17 @@ def over_floor(report: dict, op: str) -> plt.Figure | None:
         return None
     figure, axes = plt.subplots(figsize=(max(10, 0.3 * len(rows)), 4.5), layout="constrained")
     for name, values in _series(rows, lambda row, us: us / row["floor_us"]).items():
-        style = dict(OURS, marker="o", markersize=8) if name == "ours" else dict(marker="_", markersize=12)
+        marker = dict(marker="o", markersize=8) if name == "ours" else dict(marker="_", markersize=12)
         places, heights = zip(*((rows.index(row), value) for row, value in values), strict=True)
-        axes.plot(places, heights, linestyle="", markeredgewidth=2, label=name, **style)
+        axes.plot(places, heights, linestyle="", markeredgewidth=2, label=name, **marker, **style(name))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.set_xticks(range(len(rows)), map(label, rows), rotation=60, ha="right")
     axes.set(xlabel="M, N, K", ylabel="time / floor (log scale)", title=f"{CALLS[op]}, CUDA graphs")
-    return _finished(figure, axes, report, legend_beside=True)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return sign(figure, report, SAID)
 
 
 def over_rows(report: dict) -> plt.Figure | None:
@@ -49,14 +52,14 @@ def over_rows(report: dict) -> plt.Figure | None:
     )
     for axes, ((N, K), rows) in zip(all_axes[0], sorted(weights.items()), strict=True):
         for name, values in _series(rows, lambda row, us: us, everyone=True).items():
-            style = dict(OURS, linewidth=2) if name == "ours" else {}
-            style = dict(color="black", linestyle=":") if name.endswith("alone") else style
-            axes.plot([row["M"] for row, _ in values], [us for _, us in values], marker=".", label=name, **style)
+            line = dict(linewidth=2 if name == "ours" else 1.5, linestyle=":" if name.endswith("alone") else "-")
+            axes.plot([row["M"] for row, _ in values], [us for _, us in values], ".", label=name, **line, **style(name))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%d"))
         axes.set(xlabel="M (rows)", ylabel="µs a call", title=f"matmul_all_reduce, N = {N}, K = {K}", ylim=0)
         axes.grid(alpha=0.3)
-    return _finished(figure, all_axes[0][0], report)
+    legend_above(figure, *all_axes[0])
+    return sign(figure, report, SAID)
 
 
 def _series(rows: list[dict], value, everyone: bool = False) -> dict[str, list[tuple[dict, float]]]:
@@ -67,12 +70,6 @@ def _series(rows: list[dict], value, everyone: bool = False) -> dict[str, list[t
             if result.get(MODE) and (everyone or result["kind"] != "gemm"):
                 found[result["name"]].append((row, value(row, result[MODE])))
     return found
-
-
-def _finished(figure: plt.Figure, axes: plt.Axes, report: dict, legend_beside: bool = False) -> plt.Figure:
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, **(dict(loc="upper left", bbox_to_anchor=(1, 1)) if legend_beside else {}))
-    return sign(figure, report, "µs per call: median, slowest rank.")
 
 
 def draw(file: Path, folder: Path) -> list[Path]:

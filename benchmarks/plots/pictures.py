@@ -6,6 +6,7 @@ import textwrap
 import matplotlib
 
 from benchmarks.measuring.report import headline
+from benchmarks.plots.colours import colour, contender
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "iris"  # the same picture from the same figures
@@ -14,7 +15,20 @@ matplotlib.rcParams["svg.fonttype"] = "none"
 from matplotlib import pyplot as plt  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "plots"
-OURS = dict(color="tab:red", zorder=3)
+
+
+def style(name: str) -> dict:
+    """How a line or a marker of a contender is drawn: its colour everywhere, ours above the others."""
+    return dict(color=colour(name), zorder=3 if contender(name) == "ours" else 2)
+
+
+def legend_above(figure: plt.Figure, *panels: plt.Axes) -> None:
+    """Put one legend of all `panels` above them, where it covers nothing."""
+    entries = {}
+    for panel in panels:
+        entries |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    columns = max(1, min(len(entries), int(figure.get_figwidth() / 2)))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
 def sign(figure: plt.Figure, report: dict, text: str = "") -> plt.Figure:

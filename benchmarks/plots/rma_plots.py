@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.plots.pictures import plt, save, sign
+from benchmarks.plots.pictures import legend_above, plt, save, sign
 from benchmarks.tables.rma_table import size
 
 
@@ -59,7 +59,7 @@ def rates(report: dict) -> plt.Figure:
     right.minorticks_off()
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.legend(frameon=False)
+    legend_above(figure, left)
     return sign(figure, report)
 
 

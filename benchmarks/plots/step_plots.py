@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.plots.pictures import OURS, plt, save, sign
+from benchmarks.plots.pictures import legend_above, plt, save, sign, style
 from benchmarks.tables.step_table import TITLES, gb_s
 
 
@@ -20,15 +20,11 @@ def draw(file: Path, folder: Path) -> list[Path]:
         rows = [row for row in report["rows"] if row["kind"] == kind]
         for name in dict.fromkeys(name for row in rows for name in row["us"]):
             points = [(row["moved_bytes"] / 1e6, gb_s(row, name)) for row in rows if name in row["us"]]
-            axes.plot(*zip(*sorted(points), strict=True), linestyle="", marker=".", label=name, **_style(name))
+            axes.plot(*zip(*sorted(points), strict=True), linestyle="", marker=".", label=name, **style(name))
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.set(xlabel="MB that a call moves", ylabel="GB/s", title=TITLES[kind], ylim=0)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    legend_above(figure, *panels[0])
     sign(figure, report, "CUDA graphs.")
     return [save(figure, folder / f"{file.stem}.svg")]
-
-
-def _style(name: str) -> dict:
-    return OURS if name == "ours" else {}

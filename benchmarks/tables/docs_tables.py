@@ -19,7 +19,7 @@ from iris_ops.problem import Problem
 import torch
 
 from benchmarks.measuring.report import RESULTS
-from benchmarks.tables.marks import CHANGED, changed, current, header, newest, run_of
+from benchmarks.tables.marks import CHANGED, GRAPHS, changed, current, header, newest, run_of
 
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,10 +94,7 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
 def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:
     """Some of `rows`: every op's smallest and largest, and others spread between them."""
     chosen = list(_spread(rows))
-    text = (
-        "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where "
-        "it wins."
-    )
+    text = f"µs a call {GRAPHS}; in brackets how many times ours a rival takes, in bold where it wins."
     lines = [
         header([run for run, _ in chosen], folder, text),
         "",

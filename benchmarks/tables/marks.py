@@ -23,6 +23,8 @@ import torch
 from benchmarks.measuring import freshness, report
 
 CHANGED = "changed since"
+GRAPHS = "in a CUDA graph, median, slowest rank, multicast off for all"
+"""Under which conditions a table's microseconds were measured: docs/benchmarks/how.md has the others."""
 UNKNOWN = "unknown"
 VERSIONS = ("torch", "triton", "NCCL")
 WIDTH = 160

@@ -14,7 +14,19 @@ from iris_tp.bench.rows import CALLS
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, by_age, changed, current, gpu_of, gpus, header, in_short, newest, run_of
+from benchmarks.tables.marks import (
+    CHANGED,
+    GRAPHS,
+    by_age,
+    changed,
+    current,
+    gpu_of,
+    gpus,
+    header,
+    in_short,
+    newest,
+    run_of,
+)
 
 Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
@@ -43,10 +55,7 @@ OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
-OPS_TEXT = (
-    "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours a rival takes, in bold where it"
-    " is faster."
-)
+OPS_TEXT = f"µs a call {GRAPHS}. In brackets: time relative to ours, in bold where a rival is faster."
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
 
@@ -96,7 +105,7 @@ def readme(_folder: str) -> str:
         rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
         used += [run, *vllm[:1]]
     head = ["op, µs", "GPUs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
-    text = "In CUDA graphs, median, slowest rank. In brackets: how many times ours, in bold where faster."
+    text = "CUDA graphs, median, slowest rank, multicast off for all. In brackets: relative to ours, bold if faster."
     return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 3)}"
 
 
@@ -168,11 +177,14 @@ def models(ranks: int, folder: str) -> str:
         before = name
     others = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
     head = ["model", "batch x prompt", "step", *others, "first token", *others, CHANGED]
-    text = "ms, CUDA graphs, decoder layers compiled; in brackets how many times ours, in bold where faster."
+    text = (
+        "ms, CUDA graphs, multicast off for all, decoder layers compiled. In brackets: time relative to ours, in bold"
+        " where a rival is faster."
+    )
     if with_vllm:
         text += (
-            " vLLM is compared with ours of the same run: of runs on these GPUs the one in which vLLM does best, else"
-            " one on other GPUs, which the cell names."
+            " vLLM is compared with ours of the same run. Of several runs on these GPUs, the table shows the one in"
+            " which vLLM is fastest. Without a run on these GPUs, the cell names the GPUs of another."
         )
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
@@ -271,7 +283,7 @@ def collectives(ranks: int, folder: str) -> str:
             cells = [f"`{op}`" if op != before else "", size_name(row["bytes"]), us(times["ours"])]
             rows.append([*cells, *(beside(times.get(name), times["ours"]) for name in names), changed(run)])
             before = op
-    text = "µs a call in a CUDA graph, median, slowest rank; in brackets how many times ours, in bold where faster."
+    text = f"µs a call {GRAPHS}; in brackets how many times ours, in bold where faster."
     return f"{header([run], folder, text)}\n\n{lines_of(['op', 'size', 'ours', *names, CHANGED], rows, 2)}"
 
 
@@ -290,9 +302,7 @@ def norms(folder: str) -> str:
             cells = [_size(row), us(times["ours"]), *(beside(times.get(name), times["ours"]) for name in names)]
             rows.append([*cells, changed(run, row)])
     shown = [name.removeprefix("cuBLAS + ").removesuffix(", norm") for name in names]
-    text = (
-        "µs a call in a CUDA graph, median, slowest rank. Rivals multiply by cuBLAS; in brackets how many times ours."
-    )
+    text = f"µs a call {GRAPHS}. Rivals multiply by cuBLAS; in brackets how many times ours."
     return f"{header([run], folder, text)}\n\n{lines_of(['M, N, K', 'ours', *shown, CHANGED], rows, 1)}"
 
 

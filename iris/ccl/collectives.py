@@ -17,7 +17,7 @@ from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
-from . import launch
+from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
 from .plan import Plan, machine_of, plan
@@ -111,8 +111,9 @@ class Collectives(RootedCalls):
     ) -> Workspace:  # fmt: skip
         """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
 
-        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`,
-        in turn (`all_reduce_distribution=0`, the default) or in one range each (1); of a single row all are rank 0's.
+        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`
+        (32 x 64), numbered by `swizzle_size` (4) row blocks at a time, in one range each (`all_reduce_distribution=1`,
+        the default) or in turn (0). So ROCm/iris's newest `Config` has it. Of a single row all are rank 0's.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 
@@ -121,7 +122,10 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum."""
+        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum.
+
+        Calls of other groups may use it too if it has none; the first of each group then reserves memory.
+        """
         ctx = self._ctx
         ctx.check()
         check_tensors(ALL_REDUCE, out, inp, ctx.device)
@@ -131,6 +135,63 @@ class Collectives(RootedCalls):
         if inp.numel():
             self._reserve(workspace, self._prepare(ALL_REDUCE, out, inp, config or Config(), members), out)
         return workspace
+
+    def all_reduce_norm(
+        self, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
+        scale: torch.Tensor | None = None, group: Members = None, workspace: Workspace | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Add the sum over ranks of `inp` to `residual` in place, and store the RMSNorm of the result to `out`.
+
+        One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
+
+        Args:
+            out: [..., N], `inp`'s dtype; float8_e4m3fn where `scale` is given.
+            residual: [..., N], `inp`'s dtype; the same values on all ranks.
+            inp: [..., N] of bfloat16, float16 or float32; N is at most 32,768.
+            weight: [N], `inp`'s dtype: the norm's weight.
+            eps: is added to the mean of squares.
+            scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
+            group, workspace: as of `all_reduce`.
+
+        Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
+            workspace does not fit, `PeerLostError` where a rank was lost.
+        """
+        ctx = self._ctx
+        ctx.check()
+        try:
+            norm.check(ctx.device, out, residual, inp, weight, eps, scale)
+            members = self._group(group)
+            workspace = self._workspace_of(norm.OP, members, workspace)
+        except IrisError as error:
+            ctx.tell_refusal(norm.OP, self._group(group).ranks, error)
+            raise
+        if ctx.agreement is not None:
+            ctx.compare(norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, fp8=scale is not None)
+        ctx.side.join()
+        rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
+        most = norm.rows_at_once(*rows[2].shape, inp.dtype, members.size)
+        if inp.numel():
+            self._reserve_norm(workspace, most, inp)
+        for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
+            area, context = workspace.areas[norm.AREA], members.context_tensor
+            args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
+            grid = norm.grid(args["M"], self._machine)
+            warps = norm.num_warps(inp.shape[-1])
+            relaunch.launch(self._kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
+        return workspace
+
+    def reserve_norm(self, rows: int, columns: int, dtype: torch.dtype, group: Members = None) -> Workspace:
+        """Make room for `all_reduce_norm` calls of up to `rows` rows, so that no later call makes more. Collective."""
+        self._ctx.check()
+        members = self._group(group)
+        workspace = self._workspace_of(norm.OP, members, None)
+        self._reserve_norm(workspace, rows, torch.empty(0, columns, dtype=dtype, device="meta"))
+        return workspace
+
+    def _reserve_norm(self, workspace: Workspace, rows: int, like: torch.Tensor) -> None:
+        nbytes = norm.staged_bytes(rows, like.shape[-1], like.dtype, workspace.group.size)
+        if workspace.reserve(norm.AREA, 0, nbytes, 255):
+            self._ctx.forget_launches()
 
     def new_workspace(self, group: Members = None) -> Workspace:
         """An empty workspace, for calls that may run beside others of the group."""
@@ -310,15 +371,16 @@ class Collectives(RootedCalls):
     def _workspace_of(self, op: str, members: Group, workspace: Workspace | None, new: bool = False) -> Workspace:
         if workspace is None:
             if new:
-                return Workspace(members)
+                return Workspace(members, for_groups=members.size == self._ctx.num_ranks)
             if members not in self._workspaces:
                 self._workspaces[members] = Workspace(members)
             return self._workspaces[members]
-        if isinstance(workspace, Workspace) and workspace.group is not members:
+        if not isinstance(workspace, Workspace):
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
+        own = workspace.of(members)
+        if own is None:
             raise ArgumentError(
                 f"{op}: workspace is one of ranks {workspace.group.ranks}, the call is one of {members.ranks}; "
                 f"expected the same group: pass group= to all_reduce_preamble, and to new_workspace, as to the call"
             )
-        if not isinstance(workspace, Workspace):
-            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that a call of this group returned")
-        return workspace
+        return own

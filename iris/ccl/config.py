@@ -11,6 +11,8 @@ from ..errors import ArgumentError
 ALL_REDUCE_VARIANTS = ("atomic", "ring", "one_shot", "two_shot", "spinlock")
 REDUCE_SCATTER_VARIANTS = ("two_shot",)
 PROTOCOLS = ("lamport", "flags")
+# Rows and columns of a tile where a reduce-scatter's `out` has the sizes of its input, as in ROCm/iris.
+TILE = 32, 64
 
 
 class ReduceOp(Enum):
@@ -26,6 +28,13 @@ class ReduceOp(Enum):
         "chunk_size": "GPUs here are not numbered by chiplets",
         "use_gluon": "one kernel serves each collective",
         "all_reduce_ring_slice_n": "a ring is cut into units of block_size_m * block_size_n",
+        "all_gather_variant": "an all-gather is chosen by size",
+        "all_to_all_variant": "an all-to-all is chosen by size",
+        "num_warps": "warps follow from the size of a unit",
+        "num_stages": "these kernels have no pipeline of loads",
+        "threads_per_warp": "the GPU decides it",
+        "waves_per_eu": "it is an option of AMD's compiler",
+        "barrier_mode": "each kernel waits for its peers itself",
     },
     assignable=True,
 )
@@ -33,35 +42,39 @@ class ReduceOp(Enum):
 class Config:
     """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
 
+    A reduce-scatter whose `out` has the sizes of its input gives each rank the tiles that ROCm/iris gives it: `out`
+    then depends on `block_size_m`, `block_size_n`, `swizzle_size` and `all_reduce_distribution`, whose defaults are
+    the same there.
+
     Fields may be set later; a value that the constructor would refuse is refused then.
 
     `block_size_m`, `block_size_n`: powers of two. Their product is how many elements a program moves at once; they are
-    also the tile of a reduce-scatter whose `out` has the shape of its input, by default 128 x 128. `swizzle_size`: row
-    blocks of such tiles that are numbered together, by default 6. `comm_sms`: programs, at most the chip's
-    multiprocessors. `all_reduce_variant`: "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and
+    also the tile of a reduce-scatter whose `out` has the sizes of its input, by default 32 x 64. `swizzle_size`: row
+    blocks of such tiles that are numbered together. `comm_sms`: programs, at most the chip's multiprocessors.
+    `all_reduce_variant`: "one_shot" (everyone sums everything), "two_shot" (each rank sums a part and
     sends it to all), "ring", "atomic" or "spinlock" (everyone adds into everyone's sum, in the order of arrival:
     results may differ in their last bits between runs and ranks; all other variants give the same bits on every rank
-    and in each run). `all_reduce_distribution`: whose part is what: 0 block after block in turn (the default where
-    `out` takes tiles), 1 one range each. `all_reduce_num_rings`: into how many rings the data of "ring" is divided,
-    every second one running the other way round; for all other variants at most 1. `reduce_scatter_variant`:
-    "two_shot". `protocol`: how a rank knows that data has arrived: "lamport" (the values themselves show it; for small
-    tensors) or "flags" (signals; for large ones).
+    and in each run). `all_reduce_distribution`: whose part is what: 0 block after block in turn, 1 one range each.
+    `all_reduce_num_rings`: into how many rings the data of "ring" is divided, every second one running the other way
+    round; for all other variants 1. `reduce_scatter_variant`: "two_shot". `protocol`: how a rank knows that data has
+    arrived: "lamport" (the values themselves show it; for small tensors) or "flags" (signals; for large ones).
     """
 
     block_size_m: int | None = None
     block_size_n: int | None = None
-    swizzle_size: int | None = None
+    swizzle_size: int = 4
     comm_sms: int | None = None
     all_reduce_variant: str | None = None
-    all_reduce_distribution: int | None = None
-    all_reduce_num_rings: int | None = None
-    reduce_scatter_variant: str | None = None
+    all_reduce_distribution: int = 1
+    all_reduce_num_rings: int = 1
+    reduce_scatter_variant: str = "two_shot"
     protocol: str | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None:
+                object.__setattr__(self, f.name, f.default)  # as left open
                 continue
             if f.type.startswith("int"):
                 least = 0 if f.name == "all_reduce_distribution" else 1
@@ -85,7 +98,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ArgumentError(f"Config.{name} is {value!r}; expected one of {allowed}")
-        if (self.all_reduce_num_rings or 1) > 1 and self.all_reduce_variant != "ring":
+        if self.all_reduce_num_rings > 1 and self.all_reduce_variant != "ring":
             raise ArgumentError(
                 f"Config.all_reduce_num_rings is {self.all_reduce_num_rings} and all_reduce_variant is "
                 f"{self.all_reduce_variant!r}; expected at most 1, or the variant 'ring'"
@@ -101,7 +114,7 @@ class Config:
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
-        return self.block_size_m or 128, self.block_size_n or 128
+        return self.block_size_m or TILE[0], self.block_size_n or TILE[1]
 
 
 # The parameters of a collective as ROCm/iris calls them.

@@ -95,18 +95,13 @@ def _plan(problem: Problem, config: Config, machine: Machine) -> Plan:
         block=block,
         programs=max(1, min(programs, lanes)),
         num_warps=_num_warps(block, protocol),
-        interleaved=_interleaved(config, problem) and _has_owners(problem, variant),
+        interleaved=config.all_reduce_distribution == 0 and _has_owners(problem, variant),
         tile_n=tile_n,
-        group_m=config.swizzle_size or 6,
+        group_m=config.swizzle_size,
         chunk=chunk,
-        rings=config.all_reduce_num_rings or (1 if variant == "ring" else 0),
+        rings=config.all_reduce_num_rings if variant == "ring" else 0,
         expected_us=us,
     )
-
-
-def _interleaved(config: Config, problem: Problem) -> bool:
-    """Whether parts take turns; tiles do unless the config says otherwise, for a caller sees whose they are."""
-    return config.all_reduce_distribution == 0 or (config.all_reduce_distribution is None and problem.cols > 0)
 
 
 # Variants of all_reduce in which nobody owns a part.

@@ -27,12 +27,27 @@ class Area:
 
 
 class Workspace:
-    """Staging memory of one group, for calls that follow each other in stream order. Made by all its ranks."""
+    """Staging memory of one group, for calls that follow each other in stream order. Made by all its ranks.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    `for_groups`: whether calls of other groups may use it, each of which then has a workspace of its own in `parts`. A
+    preamble without a group makes such a one, as ROCm/iris's preamble knows no groups.
+    """
+
+    def __init__(self, group: Group, for_groups: bool = False) -> None:
+        self.group, self.for_groups = group, for_groups
+        self.parts: dict[Group, Workspace] = {}
         self.areas: dict[str, Area] = {}
         self._done: torch.cuda.Event | None = None
+
+    def of(self, group: Group) -> Workspace | None:
+        """Return the workspace that calls of `group` use; None if they may not use this one."""
+        if group is self.group:
+            return self
+        if not self.for_groups or group.ctx is not self.group.ctx:
+            return None
+        if group not in self.parts:
+            self.parts[group] = Workspace(group)
+        return self.parts[group]
 
     def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0, meet: bool = True) -> bool:
         """Makes room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
@@ -66,6 +81,8 @@ class Workspace:
 
     def wait(self) -> None:
         """Makes the current stream wait for the last call that ran with `async_op=True`."""
+        for part in self.parts.values():
+            part.wait()
         if self._done is not None:
             torch.cuda.current_stream(self.group.ctx.device).wait_event(self._done)
 

@@ -60,6 +60,11 @@ class RemoteAccess:
         return rma.translate(pointer, self.rank, to_rank, self.heap_bases())
 
     @device_function
+    def as_remote(self, ptr, rank):
+        """`remote`, by the name that it has in ROCm/iris: the address at `rank` of what this rank calls `ptr`."""
+        return rma.translate(ptr, self.rank, rank, self.heap_bases())
+
+    @device_function
     def load(
         self,
         pointer,
@@ -105,6 +110,8 @@ class RemoteAccess:
         load_cache_modifier: tl.constexpr = None,
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
+        copy_engine_ctx=None,
+        use_copy_engine: tl.constexpr = False,
     ):
         """Copies from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
         rma.put(
@@ -118,6 +125,8 @@ class RemoteAccess:
             load_cache_modifier,
             store_cache_modifier,
             hint,
+            copy_engine_ctx,
+            use_copy_engine,
         )
 
     @device_function

@@ -6,6 +6,7 @@ block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.si
 `sem` orders them.
 """
 
+import triton
 import triton.language as tl
 
 from . import bounds
@@ -14,6 +15,32 @@ from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
 BASE_ALIGNMENT = tl.constexpr(2 << 20)
+NO_COPY_ENGINE = tl.constexpr(
+    "use_copy_engine is True; expected False: kernels here cannot drive copy engines, ctx.put on the host uses them "
+    "(docs/guides/coming-from-iris.md)"
+)
+HINT_BY_KEYWORD = tl.constexpr(
+    "iris.store: the seventh positional argument is cache_modifier, a string; pass hint= by keyword "
+    "(docs/guides/coming-from-iris.md)"
+)
+
+
+METHOD_CALLED = tl.constexpr(
+    "heap_bases is the method of a device context, not its result; expected ctx.heap_bases(), with parentheses "
+    "(docs/guides/coming-from-iris.md)"
+)
+
+
+@triton.constexpr_function
+def is_pointer(value):
+    """Whether `value` is no function: a port of ROCm/iris passes the method `heap_bases` itself."""
+    return not callable(value) and not hasattr(value, "__func__")  # interpreted, and compiled
+
+
+@triton.constexpr_function
+def is_modifier(value):
+    """Whether `value` may be a cache modifier."""
+    return value is None or isinstance(value, str)
 
 
 def _host_check(*args) -> None:
@@ -26,6 +53,7 @@ _host_check.__triton_builtin__ = True  # type: ignore[attr-defined]
 @device_function
 def translate(pointer, from_rank, to_rank, heap_bases):
     """`from_rank`'s address `pointer`, scalar or block, as the address of the same bytes at `to_rank`."""
+    tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     target, base = tl.load(heap_bases + to_rank), tl.load(heap_bases + from_rank)
     return moved(pointer, base.to(tl.int64), target.to(tl.int64))
 
@@ -57,6 +85,7 @@ def across(pointer, one_rank, other_rank, heap_bases):
 
     Heaps do not overlap. So what lies from the higher base on goes down by the difference, and all else goes up.
     """
+    tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     # Each element finds its own way, where a scalar would need a reduction over the block, which may have masked
     # elements outside any heap. That all go the same way is said to the compiler, so accesses stay wide.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
@@ -122,6 +151,7 @@ def store(
 ):
     """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
     check("store", pointer, mask, from_rank, to_rank, heap_bases)
+    tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, value, mask=mask, cache_modifier=cache_modifier)
 
@@ -162,8 +192,14 @@ def put(
     load_cache_modifier: tl.constexpr = None,
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
+    copy_engine_ctx=None,
+    use_copy_engine: tl.constexpr = False,
 ):
-    """Copies from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`."""
+    """Copies from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
+
+    The last two, for code written for ROCm/iris, are None and False: kernels here cannot drive a copy engine.
+    """
+    tl.static_assert(not use_copy_engine, NO_COPY_ENGINE)
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
     check("put", to_ptr, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(to_ptr, from_rank, to_rank, heap_bases), hint)

@@ -46,6 +46,7 @@ WAITERS = (
     "gather",
     "scatter",
     "reduce",
+    "all_reduce_norm",
 )
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. What is expected is
 # an epoch or a count of a LOST peer; of one that stores its results into ours, where its `out` lies (OUT_DIFFERS); of

@@ -16,19 +16,36 @@ caller, and what they are made of means the same in both. A block of pointers br
 loaded has it too; values and masks must have the pointers' layout. `signal` and `wait` of `iris.device.sync` work with
 this context as well.
 
-Gluon has no interpreter: kernels need a GPU, though they can be compiled ahead of time without.
+A layout's threads per warp are 32 on NVIDIA GPUs and 64 on AMD's, so layouts written for ROCm/iris need another number.
+
+Gluon has no interpreter: kernels need a GPU, though they can be compiled ahead of time without. A launch without one
+raises `PlatformError`.
 """
 
 import triton
 import triton.language as tl
 
+from .. import platform, triton_private
 from ..context import Iris, iris
 from ..device.context import RemoteAccess
 from ..device.function import device_function
 from ..device.tracing import DeviceTracing, device_tracing
+from ..errors import PlatformError
 from ..triton_private import aggregate
 
 __all__ = ["Iris", "IrisDeviceCtx", "iris"]
+
+
+def _refusal() -> PlatformError:
+    return PlatformError(
+        "a Gluon kernel is launched where Triton's interpreter runs kernels, which cannot run Gluon; expected a GPU "
+        "and no TRITON_INTERPRET=1. Without a GPU, write the kernel with iris.DeviceContext in @triton.jit, or compile "
+        "it ahead of time."
+    )
+
+
+if platform.interpreting():
+    triton_private.refuse_gluon(_refusal)
 
 
 @aggregate

@@ -19,7 +19,7 @@ import triton
 
 from ..heap import extent
 from ..log import logger
-from ..triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, direct_launch, launch_listeners
+from ..triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, compile_hooks, direct_launch, launch_listeners
 
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
@@ -128,7 +128,8 @@ def launch(
     known: Any = kernels.get(key)
     first = known is None
     if first:
-        compiled = kernel[grid](**args, **(FUSED | options))
+        with compile_hooks(kernel):
+            compiled = kernel[grid](**args, **(FUSED | options))
         if compiled is None:  # the interpreter compiles nothing
             return None
         if len(kernels) >= _KEPT:

@@ -12,6 +12,7 @@ from ..group import Ranks
 from .base import Segment
 
 ALLOCATORS = ("torch", "vmem")
+ALIASES = {"vmem_chunked": "vmem"}  # as ROCm/iris calls the allocator that maps memory in chunks and reuses it
 
 
 def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
@@ -19,6 +20,7 @@ def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -
 
     Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
     """
+    allocator = ALIASES.get(str(allocator), allocator)
     if allocator not in ALLOCATORS:
         name = "IRIS_ALLOCATOR" if "IRIS_ALLOCATOR" in os.environ else "allocator_type"  # the first overrides
         raise ArgumentError(f"{name} is {allocator!r}; expected one of {ALLOCATORS}")

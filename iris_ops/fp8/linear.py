@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from ..recording import is_recording, row_count
 from .scaled_matmul import product
 
 # An opaque operator for compilers, as `iris_ops.torch_ops` has them.
@@ -28,8 +29,8 @@ _library.define(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times the transpose of the weight, plus the bias: [..., rows], in x's dtype."""
-    call = torch.ops.iris_ops.fp8_matmul if torch.compiler.is_compiling() else product
-    out = call(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, scale, bias)
+    call = torch.ops.iris_ops.fp8_matmul if is_recording() else product
+    out = call(x.reshape(row_count(x), x.shape[-1]), weight, scale, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -29,6 +29,7 @@ from ..kernels.hopper import gather_matmul, operands
 from ..planning.machine import machine_of
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
+from ..recording import is_recording, row_count
 from ..with_torch import torch_matmul
 from . import gating, skinny_matmul
 
@@ -112,7 +113,7 @@ def linear(
     ctx: Rank, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] times the transpose of the weight [N, K], plus bias [N]: a new tensor [..., N], compiled or not."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return torch.ops.iris_ops.invariant_linear(x, weight, bias, scale, ctx.group_name)
     return _linear(ctx, x, weight, bias, scale)
 
@@ -120,7 +121,7 @@ def linear(
 def _linear(
     ctx: Rank, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(row_count(x), x.shape[-1])
     out = x.new_empty(rows.shape[0], weight.shape[0])
     if not out.is_meta:  # of a model that is tried without its weights
         multiply(ctx, out, rows, weight.t(), bias, scale)

@@ -33,6 +33,7 @@ from ..fp8 import linear as fp8
 from ..fp8 import skinny_stream, weight_stream
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
 _BLOCKS = 16, 32, 64  # of rows
@@ -196,8 +197,8 @@ def has_few_rows(x: torch.Tensor, most: int) -> bool:
 
     To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
     """
-    rows = x.shape[:-1].numel()
-    return statically_known_true(rows <= most) and rows > 0
+    rows = row_count(x)
+    return not torch.jit.is_tracing() and statically_known_true(rows <= most) and rows > 0
 
 
 def skinny_matmul(
@@ -220,7 +221,7 @@ def skinny_matmul(
     compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least. `out`: what is
     filled and returned in place of a new tensor, contiguous.
     """
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(row_count(x), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
     out = x.new_empty(*x.shape[:-1], N) if out is None else out
     if scale is not None:

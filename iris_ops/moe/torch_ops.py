@@ -20,6 +20,7 @@ import torch
 from ..checks import check_gradient
 from ..planning.moe_ways import need_sorting
 from ..problem import part_of
+from ..recording import is_recording
 from ..torch_ops import Context
 from .activation import Activation, activation_of
 from .routing import Routing
@@ -38,7 +39,7 @@ def mixture(
     gate_up [E,H,2I] and down [E,I,H], or transposes of contiguous tensors; experts, weights [T,k]; shared [T,H], as the
     ops have them. `scatter`: by `moe_down_reduce_scatter`, a new [T/w,H].
     """
-    if torch.compiler.is_compiling():
+    if is_recording():
         return torch.ops.iris_ops.moe_experts(
             A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, as_text(activation), interleaved,
             scatter, ctx.group_name,

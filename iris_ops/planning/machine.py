@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one device, measured where the name says so."""
+    """Rates of one device; `source` says where they come from."""
 
     name: str
     num_programs: int
@@ -34,6 +34,8 @@ class Machine:
     """A program's shared memory, at most."""
     warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
+    source: str = "of the data sheet, not measured"
+    """Where the rates come from, for people."""
 
     @property
     def architecture(self) -> str:
@@ -42,19 +44,41 @@ class Machine:
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
-        if self.name == "AMD Instinct MI300X":  # one of them is in registers; later chips load all to shared memory
+        if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
 
 
+_GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True),
+    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured"),
     # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
     # further than a fifth from what is predicted, 6 % in the mean.
-    "NVIDIA H100": Machine("NVIDIA H100", 132, 700.0, 3000.0, 380.0, 3.2, 6.5, 1.6, 227 << 10, True),
+    "NVIDIA H100": Machine(
+        "NVIDIA H100",
+        132,
+        700.0,
+        3000.0,
+        380.0,
+        3.2,
+        6.5,
+        1.6,
+        227 << 10,
+        True,
+        "of the data sheet, checked on two H100s",
+    ),
+    # Data sheets (bf16 without sparsity, memory, NVLink each way), times what an H200 reaches of its own: 0.75, 0.9 and
+    # 0.84. The fixed times are the H100's. None of these was measured.
+    "NVIDIA A100-SXM4-80GB": Machine("NVIDIA A100-SXM4-80GB", 108, 234.0, 1830.0, 253.0, 3.2, 6.5, 1.6, 163 << 10),
+    "NVIDIA A100-SXM4-40GB": Machine("NVIDIA A100-SXM4-40GB", 108, 234.0, 1400.0, 253.0, 3.2, 6.5, 1.6, 163 << 10),
+    "NVIDIA H20": Machine("NVIDIA H20", 78, 111.0, 3600.0, 380.0, 3.2, 6.5, 1.6, 227 << 10, True),
+    "NVIDIA H800": Machine("NVIDIA H800", 132, 700.0, 3000.0, 169.0, 3.2, 6.5, 1.6, 227 << 10, True),
+    "NVIDIA B200": Machine("NVIDIA B200", 148, 1690.0, 7200.0, 760.0, 3.2, 6.5, 1.6, 227 << 10),
     "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
+    "AMD Instinct MI325X": Machine("AMD Instinct MI325X", 304, 600.0, 4500.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
     "AMD Instinct MI350X": Machine("AMD Instinct MI350X", 256, 1000.0, 6000.0, 350.0, 5.0, 6.0, 3.0, 160 << 10),
+    "AMD Instinct MI355X": Machine("AMD Instinct MI355X", 256, 1090.0, 6000.0, 350.0, 5.0, 6.0, 3.0, 160 << 10),
 }
 # What devices call themselves, where that is not the name above: the H100 of NVLink hosts.
 _OTHER_NAMES = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}
@@ -72,9 +96,10 @@ def machine_named(name: str, num_programs: int) -> Machine:
     if name in _MACHINES:
         return _MACHINES[name]
     if name == INTERPRETER:
-        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0, 1 << 40)
+        return Machine(INTERPRETER, 1, 0.05, 1.0, 1.0, 2000.0, 5000.0, 5000.0, 1 << 40, source="estimated")
     scale = num_programs / 132
-    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10)
+    source = "an H200's, scaled by the number of multiprocessors"
+    return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10, source=source)
 
 
 @cache

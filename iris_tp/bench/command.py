@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
+from .. import arguments
 from . import separate
 from .compare import budget_of, compare
 from .inputs import Inputs
 from .rows import CALLS, Row
 from .team import Team, launch
 
-_OPS = "ops norms ccl rooted tiles moe all_scatter chain rma"
-_OTHERS = "llm step fp8 outputs invariance stress litmus timeline"
-IN_CHECKOUT = (*_OPS.split(), *_OTHERS.split())
 ALONE = "product alone"
 _SIZES = {"cuda": (2048, 8192, 2048), "cpu": (32, 64, 64)}
 _LIMIT_S = 600.0
@@ -35,35 +33,16 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "iris-tp bench",
-        description=__doc__.splitlines()[0].partition(": ")[2],
-        epilog="A checkout also has benchmarks with options of their own: " + ", ".join(IN_CHECKOUT),
-    )
-    parser.add_argument("op", nargs="?", choices=CALLS.values(), help="default: all four")
-    for size, help in (
-        ("M", "rows of the whole result"),
-        ("N", "columns of it"),
-        ("K", "depth that one rank multiplies"),
-    ):
-        parser.add_argument(size, type=int, nargs="?", help=help)
-    parser.add_argument("--ranks", type=int, help="default: the GPUs, or two CPU ranks")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--heap-gib", type=float, help="symmetric heap of a rank; default 4, on CPUs 0.25")
-    parser.add_argument("--quick", action="store_true", help="a third of the time")
+    parser = arguments.bench(in_checkout=False)
     args = parser.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = [args.M, args.N, args.K]
     if None in sizes and sizes != [None] * 3:
         parser.error("expected M, N and K, or none of them")
-    if any(size is not None and size < 1 for size in sizes):
-        parser.error(f"M, N, K are {args.M}, {args.N}, {args.K}; expected sizes from 1 on")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
     if args.ranks is None:
         args.ranks = torch.cuda.device_count() if args.device == "cuda" else 2
-    if args.ranks < 1:
-        parser.error(f"--ranks is {args.ranks}; expected 1 or more")
     if args.M is None:
         args.M, args.N, args.K = _SIZES[args.device]
     args.heap_gib = args.heap_gib or (4 if args.device == "cuda" else 0.25)

@@ -20,6 +20,7 @@ from typing import Any
 from iris import platform
 from iris_ops.local import skinny_matmul
 from iris_ops.local.gated_matmul import FEW
+from iris_ops.recording import row_count
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -89,7 +90,8 @@ def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bo
     """Whether a warp-specialised kernel may multiply `x`: it has many rows, or a number that a compiler leaves open."""
     if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
-    return not _wants_gradient(x, merged) and not statically_known_true(x.shape[:-1].numel() <= FEW)
+    open_ = torch.jit.is_tracing() or not statically_known_true(row_count(x) <= FEW)
+    return not _wants_gradient(x, merged) and open_
 
 
 def _wants_gradient(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:

@@ -12,11 +12,19 @@ Compilation, which Hugging Face switches on for static caches on GPUs, is switch
 config: whoever wants it says torch.compile.
 
 Tokens outside the vocabulary, and lengths beyond a table of positions or a static cache, are refused, too: on a GPU
-they would end the process. With IRIS_DEBUG=1 ranks compare what they were given (`digests`).
+they would end the process. The ranks compare their arguments (`digests`), because other tokens of the same length would
+give a mix of both answers.
+
+A worker thread may call `generate` while the main thread reads its streamer. The context belongs to the worker for the
+call, and the streamer ends after that, however the call ends: so a reader never waits in vain, and finds the context
+its own again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +32,13 @@ from iris.errors import ArgumentError
 import torch
 from torch import nn
 
-from ..digests import compare
+from ..digests import compare, facts
 from ..serving.arguments import check_memory, check_tokens, words_of
 from ..serving.cache import room_of
 from ..sharded import ShardedLinear, check_context
 from ..together import checked
-from .guards import BATCHING
+from .caches import check_caches
+from .guards import BATCHING, check_plain
 from .positions import positions_known
 
 if TYPE_CHECKING:
@@ -66,15 +75,16 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
     model._own_generate = own  # the checkpoint's, whose code the user trusts
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_context(ctx)
         given = _Given(self, ctx, args, kwargs)
-        compare(ctx, "generate", **{"model.generation_config": self.generation_config, **given.arguments})
-        checked(ctx, "generate", given.check)
-        if isinstance(given.arguments.get("custom_generate"), str):
-            kwargs.setdefault("trust_remote_code", False)  # transformers would ask on stdin, each rank by itself
-        share_rng(ctx)
-        own = self._own_generate
-        return type(self).generate(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        with given.streaming(), ctx.in_this_thread():
+            check_context(ctx)
+            compare(ctx, "generate", assistant_model=given.arguments.get("assistant_model"))
+            checked(ctx, "generate", given.check, lambda _: given.facts())
+            if isinstance(given.arguments.get("custom_generate"), str):
+                given.arguments.setdefault("trust_remote_code", False)  # else each rank would ask on its own stdin
+            share_rng(ctx)
+            own = self._own_generate
+            return type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)
 
     vars(generate)["agrees"] = True
     model.generate = MethodType(generate, model)
@@ -93,15 +103,49 @@ def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwarg
     return type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
 
 
+class _Streamer:
+    """A user's streamer, without its end: that comes after the call, when its reader may use the context."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+
+    def put(self, value: torch.Tensor) -> None:
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        """Do nothing: `_Given.streaming` ends the streamer."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.streamer, name)
+
+
 class _Given:
     """What `generate` was called with, by name."""
 
-    _NAMES = "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",\
-        "synced_gpus", "assistant_model", "streamer"  # fmt: skip
-
     def __init__(self, model: Any, ctx: Iris, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.model, self.ctx, self.arguments = model, ctx, {**dict(zip(self._NAMES, args, strict=False)), **kwargs}
+        names = list(signature(type(model).generate).parameters)[1:]
+        self.model, self.ctx, self.arguments = model, ctx, {**dict(zip(names, args, strict=False)), **kwargs}
         self.configs = self.arguments.get("generation_config"), model.generation_config
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """A block after which the call's streamer ends, be it by an error: whoever reads it waits for that."""
+        streamer = self.arguments.get("streamer")
+        if streamer is None:
+            yield
+            return
+        self.arguments["streamer"] = _Streamer(streamer)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the call's own error counts
+                streamer.end()
+            raise
+        streamer.end()
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike."""
+        return facts(**{**self.arguments, "model.generation_config": self.model.generation_config})
 
     def setting(self, name: str) -> Any:
         """A setting as transformers finds it: by the call, by its generation config, by the model's."""
@@ -110,6 +154,8 @@ class _Given:
 
     def check(self) -> None:
         """Raises `ArgumentError` for what the ranks could not do alike, or what a GPU must not see."""
+        check_plain("generate", self.arguments)
+        check_caches(self.model, self.arguments)
         self._check_clocks()
         if self.arguments.get("synced_gpus"):
             raise ArgumentError("synced_gpus is True: expected None or False, ranks of a split model end together")

@@ -13,10 +13,12 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from iris.errors import ArgumentError, DeviceError, DtypeError
+from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
-from ..sharded import ShardedLinear
+from ..sharded import ShardedLinear, is_dtensor
+from .caches import check_caches
 from .styles import DTYPES
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ _REFUSED = {
 
 def guard(model: Any, ctx: Iris) -> None:
     """Gives this instance its own `train`, `_apply`, `tie_weights` and refusals, and puts it into eval mode."""
+    watch_calls(model)
     vars(model).update(train=MethodType(_train, model), _apply=MethodType(_applying(ctx), model))
     model.eval()
     if hasattr(type(model), "tie_weights"):
@@ -62,6 +65,33 @@ def guard(model: Any, ctx: Iris) -> None:
         for name, remedy in _REFUSED.items():
             if hasattr(type(module), name):
                 setattr(module, name, MethodType(_refusing(name, remedy), module))
+
+
+def check_plain(call: str, arguments: dict[str, Any]) -> None:
+    """Raise `ArgumentError` for a DTensor among the named `arguments` of a `call`."""
+    for name, value in arguments.items():
+        if is_dtensor(value):
+            raise ArgumentError(
+                f"{name} of {call} is a DTensor with placements {value.placements}: expected a plain tensor, the same"
+                f" on every rank; pass {name}.full_tensor()"
+            )
+
+
+def watch_calls(model: Any) -> None:
+    """Add a hook that refuses what a forward cannot take, DTensors and caches of other heads.
+
+    It is one of the base model, which gets the ids and the cache of a model with a head, too.
+    """
+    model = getattr(model, "base_model", model)
+    if _check_call not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_check_call, with_kwargs=True)
+
+
+def _check_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    if is_recording():
+        return
+    check_plain("the forward", {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs})
+    check_caches(model, kwargs)
 
 
 def retie(model: nn.Module) -> None:

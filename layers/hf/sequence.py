@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from iris.errors import ShapeError, StyleError
 from iris_ops import torch_ops
 from iris_ops.problem import GATED
+from iris_ops.recording import is_leaving_torch, row_count
 import torch
 from torch import nn
 
@@ -70,7 +71,8 @@ class Sharing:
         return self.world > 1 and tokens >= (self.least if self.replayed else self.eager)
 
     def decide(self, tokens: int) -> bool:
-        self.now = self.suits(tokens) and tokens % self.world == 0
+        # a graph for all lengths has one way for all of them
+        self.now = not is_leaving_torch() and self.suits(tokens) and tokens % self.world == 0
         return self.now
 
 
@@ -150,7 +152,7 @@ class _Share:
         return args, {**kwargs, self.name: self.share(kwargs[self.name])}
 
     def share(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.shape[:-1].numel()
+        tokens = row_count(hidden)
         if not self.sharing.decide(tokens):
             return hidden
         start, stop = chunk(tokens, self.sharing.world, self.ctx.cur_rank)

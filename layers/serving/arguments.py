@@ -12,7 +12,7 @@ from torch import nn
 
 from ..autocast import current_autocast
 from ..hf.positions import count_from_zero, positions_known
-from ..sharded import positive
+from ..sharded import is_dtensor, positive
 from .cache import cache_bytes
 from .served import check_padding, check_served
 
@@ -101,7 +101,7 @@ def check_prompts(model: Any, prompts: Any, mask: Any, rows: int, max_length: in
     for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
         if given is None and name == "mask":
             continue
-        if not isinstance(given, torch.Tensor):
+        if not isinstance(given, torch.Tensor) or is_dtensor(given):
             raise ArgumentError(f"{name} is a {type(given).__name__}: expected a tensor of {dtypes[0]}")
         fits = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= max_length
         if given.dtype not in dtypes or given.device != device or not fits or given.shape != prompts.shape:

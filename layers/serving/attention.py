@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from iris_ops.local import decode_attention
+from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
@@ -32,7 +33,7 @@ def attend(
     `invariant`: a row has the same bits among any others.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    here = torch.ops.iris_ops if torch.compiler.is_compiling() else None
+    here = torch.ops.iris_ops if is_recording() else None
     padded = prefill_attention.is_places(attention_mask)
     wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     plain = not wants_gradient and all(options.get(name) is None for name in _UNSERVED)

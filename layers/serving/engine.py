@@ -37,7 +37,6 @@ from torch import nn
 from ..digests import compare
 from ..hf.sequence import sharing_of
 from ..sharded import check_context, flags, positive
-from ..together import checked
 from . import attention
 from .arguments import (
     check_logits,
@@ -45,9 +44,7 @@ from .arguments import (
     check_no_autocast,
     check_options,
     check_prompts,
-    check_sampling,
     check_sizes,
-    words_of,
 )
 from .cache import (
     attending,
@@ -62,9 +59,11 @@ from .cache import (
 )
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
-from .prompts import common_length, padded_before, padded_behind, stops, tokens_of, until
+from .prompts import common_length, padded_behind, until
+from .requests import Request, checked_request
+from .rope_switch import RopeSwitch
 from .sampling import Sampler
-from .served import check_compilable, check_padding, first_call, keeps_any_logits, wants_whole_masks
+from .served import check_compilable, first_call, keeps_any_logits, wants_whole_masks
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -142,6 +141,7 @@ class Engine:
         self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
         self.count = torch.zeros(1, **like)  # ... and how many of each row
         self.sampler = Sampler(device)
+        self._switch = RopeSwitch.of(model, self.output)
         # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
         config: Any = model.config
         own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
@@ -175,40 +175,31 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
 
-        Collective, with the same arguments on all ranks, which IRIS_DEBUG=1 compares.
-
+        Collective, with the same arguments on all ranks, which are compared. Another thread than the context's may call
+        it (`ctx.in_this_thread`).
         `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
         the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
-        `ArgumentError` for bad arguments, and for prompts that with the new tokens are longer than `max_length`.
+        `ArgumentError` on every rank for bad arguments, for arguments that differ between ranks, and for prompts that
+        with the new tokens are longer than `max_length`.
         """
+        with self.ctx.in_this_thread():
+            request = checked_request(self, prompts, max_new_tokens, temperature, top_p, seed, stop)
+            return self._generate(request, max_new_tokens, temperature, top_p, seed)
 
-        def check() -> tuple:
-            positive(max_new_tokens=max_new_tokens)
-            check_sampling(temperature, top_p, seed)
-            check_no_autocast(self.tokens.device.type)
-            tokens = tokens_of(prompts, words_of(self.model))
-            rows, mask = padded_before(tokens, max_new_tokens, self.batch_size, self.max_length)
-            check_padding(self.model, mask, self.max_length)
-            return stops(stop, words_of(self.model)), tokens, (rows, mask)
-
-        ends, prompts, (rows, mask) = checked(self.ctx, "Engine.generate", check)
-        rows, mask = rows.to(self.tokens.device), None if mask is None else mask.to(self.tokens.device)
-        asked = {"temperature": temperature, "top_p": top_p, "stop": sorted(ends), "max_new_tokens": max_new_tokens}
-        compare(self.ctx, "Engine.generate", lengths=[len(row) for row in prompts], **asked, tokens=prompts)
+    def _generate(
+        self, request: Request, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+    ) -> list[list[int]]:
         self.sampler.set(temperature, top_p)
         if not self.sampler.greedy:
-            seed = self.ctx.broadcast(int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed)
-            if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-                raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
-            self.sampler.random.manual_seed(seed)
+            self.sampler.share_seed(self.ctx, seed)
         self.reset()
-        self.accept(self._first(self._replayed, rows, mask))
-        made = 1
-        while made < max_new_tokens and not (ends and self._ended(made, ends, len(prompts))):
+        self.accept(self._first(self._replayed, request.prompts, request.mask))
+        made, ends = 1, request.ends
+        while made < max_new_tokens and not (ends and self._ended(made, ends, request.count)):
             steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
             self.decode(steps)
             made += steps
-        tokens = self.output[: len(prompts), :made].tolist()
+        tokens = self.output[: request.count, :made].tolist()
         self.ctx.check()  # a replay asks for no failure
         return [until(row, ends) for row in tokens]
 
@@ -241,6 +232,8 @@ class Engine:
     def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """What `read` makes of a batch's prompts, which are checked."""
         self.cache.holder = self.tokens  # be it half of them, where reading fails
+        if self._switch is not None:
+            self._switch.begin(prompts, mask)
         logits = read(prompts, mask)
         self._shape, self._held = logits.shape, prompts.shape[1]
         return logits
@@ -331,14 +324,26 @@ class Engine:
         compare(self.ctx, "Engine.decode", steps=steps)
         self._make_room(steps)
         for _ in range(steps):
-            self.logits = self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
+            self.logits = self._advance(self._replayed_step)
+
+    def _replayed_step(self) -> torch.Tensor:
+        return self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
 
     @_untracked
     def step(self) -> torch.Tensor:
         """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
         self._expect_prompts()
         self._make_room(1)
-        return self._one_step()
+        return self._advance(self._one_step)
+
+    def _advance(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `step` gives; where the rotary embedding changes, what all tokens give when they are read again."""
+        if self._switch is None or not self._switch.passes(self.tokens):
+            return step()
+        self.cache.reset()
+        logits = self._read(*self._switch.all_tokens())  # which sets the mask anew
+        self._accept(logits)
+        return logits
 
     def _one_step(self) -> torch.Tensor:
         self.mask.index_fill_(1, self.filled, True)

@@ -13,6 +13,7 @@ from iris.errors import ArgumentError
 import torch
 from torch.nn import functional as F
 
+from ..sharded import is_dtensor
 from .arguments import check_tokens
 from .prefill_attention import length_on_grid
 
@@ -22,6 +23,8 @@ _MORE_TOKENS = 64  # or an eighth: so many more than the prompts have cost littl
 
 def tokens_of(prompts: Any, words: int) -> list[list[int]]:
     """The tokens of each prompt, of a vocabulary of so many `words`."""
+    if is_dtensor(prompts):
+        raise ArgumentError("prompts are a DTensor: expected a plain tensor, the same on every rank (full_tensor())")
     try:
         rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
         rows = [row.tolist() if isinstance(row, torch.Tensor) else list(row) for row in rows]

@@ -7,8 +7,13 @@ engine's own, seeded alike on all ranks, so the same logits give the same tokens
 from __future__ import annotations
 
 from math import gcd
+from typing import TYPE_CHECKING, Any
 
+from iris.errors import ArgumentError
 import torch
+
+if TYPE_CHECKING:
+    from iris.context import Iris
 
 _COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all tokens are alike
 _PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
@@ -29,6 +34,16 @@ class Sampler:
         if not self.greedy:
             self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
             self.top_p.fill_(top_p)
+
+    def share_seed(self, ctx: Iris, seed: Any) -> None:
+        """Seed every rank's generator with rank 0's `seed`, which torch's generator there draws if it is None.
+
+        Collective. Raises `ArgumentError` for a seed that is no integer of 64 bits.
+        """
+        seed = ctx.broadcast(int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed)
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+            raise ArgumentError(f"seed is {seed!r} on rank 0: expected None or an integer of 64 bits")
+        self.random.manual_seed(seed)
 
     @property
     def generator(self) -> torch.Generator | None:

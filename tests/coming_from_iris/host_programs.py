@@ -1,5 +1,7 @@
 """The host's side: constructors, barriers, broadcast, logging, timing, memory of peers."""
 
+import logging
+
 import iris
 import numpy as np
 import pytest
@@ -132,3 +134,118 @@ def the_time_of_a_call():
     times = iris.do_bench(lambda: None, ctx.barrier, lambda: None, 0, 3, return_mode="all")
     assert len(times) == 3
     assert len(iris.do_bench(lambda: None, n_warmup=0, n_repeat=3, quantiles=[0.5, 0.2, 0.8])) == 3
+
+
+def evenly_spaced_numbers_by_position():
+    ctx = iris.iris(1 << 20)
+    out = ctx.empty(5, dtype=torch.float64)
+    made = ctx.linspace(0, 10, 5, out, torch.float64)
+    assert made.data_ptr() == out.data_ptr() and made.tolist() == [0, 2.5, 5, 7.5, 10]
+    assert ctx.linspace(0, 6, 4, None, torch.int32).tolist() == [0, 2, 4, 6]
+    ctx.barrier()
+
+
+def what_the_heap_knows():
+    ctx = iris.iris(1 << 20, copy_engine=None)
+    assert ctx.comm is not None and ctx.get_copy_engine_ctx() is None
+    bases = [int(ctx.heap.heap_bases[rank].item()) for rank in range(ctx.num_ranks)]
+    assert bases == ctx.get_heap_bases().tolist()
+    buf = ctx.zeros(64)
+    for rank in range(ctx.num_ranks):
+        remote = ctx.as_remote(buf, rank)
+        assert remote.data_ptr() - bases[rank] == buf.data_ptr() - bases[ctx.cur_rank]
+        assert ctx.translate(buf.data_ptr(), ctx.cur_rank, rank) == remote.data_ptr()
+    with pytest.raises(ValueError, match="out of range"):
+        ctx.as_remote(buf, ctx.num_ranks)
+    with pytest.raises(ValueError, match="symmetric heap"):
+        ctx.as_remote(torch.zeros(64, device=ctx.device), 0)
+    with pytest.raises(ValueError, match="copy_engine is 'sdma'; expected None"):
+        iris.iris(1 << 20, copy_engine="sdma")
+    ctx.barrier()
+
+
+def copies_from_the_host():
+    ctx = iris.iris(1 << 20)
+    rank, n = ctx.get_rank(), ctx.get_num_ranks()
+    to, before = (rank + 1) % n, (rank - 1) % n
+    data, dst = ctx.full((6, 4), float(rank)), ctx.full((24,), -1.0)
+    ctx.barrier()
+    ctx.put(data, dst_rank=to, dst_tensor=dst)
+    ctx.barrier()
+    assert (dst == before).all() and (data == rank).all()
+    ctx.barrier()
+    mine = torch.full((6, 4), rank + 100.0, device=ctx.device)
+    ctx.put(mine, to_rank=to, dst_tensor=data, async_op=True)
+    ctx.quiet(dst_rank=to)
+    ctx.barrier()
+    assert (data == before + 100).all()
+    ctx.put(dst, to_rank=rank, use_copy_engine=False)
+    ctx.barrier()
+
+
+def copies_that_wait_and_signal():
+    """Rank 0 sends; each rank passes on what has arrived, and says so."""
+    ctx = iris.iris(1 << 20)
+    rank, n = ctx.get_rank(), ctx.get_num_ranks()
+    data, flag = ctx.full((1000,), 42.0 if rank == 0 else 0.0), ctx.zeros(1, dtype=torch.int32)
+    if rank == 0:
+        flag.fill_(3)
+    ctx.barrier()
+    if rank + 1 < n:
+        ctx.put(data, rank + 1, wait_flag=flag, wait_value=3, signal_flag=flag, signal_value=3)
+    ctx.barrier()
+    assert (data == 42).all() and flag.item() == 3
+    ctx.barrier()
+
+
+def wrong_copies_from_the_host():
+    ctx = iris.iris(1 << 20)
+    data, flag = ctx.zeros(4), ctx.zeros(1, dtype=torch.int64)
+    outside = torch.zeros(4, device=ctx.device)
+    for message, call in (
+        ("dst_rank is 99, out of range", lambda: ctx.put(data, 99)),
+        ("src_tensor, a tensor .* lies outside the symmetric heap", lambda: ctx.put(outside, 0)),
+        ("dst_tensor, a tensor .* lies outside the symmetric heap", lambda: ctx.put(data, 0, outside)),
+        (
+            "dst_tensor is torch.int64; expected torch.float32",
+            lambda: ctx.put(data, 0, ctx.zeros(4, dtype=torch.int64)),
+        ),
+        ("expected as many elements", lambda: ctx.put(data, 0, ctx.zeros(5))),
+        ("signal_flag is .* expected one int32", lambda: ctx.put(data, 0, signal_flag=flag)),
+        ("wait_value is 1.5", lambda: ctx.put(data, 0, wait_value=1.5)),
+        ("src_tensor is 3", lambda: ctx.put(3, 0, data)),
+        ("dst_rank is -1", lambda: ctx.quiet(-1)),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            call()
+    ctx.barrier()
+
+
+def records_of_the_log():
+    ctx = iris.iris(1 << 20)
+    records = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            records.append((record.iris_rank, record.iris_num_ranks, record.levelno))
+
+    handler, before = Handler(), iris.logger.level
+    iris.logger.addHandler(handler)
+    try:
+        iris.set_logger_level(iris.INFO)
+        ctx.info("one"), ctx.debug("none"), ctx.warning("two"), ctx.error("three")
+    finally:
+        iris.logger.removeHandler(handler)
+        iris.logger.setLevel(before)
+    own = ctx.cur_rank, ctx.num_ranks
+    assert records == [(*own, iris.INFO), (*own, iris.WARNING), (*own, iris.ERROR)]
+    ctx.barrier()
+
+
+def dropped_tensors_of_the_chunked_allocator():
+    """Without `free`, as its memory comes back when tensors die."""
+    for allocator in ("torch", "vmem_chunked"):
+        ctx = iris.iris(4 << 20, allocator_type=allocator)
+        for number in range(50):
+            assert ctx.full((1 << 18,), float(number)).eq(number).all()
+        ctx.barrier()

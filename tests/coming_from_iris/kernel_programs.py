@@ -125,3 +125,49 @@ def loads_and_stores_with_cache_modifiers():
         assert (got == peer + 0.5).all(), "from the peer"
         assert (given == rank + 0.5).all(), "the rank before stored back what it had loaded here"
     shmem.barrier()
+
+
+@triton.jit
+def _through_addresses(
+    context_tensor, data, results, rank: tl.constexpr, world_size: tl.constexpr, BLOCK: tl.constexpr
+):
+    ctx = iris.DeviceContext.initialize(context_tensor, rank, world_size)
+    offsets = tl.arange(0, BLOCK)
+    value = tl.load(ctx.as_remote(data + offsets, (rank + 1) % world_size))
+    for peer in range(world_size):
+        tl.store(ctx.as_remote(results + rank * BLOCK + offsets, peer), value)
+
+
+def addresses_of_peers():
+    shmem = iris.iris(1 << 20)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    data, results = shmem.full((32,), float(rank)), shmem.zeros(n, 32)
+    shmem.barrier()
+    _through_addresses[(1,)](shmem.get_device_context(), data, results, rank, n, 32)
+    shmem.barrier()
+    assert (results.cpu() == torch.tensor([(r + 1) % n for r in range(n)])[:, None]).all()
+    shmem.barrier()
+
+
+@triton.jit
+def _puts(src, dst, rank: tl.constexpr, peer, heap_bases, context_tensor, copy_engine_ctx, world_size: tl.constexpr):
+    offsets = tl.arange(0, 16)
+    iris.put(
+        src + offsets, dst + offsets, rank, peer, heap_bases, copy_engine_ctx=copy_engine_ctx, use_copy_engine=False
+    )
+    ctx = iris.DeviceContext.initialize(context_tensor, rank, world_size)
+    ctx.put(src + offsets, dst + 16 + offsets, peer, copy_engine_ctx=copy_engine_ctx, use_copy_engine=False)
+
+
+def puts_without_a_copy_engine():
+    shmem = iris.iris(1 << 20)
+    rank, n = shmem.cur_rank, shmem.num_ranks
+    src, dst = shmem.full((16,), float(rank)), shmem.zeros(32)
+    shmem.barrier()
+    _puts[(1,)](
+        src, dst, rank, (rank + 1) % n, shmem.get_heap_bases(), shmem.get_device_context(),
+        shmem.get_copy_engine_ctx(), n,
+    )  # fmt: skip
+    shmem.barrier()
+    assert (dst == (rank - 1) % n).all()
+    shmem.barrier()

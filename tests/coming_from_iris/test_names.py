@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 import re
 from typing import Any
+import warnings
 
 import iris
 from iris import aliases, errors
@@ -144,3 +145,51 @@ def test_both_names_of_a_field_at_once_are_refused():
 def test_errors_of_tensors_are_runtime_errors_too():
     for kind in (errors.ShapeError, errors.DtypeError, errors.DeviceError, errors.NotSymmetricError):
         assert issubclass(kind, RuntimeError) and issubclass(kind, errors.IrisError)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("all_gather_variant", "partitioned"), ("all_to_all_variant", "default"), ("num_warps", 8), ("num_stages", 1),
+        ("threads_per_warp", 64), ("waves_per_eu", 0), ("num_xcds", 8), ("use_gluon", False),
+    ],
+)  # fmt: skip
+def test_a_field_of_amds_own_is_taken_and_kept(field, value):
+    """Ports launch kernels of their own with such a field; it makes no difference to a collective."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = Config(block_size_m=32, **{field: value})
+        assert getattr(config, field) == value
+        assert config == Config(block_size_m=32) and hash(config) == hash(Config(block_size_m=32))
+        config.swizzle_size = 8
+        assert getattr(config, field) == value and config.swizzle_size == 8
+    assert getattr(Config(), field) is None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = config.nothing
+
+
+@pytest.mark.parametrize(
+    "field, value, world_size, message",
+    [
+        ("all_reduce_variant", "three_shot", None, "all_reduce_variant is 'three_shot'"),
+        ("all_reduce_variant", "ring", 3, "block_n is 128 with the variant 'ring' and 3 ranks"),
+        ("num_xcds", 0, None, "num_xcds is 0"),
+        ("chunk_size", -1, 2, "chunk_size is -1"),
+        ("all_reduce_num_rings", 0, 2, "all_reduce_num_rings is 0"),
+        ("num_sms", 8, 0, "world_size is 0"),
+    ],
+)
+def test_validate_validates(field, value, world_size, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = FusedConfig(**{field: value})
+    with pytest.raises(ValueError, match=message):
+        config.validate(world_size)
+
+
+def test_validate_takes_what_is_right():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for config in (FusedConfig(), FusedConfig(all_reduce_variant="ring", num_xcds=1), FusedConfig(num_sms=8)):
+            config.validate()
+            config.validate(4)

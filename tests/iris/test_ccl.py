@@ -222,7 +222,7 @@ def check_lanes(ctx: iris.Iris, programs: int) -> None:
 
 
 def by_lanes(config: Config) -> bool:
-    return config.protocol == "flags" or config in OTHERS or config.all_reduce_num_rings
+    return config.protocol == "flags" or config in OTHERS or config.all_reduce_variant == "ring"
 
 
 def plan_units(plan, case: Case, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import iris
 from iris import platform
+from iris.errors import PlatformError
 import iris.experimental.iris_gluon as iris_gl
 import pytest
 import torch
@@ -168,3 +169,17 @@ def check_specialised_tiles(ctx):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_tiles_in_specialised_warps(world_size):
     run_ranks(world_size, check_specialised_tiles)
+
+
+def check_without_a_gpu(ctx):
+    x = ctx.zeros(1024)
+    for grid in ((1,), lambda meta: (1,)):
+        with pytest.raises(PlatformError, match="cannot run Gluon; expected a GPU"):
+            gluon_kernels.gluon_copies_kernel[grid](
+                x, x, ctx.get_device_context(), 0, 4, BLOCK=128, LAYOUT=gl.BlockedLayout([1], [32], [4], [0])
+            )
+
+
+@pytest.mark.skipif(ON_GPU, reason="for machines without GPUs")
+def test_without_a_gpu():
+    run_ranks(1, check_without_a_gpu)

@@ -6,9 +6,8 @@ import builtins
 import copy
 from pathlib import Path
 import tempfile
-import threading
 
-from iris.errors import ArgumentError, ThreadError
+from iris.errors import ArgumentError
 import layers
 import pytest
 import torch
@@ -167,18 +166,19 @@ def test_what_would_part_the_ranks_or_end_a_gpu_is_refused_at_entry(world_size: 
 
 
 def served_body(ctx) -> None:
-    """What `transformers serve` does with its model, batching requests or one after the other in a thread."""
+    """What `transformers serve` does with its model: batching requests, or one after the other in a thread."""
     from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
     model = models.build("plain")
     layers.parallelize(model, ctx)
     with pytest.raises(ArgumentError, match="use layers.Engine or generate"):
         CBGenerateManager().init_cb(model, model.generation_config)
-    with pytest.raises(ThreadError):
-        GenerateManager().submit(model.generate, models.prompt().to(ctx.device)).result()
+    ids, options = models.prompt().to(ctx.device), {"max_new_tokens": 2, "do_sample": False}
+    made = GenerateManager().submit(model.generate, ids, **options).result()
+    assert torch.equal(made, model.generate(ids, **options))
 
 
-def test_transformers_server_is_refused(world_size: int) -> None:
+def test_transformers_server_generates_in_a_thread_and_batches_nothing(world_size: int) -> None:
     pytest.importorskip("transformers.cli.serving.utils")
     run_ranks(world_size, served_body)
 
@@ -217,51 +217,3 @@ def own_body(ctx) -> None:
 
 def test_a_checkpoints_own_generate_is_kept(world_size: int) -> None:
     run_ranks(world_size, own_body)
-
-
-class Collecting(transformers.generation.streamers.BaseStreamer):
-    def __init__(self) -> None:
-        self.seen, self.ended = [], False
-
-    def put(self, value) -> None:
-        self.seen += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def thread_body(ctx) -> None:
-    model = models.build("plain")
-    layers.parallelize(model, ctx)
-    ids = models.prompt(1).to(ctx.device)
-    options = {"max_new_tokens": 2, "do_sample": False}
-    expected = model.generate(ids, **options)
-    engine = layers.Engine(model, ctx, 1, 16)
-    failures = []
-
-    def work(take_over: bool) -> None:
-        torch.set_num_threads(1)
-        try:
-            if take_over:
-                ctx.take_over()
-            streamer = Collecting()
-            model.generate(ids, streamer=streamer, **options)
-            assert streamer.ended and streamer.seen == expected[0].tolist()
-            assert engine.generate(ids, 2) == [expected[0, 7:].tolist()]
-        except BaseException as error:
-            failures.append(error)
-
-    for take_over in (False, True):
-        thread = threading.Thread(target=work, args=(take_over,))
-        thread.start()
-        thread.join()
-    assert [type(each) for each in failures] == [ThreadError], failures
-    for call in (lambda: model(ids), lambda: engine.generate(ids, 2), lambda: model.generate(ids)):
-        with pytest.raises(ThreadError):
-            call()
-    ctx.take_over()
-    assert torch.equal(model.generate(ids, **options), expected)
-
-
-def test_a_worker_thread_generates_once_it_has_taken_the_context_over(world_size: int) -> None:
-    run_ranks(world_size, thread_body)

@@ -1,4 +1,4 @@
-"""With IRIS_DEBUG=1, ranks that are given other tokens, masks or options learn it before anything runs."""
+"""Ranks that are given other tokens, masks or options: an error before anything runs, in a forward in debug mode."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def differing(rank: int, ctx) -> list[tuple]:
         (partial(model.generate, other, **options), "generate: inputs differs"),
         (partial(model.generate, input_ids=other, **options), "generate: input_ids differs"),
         (partial(model.generate, ids, attention_mask=shorter, **options), "generate: attention_mask differs"),
-        (partial(model.generate, ids, generation_config=warmer), "generate: generation_config differs"),
+        (partial(model.generate, ids, generation_config=warmer), "generate: generation_config.temperature differs"),
         (partial(model.generate, ids, do_sample=True, temperature=1.0 + rank), "generate: temperature differs"),
         (partial(model.generate, ids, bad_words_ids=[[5 + rank]], **options), "generate: bad_words_ids differs"),
         (partial(model, other), "LlamaForCausalLM's forward: argument 0 differs"),
@@ -77,6 +77,79 @@ def test_other_inputs_on_a_rank_are_found() -> None:
         assert end.result == [], (end.result, end.traceback)
 
 
+def always(rank: int, ctx) -> list[tuple]:
+    """Calls that compare their arguments without debug mode, too."""
+    model = models.build("plain")
+    layers.parallelize(model, ctx)
+    engine = layers.Engine(model, ctx, 2, 16)
+    ids, mask = models.prompt(), torch.ones(2, 7, dtype=torch.long)
+    other, masked = ids.clone(), mask.clone()
+    if rank:
+        other[1, 3] += 1
+        masked[0, 0] = 0
+    longer = models.prompt()[:, : 7 - rank]
+    embedded = model.get_input_embeddings()(ids).detach()
+    own = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=5 + rank)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    return [
+        (partial(model.generate, other, **options), "generate: inputs differs"),
+        (partial(model.generate, longer, **options), "generate: inputs differs"),
+        (partial(model.generate, ids, attention_mask=masked, **options), "generate: attention_mask differs"),
+        (partial(model.generate, inputs_embeds=embedded + rank, **options), "generate: inputs_embeds differs"),
+        (partial(model.generate, ids, max_new_tokens=2 + rank), "generate: max_new_tokens differs"),
+        (partial(model.generate, ids, **options, eos_token_id=5 + rank), "generate: eos_token_id differs"),
+        (partial(model.generate, ids, generation_config=own), "generate: generation_config.eos_token_id differs"),
+        (partial(model.generate, ids, do_sample=True, top_k=5 + rank), "generate: top_k differs"),
+        (partial(model.generate, ids, **options, **({"use_cache": False} if rank else {})), "generate: use_cache diff"),
+        (partial(engine.generate, other, 2), "Engine.generate: tokens differs"),
+        (partial(engine.generate, longer, 2), "Engine.generate: lengths differs"),
+        (partial(engine.generate, ids, 2 + rank), "Engine.generate: max_new_tokens differs"),
+        (partial(engine.generate, ids, 2, temperature=1.0 + rank), "Engine.generate: temperature differs"),
+        (partial(engine.generate, ids, 2, stop=5 + rank), "Engine.generate: stop differs"),
+        (partial((model, engine)[rank].generate, ids, max_new_tokens=2), "the call differs"),
+    ]
+
+
+def always_body(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    with iris.iris(1 << 26) as ctx:
+        for call, words in always(rank, ctx):
+            try:
+                call()
+            except ArgumentError as error:
+                if words not in str(error) or "on rank 0" not in str(error) or "on rank 1" not in str(error):
+                    wrong.append(f"{words}: {error}")
+            else:
+                wrong.append(f"{words}: nothing was raised")
+        model = models.build("plain")
+        layers.parallelize(model, ctx)
+        model.generation_config.eos_token_id = 5 + rank
+        with pytest.raises(ArgumentError, match=r"model.generation_config.eos_token_id differs between ranks: it is 5"):
+            model.generate(models.prompt(), max_new_tokens=1)
+        model.generation_config.eos_token_id = None
+        # what may differ: seeds, of which rank 0's counts, and what is a process's own
+        torch.manual_seed(rank)
+        private = {"streamer": Ignoring() if rank else None, "tokenizer": object()}
+        drawn = model.generate(models.prompt(1), do_sample=True, max_new_tokens=3, **private)
+        seeded = layers.Engine(model, ctx, 2, 16).generate(models.prompt(), 3, temperature=2.0, seed=rank)
+    return [*wrong, str(drawn.tolist()), str(seeded)]
+
+
+class Ignoring:
+    def put(self, value) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_generate_always_compares_what_ranks_are_given() -> None:
+    """In processes started apart, each with its own seed of hashes."""
+    first, second = run_fresh(2, always_body, env={"IRIS_DEBUG": "0", "IRIS_TIMEOUT": "20"}, timeout=100)
+    assert first.exitcode == second.exitcode == 0, (first.traceback, second.traceback)
+    assert len(first.result) == 2 and first.result == second.result, (first.result, second.result)
+
+
 def silent_body(rank: int, world_size: int) -> None:
     with iris.iris(1 << 26) as ctx:
         model = models.build("plain")
@@ -99,5 +172,8 @@ def test_digests_tell_values_apart() -> None:
         config(top_p=0.5), config(top_p=0.6), *processors, torch.nn.Linear(2, 2), list(range(500)), list(range(1, 501)),
     ]  # fmt: skip
     found = [digest(each) for each in values]
+    same = config(top_p=0.5)
+    same._original_object_hash = 1  # which differs between processes
+    assert digest(same) == digest(values[-7])
     assert len(set(found)) == len(values) and found == [digest(each) for each in values]
     assert len(found[-1]) < 200

@@ -1,0 +1,58 @@
+"""One colour for each contender, the same in every picture.
+
+A contender is what moves the data: `cuBLAS + NCCL`, `torch + NCCL` and `NCCL` are one. A contender without a colour
+raises a KeyError when it is drawn, so that none borrows another's.
+"""
+
+import re
+
+OURS = "#d62728"
+COLOURS = {
+    "ours": OURS,
+    "ours, sequence parallel": "#7b3294",
+    "ours, tokens not shared": "#d6a5c9",
+    "ours, fp8": "#ff9e8a",
+    "ours, fp8, sequence parallel": "#c2a5cf",
+    "ours alone": "#8c564b",
+    "cuBLAS alone": "#000000",
+    "NCCL": "#1f77b4",
+    "NCCL, sequence parallel": "#aec7e8",
+    "NCCL symmetric": "#17becf",
+    "vLLM": "#2ca02c",
+    "vLLM custom all-reduce": "#98df8a",
+    "torch": "#4d4d4d",
+    "torch, filled part": "#a6a6a6",
+    "torch one-shot": "#ff7f0e",
+    "torch two-shot": "#b8860b",
+    "torch reduce-scatter": "#ffbb78",
+    "torch async-TP": "#e377c2",
+    "copy engines": "#9467bd",
+    "FlashInfer one-shot": "#bcbd22",
+    "FlashInfer two-shot": "#6b6b00",
+    "transformers": "#7f7f7f",
+    "Kraken": "#393b79",
+    "Kraken fused": "#6b6ecf",
+    "Kraken copy engines": "#9c9ede",
+    "Kraken one-shot": "#0b3c5d",
+    "Kraken two-shot": "#328cc1",
+    # of `benchmarks.all_scatter`, ROCm/iris's ways written with our tiles
+    "bulk_synchronous": "#637939",
+    "producer_consumer": "#c7e020",
+    "fused_sequential": "#00a087",
+    "fused_specialized": "#8dd3c7",
+    "fused_store_warp": "#01665e",
+}
+_SAME = {"ctx.ops": "ours", "tiles alone": "ours alone", "torch alone": "cuBLAS alone"}
+
+
+def contender(name: str) -> str:
+    """Return who moves the data in what a result file calls `name`: "NCCL" of "cuBLAS + NCCL, norm"."""
+    name = re.sub(r"^(cuBLAS|torch) \+ ", "", name)
+    name = re.sub(r"(,| with) norm$", "", name)
+    name = re.sub(r"^vLLM [\d.]+.*", "vLLM", name)
+    return _SAME.get(name, name)
+
+
+def colour(name: str) -> str:
+    """Return the colour of what a result file calls `name`. Raises KeyError for a contender that has none."""
+    return COLOURS[contender(name)]

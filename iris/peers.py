@@ -1,0 +1,145 @@
+"""What a rank's host does with the heaps of its peers: look at them, copy into them, signal them.
+
+A copy from host to host needs no kernel: a peer's tensor is an address of this process, so the GPU's copy engines move
+it in the order of the current stream. Kernels of one program wait for a flag before the copy and signal one after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+import weakref
+
+import torch
+
+from . import aliases, platform
+from .device.copies import signal_kernel, wait_kernel
+from .errors import ArgumentError, DtypeError, NotSymmetricError, ShapeError
+from .launch import relaunch
+from .tensors import TensorMethods, described
+
+
+class PeerMethods(TensorMethods):
+    """The methods of `Iris` that reach the heaps of other ranks."""
+
+    def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return `tensor`, which lies on the heap, as `rank` has it: its memory at the same place of that rank's heap.
+
+        To copy from or into; the caller orders it with what that rank does (`device_barrier`). Not to be used once the
+        context is closed. Raises `NotSymmetricError` for a tensor elsewhere, `ArgumentError` for no rank.
+        """
+        self.check()
+        self._check_symmetric("tensor", tensor)
+        self._check_rank("rank", rank)
+        view = self.view_at(tensor, rank)
+        # `tensor` is not dropped as long as a view of the peer's is in use
+        kept = weakref.finalize(view.untyped_storage(), _let_go, tensor.untyped_storage())
+        kept.atexit = False
+        return view
+
+    def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`peer_view`, by the name that it has in ROCm/iris."""
+        return self.peer_view(tensor, rank)
+
+    def translate(self, ptr: int, from_rank: int, to_rank: int) -> int:
+        """Return the address at which this process finds at `to_rank` what lies at its address `ptr` at `from_rank`."""
+        self.check()
+        self._check_rank("from_rank", from_rank)
+        self._check_rank("to_rank", to_rank)
+        return ptr - self._segment.bases[from_rank] + self._segment.bases[to_rank]
+
+    def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
+
+        Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
+        """
+        tensor = self.empty(*size, dtype=dtype)
+        return tensor, (self.heap_bases.view(torch.int64) + self.heap.offset(tensor)).view(torch.uint64)
+
+    @aliases.keywords(to_rank="dst_rank")
+    def put(
+        self, src_tensor: torch.Tensor, dst_rank: int, dst_tensor: torch.Tensor | None = None,
+        wait_flag: torch.Tensor | None = None, wait_value: int = 1, signal_flag: torch.Tensor | None = None,
+        signal_value: int = 1, async_op: bool = False, channel: int = 0, use_copy_engine: bool = False,
+    ) -> None:  # fmt: skip
+        """Copy `src_tensor` into `dst_tensor` of rank `dst_rank`, in the order of the current stream.
+
+        `dst_tensor`: this rank's tensor on the heap whose copy at `dst_rank` is written, of as many elements and the
+        same dtype; by default `src_tensor`. `wait_flag`: an int32 of this rank's on the heap that must have reached
+        `wait_value` before the copy; `dst_rank` adds to it. `signal_flag`: an int32 on the heap to which
+        `signal_value` is added at `dst_rank` after the copy. With `async_op` the host does not wait; `quiet` does.
+        `channel` and `use_copy_engine`, for code written for ROCm/iris, make no difference.
+
+        Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments, and a later call
+        raises `PeerLostError` where the flag is not reached in time.
+        """
+        self.check()
+        target = src_tensor if dst_tensor is None else dst_tensor
+        self._check_rank("dst_rank", dst_rank)
+        if not isinstance(src_tensor, torch.Tensor) or src_tensor.device != self.device:
+            raise ArgumentError(f"put: src_tensor is {described(src_tensor)}; expected a tensor on {self.device}")
+        self._check_symmetric("src_tensor" if dst_tensor is None else "dst_tensor", target)
+        if target.dtype != src_tensor.dtype:
+            raise DtypeError(f"put: dst_tensor is {target.dtype}; expected {src_tensor.dtype} as src_tensor")
+        if target.numel() != src_tensor.numel():
+            raise ShapeError(
+                f"put: dst_tensor has sizes {tuple(target.shape)}; expected as many elements as src_tensor, "
+                f"{tuple(src_tensor.shape)}"
+            )
+        for name, flag in (("wait_flag", wait_flag), ("signal_flag", signal_flag)):
+            self._check_flag(name, flag)
+        for name, value in (("wait_value", wait_value), ("signal_value", signal_value)):
+            if type(value) is not int or not -(1 << 31) <= value < 1 << 31:
+                raise ArgumentError(f"put: {name} is {value!r}; expected an integer of 32 bits")
+        view = self.peer_view(target, dst_rank)
+        if view.shape != src_tensor.shape:
+            if not view.is_contiguous():
+                raise ShapeError(
+                    f"put: dst_tensor has sizes {tuple(target.shape)} and strides {target.stride()}; expected the "
+                    f"sizes of src_tensor, {tuple(src_tensor.shape)}, or a contiguous tensor"
+                )
+            view = view.view(src_tensor.shape)
+        if wait_flag is not None:
+            args = dict(flag=wait_flag, value=wait_value, peer=dst_rank)
+            self._launch_beside_copy(wait_kernel, args)
+        view.copy_(src_tensor, non_blocking=True)
+        if signal_flag is not None:
+            args = dict(flag=signal_flag, value=signal_value, to_rank=dst_rank)
+            self._launch_beside_copy(signal_kernel, args)
+        if not async_op:
+            self.quiet()
+
+    def quiet(self, dst_rank: int | None = None, channel: int = 0) -> None:
+        """Wait until all copies of `put` with `async_op` have arrived; of every rank, whichever `dst_rank` is."""
+        self.check()
+        if dst_rank is not None:
+            self._check_rank("dst_rank", dst_rank)
+        platform.synchronize(self.device)
+        self.check()
+
+    def get_copy_engine_ctx(self) -> None:
+        """Return None, as ROCm/iris does where its kernels drive no copy engine."""
+
+    def _launch_beside_copy(self, kernel: Any, args: dict[str, Any]) -> None:
+        args = dict(ctx_ptr=self._context_tensor, **args, WORLD_SIZE=self.num_ranks)
+        relaunch.launch({}, self.device, kernel, (1, 1, 1), args, num_warps=1)
+
+    def _check_rank(self, name: str, rank: object) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_ranks:
+            raise ArgumentError(f"{name} is {rank!r}, out of range; expected a rank from 0 to {self.num_ranks - 1}")
+
+    def _check_symmetric(self, name: str, tensor: Any) -> None:
+        if not self.is_symmetric(tensor):
+            raise NotSymmetricError(
+                f"{name}, a tensor {described(tensor)}, lies outside the symmetric heap; make it with ctx.empty(...)"
+            )
+
+    def _check_flag(self, name: str, flag: Any) -> None:
+        if flag is None:
+            return
+        if not isinstance(flag, torch.Tensor) or flag.dtype != torch.int32 or flag.numel() != 1:
+            raise ArgumentError(f"put: {name} is {described(flag)}; expected one int32 on the heap")
+        self._check_symmetric(name, flag)
+
+
+def _let_go(kept: object) -> None:
+    """Does nothing: a finalizer of this holds `kept` until it is called."""

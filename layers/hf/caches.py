@@ -1,0 +1,60 @@
+"""What a split model checks of a cache that a caller passes: it must have the heads of this rank, not those of all.
+
+Two caches look right and are not: one that the unsplit model has filled, and a static one whose
+`early_initialization` was given the configuration's number of heads. torch would find it at the first update, with
+an error about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from iris.errors import ArgumentError
+from torch import nn
+
+from ..shard import HeadSplit
+
+_HELD = "_heads_held"  # of an attention instance: its `HeadSplit`
+NAMES = "past_key_values", "cache"  # transformers 5.24 has renamed it
+
+
+def remember_heads(attention: nn.Module, heads: HeadSplit) -> None:
+    """Record which heads of `attention` this rank holds, for `check_caches`."""
+    setattr(attention, _HELD, heads)
+
+
+def check_caches(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise `ArgumentError` for a cache among `arguments` that holds another number of heads than this rank's."""
+    for name in NAMES:
+        for layers in _layers(arguments.get(name)):
+            if any(getattr(layer, "is_initialized", False) for layer in layers):
+                _check(name, layers, model)
+
+
+def _layers(cache: Any) -> Iterator[list[Any]]:
+    """The layers of a cache of transformers; of an encoder and a decoder, the decoder's."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if isinstance(layers, list):
+        yield layers
+
+
+def _check(name: str, layers: list[Any], model: nn.Module) -> None:
+    for attention in model.modules():
+        heads, index = getattr(attention, _HELD, None), getattr(attention, "layer_idx", None)
+        if heads is None or not isinstance(index, int) or not index < len(layers):
+            continue
+        layer = layers[index]
+        keys = getattr(layer, "keys", None) if getattr(layer, "is_initialized", False) else None
+        if keys is None or keys.dim() != 4:
+            continue
+        held, own, whole = keys.shape[1], heads.num_local_kv_heads, heads.num_kv_heads
+        # One that the model itself has filled may hold something else, as of a latent attention.
+        is_wrong = held != own and (held == whole or not int(layer.get_seq_length()))
+        if is_wrong or (held == whole and any(count != whole for count in heads.kv_counts)):
+            raise ArgumentError(
+                f"{name} is a {type(layers[index]).__name__} of {held} heads in layer {index}: expected {own} of the"
+                f" {whole}, as this rank holds (by rank: {', '.join(map(str, heads.kv_counts))}); make a new cache, and"
+                " let the split model initialize and fill it"
+            )

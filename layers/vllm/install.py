@@ -1,0 +1,157 @@
+"""Installation of the plug-in in one process of an engine: what is served, with which context, in which compile ranges.
+
+Ours or vLLM's is decided by the number of rows, when vLLM compiles. It compiles a graph for each range of rows, and the
+plug-in adds two borders:
+
+    1 to FEW_ROWS        norms become part of the all-reduce before and a factor of the products after
+    to `most_rows`       products with their all-reduce; a norm stays vLLM's
+    above                the graph is not touched
+
+`most_rows` keeps the symmetric heap within `HEAP_BYTES`, all of which is reserved here: vLLM measures the memory that
+a model needs once, so none may be taken later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+import json
+from typing import TYPE_CHECKING, Any
+
+import iris
+from iris.errors import ArgumentError
+from iris.version import __version__
+from iris_ops.problem import ALL_REDUCE
+import torch
+import torch.distributed as dist
+from vllm import envs
+from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from . import ops, watch
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+FEW_ROWS = 64  # up to which products stream their weights, and take a norm's factor
+HEAP_BYTES = 64 << 20
+_MOST_STAGED = 32 << 20  # bytes of the largest exchange
+_ROWS = (1024, 512, 256, 128, FEW_ROWS)
+
+logger = init_logger("vllm.iris_tp")
+
+
+@dataclass
+class Installed:
+    """What was installed in this process. `most_rows`: 0 where nothing is served."""
+
+    group: str
+    world: int
+    few_rows: int
+    most_rows: int
+    products: bool = True
+    """False once a row-parallel layer has a bias: vLLM adds it on rank 0 only, so ranks' graphs differ."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what compiled graphs depend on, the same on all ranks."""
+        return {"version": __version__, **asdict(self)}
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Return why an engine of this configuration keeps vLLM's own layers, or None."""
+    parallel, model = config.parallel_config, config.model_config
+    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return "eager mode: nothing is compiled"
+    if parallel.tensor_parallel_size < 2:
+        return "tensor_parallel_size is 1"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if parallel.enable_dbo:
+        return "dual batch overlap"
+    if model is not None and model.enable_sleep_mode:
+        return "sleep mode frees memory that peers write"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT"
+    if model is not None and model.dtype != torch.bfloat16:
+        return f"dtype {model.dtype}: bfloat16 is served"
+    return None
+
+
+def hidden_size(config: VllmConfig) -> int:
+    """Return the columns of the model's all-reduces."""
+    assert config.model_config is not None
+    return config.model_config.get_hidden_size()
+
+
+def one_host(group: Any) -> bool:
+    """Return whether all ranks of vLLM's group share this host. Collective."""
+    from vllm.distributed.parallel_state import in_the_same_node_as
+
+    return all(in_the_same_node_as(group.cpu_group, source_rank=0))
+
+
+def install() -> tuple[Installed, Iris | None]:
+    """Make the context of this process and add the borders of the compile ranges. Collective over the TP group."""
+    config = get_current_vllm_config()
+    reason = refusal(config)
+    group = get_tp_group() if reason is None else None
+    if group is not None and not one_host(group):
+        reason = "the tensor-parallel ranks are on several hosts"
+    if reason is not None or group is None:
+        logger.info("iris-tp: off, vLLM's own kernels run (%s)", reason)
+        return Installed("", 0, 0, 0), None
+    hidden = hidden_size(config)
+    with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
+        ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
+        ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
+    installed = Installed(group.unique_name, group.world_size, FEW_ROWS, most_rows(group.world_size, hidden))
+    _compare(installed, group.cpu_group)
+    ops.serve(group.unique_name, ctx)
+    if ctx.device.type == "cuda":
+        watch.start(ctx, logger)
+    compilation = config.compilation_config
+    last = (compilation.compile_ranges_endpoints or [0])[-1]
+    borders = {each for each in (installed.few_rows, installed.most_rows) if each < last}
+    compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *borders})
+    if ctx.cur_rank == 0:
+        logger.info(
+            "iris-tp %s: up to %d rows, all-reduces of group %s run with their products, up to %d with their norms "
+            "(heap %d MiB; IRIS_TP_VLLM=0 switches this off)",
+            __version__, installed.most_rows, installed.group, installed.few_rows, HEAP_BYTES >> 20,
+        )  # fmt: skip
+    return installed, ctx
+
+
+def most_rows(world: int, hidden: int) -> int:
+    """Return the most rows of an all-reduce [rows, hidden] whose exchange, two halves of all ranks' rows, fits."""
+    exchanged = 2 * world * hidden * torch.bfloat16.itemsize
+    return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
+
+
+def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
+    """Make room for the products of a row-parallel layer's `weight` [N, K], and compile their kernels. Collective.
+
+    Every plan up to `most_rows` runs once, on whatever the memory holds: a kernel that compiled while the engine serves
+    would hold up its requests.
+    """
+    with torch.device("cpu"):
+        planned: dict[Any, int] = {}
+        for rows in sorted({*_ROWS, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
+            if rows <= installed.most_rows:
+                plan = ctx.ops.plan(ALL_REDUCE, rows, *weight.shape, weight.dtype, explained=False)
+                planned[replace(plan, prediction=None)] = rows
+        # the largest first: memory that grows leaves its first piece to graphs
+        for rows in sorted({installed.most_rows, *planned.values()}, reverse=True):
+            A, out = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])
+            ctx.ops.matmul_all_reduce(out, A, weight.t())
+        ctx.barrier()
+
+
+def _compare(installed: Installed, group: dist.ProcessGroup) -> None:
+    own = json.dumps(installed.settings(), sort_keys=True)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    for rank, other in enumerate(found):
+        if other != own:
+            raise ArgumentError(f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones")
+

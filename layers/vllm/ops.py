@@ -1,0 +1,101 @@
+"""Operators of the graphs that vLLM compiles, found by the name of vLLM's tensor-parallel group.
+
+    torch.ops.iris_vllm.matmul_all_reduce(A, weight, group) -> sum over ranks of A [M,K] @ weight [N,K].T
+    torch.ops.iris_vllm.matmul_all_reduce_norm(A, weight, residual, norm_weight, group) -> (h, scaled, squares)
+    torch.ops.iris_vllm.all_reduce(x, group) -> sum over ranks of x [M,N]
+    torch.ops.iris_vllm.all_reduce_norm(x, residual, norm_weight, eps, group) -> (normed, h)
+
+`h` is `residual` plus the sum. `scaled` and `squares` are the first half of an RMSNorm of h, see
+`iris_ops/kernels/rmsnorm_epilogue.py`. A group's name is the same in every process and in every run, so a graph that
+vLLM compiled in an earlier run finds the context of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from iris.errors import ClosedError
+from iris_ops.kernels.rmsnorm_epilogue import spans
+from iris_ops.problem import ALL_REDUCE
+import torch
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+_contexts: dict[str, Iris] = {}
+_kernels: dict[str, Callable] = {}
+_library = torch.library.Library("iris_vllm", "FRAGMENT")  # registrations last as long as this object
+
+
+def serve(group: str, ctx: Iris) -> None:
+    """Let the operators of vLLM's group `group` run on `ctx`."""
+    _contexts[group] = ctx
+
+
+def _context(group: str) -> Iris:
+    if group not in _contexts:
+        raise ClosedError(f"group is {group!r}; expected one that the plug-in serves, of {sorted(_contexts)}")
+    return _contexts[group]
+
+
+def _matmul_all_reduce(A: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
+    ops, B = _context(group).ops, weight.t()
+    out = ops.outputs.new(ALL_REDUCE, A, B, (A.shape[0], weight.shape[0]))
+    ops.matmul_all_reduce(out, A, B)
+    return out
+
+
+def _matmul_all_reduce_norm(
+    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ops, B = _context(group).ops, weight.t()
+    h = ops.outputs.new(ALL_REDUCE, A, B, residual.shape)
+    scaled, squares = _halves(residual)
+    ops.matmul_all_reduce_norm(h, scaled, squares, A, B, residual.contiguous(), norm_weight)
+    return h, scaled, squares
+
+
+def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty(spans(rows.shape[1]), rows.shape[0], dtype=torch.float32)
+
+
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    out = x.new_empty(x.shape)
+    _context(group).ccl.all_reduce(out, x)
+    return out
+
+
+def _all_reduce_norm(
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, h = x.new_empty(x.shape), residual.clone(memory_format=torch.contiguous_format)
+    _context(group).ccl.all_reduce_norm(out, h, x, norm_weight, eps)
+    return out, h
+
+
+def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+    # a compiler that laid a weight out anew would copy it in every step
+    _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
+    _kernels[name] = kernel
+    _library.impl(name, lambda *args: _kernels[name](*args), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"iris_vllm::{name}", fake, lib=_library)
+
+
+_define(
+    "matmul_all_reduce", "(Tensor A, Tensor weight, str group) -> Tensor", _matmul_all_reduce,
+    lambda A, weight, group: A.new_empty(A.shape[0], weight.shape[0]),
+)  # fmt: skip
+_define(
+    "matmul_all_reduce_norm",
+    "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, str group) -> (Tensor, Tensor, Tensor)",
+    _matmul_all_reduce_norm,
+    lambda A, weight, residual, norm_weight, group: (residual.new_empty(residual.shape), *_halves(residual)),
+)
+_define("all_reduce", "(Tensor x, str group) -> Tensor", _all_reduce, lambda x, group: x.new_empty(x.shape))
+_define(
+    "all_reduce_norm",
+    "(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
+    _all_reduce_norm,
+    lambda x, residual, norm_weight, eps, group: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)

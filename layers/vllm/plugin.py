@@ -1,0 +1,123 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process before it builds a model.
+
+`register` puts a class of its own in place of vLLM's `RowParallelLinear`, by vLLM's public hook for out-of-tree layers.
+The class computes what vLLM's does. Its constructor runs in the worker, where the configuration is known and not yet
+copied for the compiler, so that is where the plug-in installs its compiler pass. On a warm start vLLM loads what it
+compiled before and never runs the pass; context and log line come from the constructor all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+    from torch import fx
+
+    from .install import Installed
+
+_PASS = "post_grad_custom_post_pass"
+
+
+def register() -> None:
+    """Register the row-parallel layer, unless IRIS_TP_VLLM is 0. May be called several times in a process."""
+    if os.environ.get("IRIS_TP_VLLM", "1") == "0":
+        return
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    if RowParallelLinear.__name__ not in op_registry_oot:
+        RowParallelLinear.register_oot(_layer_class(RowParallelLinear))
+
+
+def _layer_class(base: type) -> type:
+    from . import install
+
+    class IrisRowParallelLinear(base):  # type: ignore[misc, valid-type]
+        """vLLM's row-parallel layer; the first one in a process installs the compiler pass."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            installed, ctx = _of_process.get()
+            if ctx is None or not self.reduce_results or self.tp_size == 1:
+                return
+            if self.bias is not None and not self.skip_bias_add:
+                installed.products = False
+            weight = getattr(self, "weight", None)
+            plain = weight is not None and weight.ndim == 2 and weight.dtype.itemsize == 2
+            if plain and weight.shape not in _of_process.prepared:
+                _of_process.prepared.add(weight.shape)
+                install.prepare(ctx, installed, weight.data)
+
+    return IrisRowParallelLinear
+
+
+class _OfProcess:
+    """What `install` gave, once a process."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Installed, Iris | None] | None = None
+        self.prepared: set[Any] = set()  # shapes of weights
+
+    def get(self) -> tuple[Installed, Iris | None]:
+        if self._found is None:
+            from . import install
+
+            self._found = installed, ctx = install.install()
+            if ctx is not None:
+                _add_pass(installed)
+        return self._found
+
+
+_of_process = _OfProcess()
+
+
+def _add_pass(installed: Installed) -> None:
+    from vllm.config import get_current_vllm_config
+
+    settings = get_current_vllm_config().compilation_config.inductor_compile_config
+    settings[_PASS] = _pass_class()(installed, settings.get(_PASS))
+
+
+def _pass_class() -> type:
+    from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+    from vllm.logger import init_logger
+
+    from . import ops, rewrite
+
+    logger = init_logger("vllm.iris_tp")
+
+    class IrisPass(InductorPass):
+        """Rewrite the graphs of the compile ranges that are served. `before`: a pass of the user's, which runs first."""
+
+        def __init__(self, installed: Installed, before: InductorPass | None) -> None:
+            self.installed, self.before = installed, before
+
+        def uuid(self) -> str:
+            """Return what Inductor's cache keys on: the sources, the settings and the pass before."""
+            sources = InductorPass.hash_source(*map(_source, (rewrite, ops)))
+            before = self.before.uuid() if self.before is not None else ""
+            return json.dumps([sources, self.installed.settings(), before], sort_keys=True)
+
+        def is_applicable_for_range(self, compile_range: Any) -> bool:
+            return self.before is not None or compile_range.end <= self.installed.most_rows
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if self.before is not None:
+                self.before(graph)
+            rows, installed = get_pass_context().compile_range, self.installed
+            if rows.end > installed.most_rows:
+                return
+            few = rows.end <= installed.few_rows
+            found = rewrite.rewrite(graph, installed.group, few, installed.products)
+            logger.debug("iris-tp: %s in rows %s", dict(found), rows)
+
+    return IrisPass
+
+
+def _source(module: Any) -> str:
+    import inspect
+
+    return inspect.getsource(module)

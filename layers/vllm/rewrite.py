@@ -1,0 +1,297 @@
+"""Replacement of all-reduces, with the product before and the norm after, in a graph that vLLM compiles.
+
+The graph is the functional one behind Inductor's post-grad passes, where vLLM's own fusion with FlashInfer has run and
+its norms are still one node each. Every all-reduce of the served group is a `Site`:
+
+    product -> all-reduce -> add and norm -> products     few rows: matmul_all_reduce_norm, and the norm's second half
+                                                          becomes a factor of the rows of the products that follow
+    product -> all-reduce                                 matmul_all_reduce; a norm stays vLLM's
+    all-reduce -> add and norm                            all_reduce_norm
+    all-reduce                                            all_reduce
+
+A product whose columns are a gate and its partner, silu(gate) * partner, becomes one kernel, too. What does not match,
+such as a quantised product, stays as it is. This module imports no vLLM: targets are found by their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+import operator
+from typing import Any
+
+from iris.ccl.norm import MAX_COLUMNS
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from . import ops  # noqa: F401 (registers what is inserted)
+
+aten = torch.ops.aten
+_DTYPE = torch.bfloat16  # float16 may have no room for h * weight, which is not divided yet
+_FLASHINFER = "vllm::flashinfer_trtllm_fused_allreduce_norm"
+_PLAIN_NORM = 1  # FlashInfer's code of a norm without quantisation
+_TO_END = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The residual sum and RMSNorm after an all-reduce, and which nodes hold the two results."""
+
+    residual: fx.Node
+    weight: fx.Node
+    eps: float
+    normed: list[fx.Node]
+    summed: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One all-reduce of `source`. `nodes`: what computes it, and its norm, in vLLM's graph."""
+
+    source: fx.Node
+    norm: Norm | None
+    nodes: tuple[fx.Node, ...]
+
+
+def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) -> Counter[str]:
+    """Replace what is served in `graph`, in place, and return how many of each operator were inserted.
+
+    Args:
+        group: vLLM's name of the tensor-parallel group.
+        few_rows: whether the graph's rows are so few that a norm's factor goes to the products that follow.
+        products: False where ranks' products differ, as with a bias on rank 0 only: then only sums are replaced.
+    """
+    inserted: Counter[str] = Counter()
+    for node in list(graph.nodes):
+        site = _site(node, group)
+        if site is None or _value(site.source).dtype != _DTYPE or _value(site.source).ndim != 2:
+            continue
+        product = _product(site.source) if products else None
+        if product and few_rows and site.norm and all(map(_feeds_products, site.norm.normed)):
+            _fuse_norm(graph, site, site.norm, product, group)
+            inserted["matmul_all_reduce_norm"] += 1
+        elif product:
+            _fuse_product(graph, site, product, group)
+            inserted["matmul_all_reduce"] += 1
+        elif few_rows and site.norm and _value(site.source).shape[1] <= MAX_COLUMNS:
+            _fuse_sum(graph, site, site.norm, group)
+            inserted["all_reduce_norm"] += 1
+        elif few_rows and site.norm is None:
+            _replace(graph, site.nodes[0], _call(graph, site.nodes[0], torch.ops.iris_vllm.all_reduce.default, site.source, group))
+            inserted["all_reduce"] += 1
+    graph.eliminate_dead_code()
+    return inserted
+
+
+def _site(node: fx.Node, group: str) -> Site | None:
+    if node.op != "call_function":
+        return None
+    if str(node.target) == "vllm.all_reduce.default":
+        source, name = (*node.args, *node.kwargs.values())[:2]
+        if name != group:
+            return None
+        users = list(node.users)
+        is_norm = len(users) == 1 and str(users[0].target) == "vllm_ir.fused_add_rms_norm.default"
+        if is_norm and users[0].args[0] is node and _plain(users[0]):
+            norm = users[0]
+            _, residual, weight, eps = norm.args[:4]
+            return Site(source, Norm(residual, weight, eps, _parts(norm, 0), _parts(norm, 1)), (node, norm))
+        return Site(source, None, (node,))
+    if "auto_functionalized" in str(node.target) and node.args and _name(node.args[0]) == _FLASHINFER:
+        given = node.kwargs
+        if given["pattern_code"] != _PLAIN_NORM or given.get("norm_out") is not None or given.get("weight_bias"):
+            return None
+        found = Norm(given["residual"], given["rms_gamma"], given["rms_eps"], _parts(node, 1), _parts(node, 2))
+        return Site(given["allreduce_in"], found, (node,))
+    return None
+
+
+def _plain(norm: fx.Node) -> bool:
+    """Whether a norm has a weight of its input's dtype and looks at all columns."""
+    arguments = (*norm.args, *norm.kwargs.values())
+    weight, rest = arguments[2], arguments[4:]
+    alike = isinstance(weight, fx.Node) and _value(weight).dtype == _value(norm.args[0]).dtype
+    return len(norm.args) >= 4 and alike and all(each is None for each in rest)
+
+
+def _name(target: Any) -> str:
+    return getattr(getattr(target, "_schema", None), "name", str(target))
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _parts(node: fx.Node, index: int) -> list[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+
+
+def _product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(A, weight [N, K]) where `node` is A @ weight.T of contiguous rows, and nothing else reads it."""
+    if node.op != "call_function" or node.target is not aten.mm.default or len(node.users) != 1:
+        return None
+    A, B = node.args
+    transposed = B.op == "call_function" and (
+        B.target is aten.t.default or (B.target is aten.permute.default and list(B.args[1]) == [1, 0])
+    )
+    if not transposed or not isinstance(B.args[0], fx.Node) or _value(A).dtype != _value(B).dtype:
+        return None
+    return A, B.args[0]
+
+
+def _feeds_products(node: fx.Node) -> bool:
+    """Whether all that reads the norm `node` are products of it, to which its second half can go as a factor."""
+    return bool(node.users) and all(_is_left_factor(node, user) for user in node.users)
+
+
+def _is_left_factor(node: fx.Node, user: fx.Node) -> bool:
+    if user.target is not aten.mm.default or user.args[0] is not node or user.args[1] is node:
+        return False
+    B = user.args[1]
+    return B.op == "call_function" and B.target in (aten.t.default, aten.permute.default) and B.args[0].op != "get_attr"
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: Callable, *args: Any) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+        node.meta["val"] = _fake(target, args)
+    return node
+
+
+def _fake(target: Callable, args: tuple) -> Any:
+    """The result's shape and dtype, by running `target` on the fake tensors of its arguments."""
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+    fake = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
+    with fake or nullcontext():
+        return target(*values)
+
+
+def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _items(graph: fx.Graph, before: fx.Node, node: fx.Node, count: int) -> list[fx.Node]:
+    return [_call(graph, before, operator.getitem, node, index) for index in range(count)]
+
+
+def _put(graph: fx.Graph, site: Site, norm: Norm, normed: fx.Node | None, summed: fx.Node) -> None:
+    for nodes, result in ((norm.normed, normed), (norm.summed, summed)):
+        for node in nodes:
+            if result is not None:
+                node.replace_all_uses_with(result)
+            graph.erase_node(node)
+    for node in reversed(site.nodes):
+        graph.erase_node(node)
+
+
+def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[fx.Node, fx.Node], group: str) -> None:
+    last, target = site.nodes[-1], torch.ops.iris_vllm.matmul_all_reduce_norm.default
+    fused = _call(graph, last, target, *product, norm.residual, norm.weight, group)
+    h, scaled, squares = _items(graph, last, fused, 3)
+    for normed in norm.normed:
+        for user in list(normed.users):
+            weight, gate = user.args[1].args[0], _gate(user)
+            end = gate.result if gate else user
+            new = _call(
+                graph, end, torch.ops.iris_ops.skinny_matmul.default, scaled, weight, None, None, gate is not None,
+                squares, norm.eps,
+            )  # fmt: skip
+            end.replace_all_uses_with(new)
+            for node in (*reversed(gate.nodes), user) if gate else (user,):
+                graph.erase_node(node)
+    _put(graph, site, norm, None, h)
+    graph.erase_node(site.source)
+
+
+def _fuse_product(graph: fx.Graph, site: Site, product: tuple[fx.Node, fx.Node], group: str) -> None:
+    last, norm = site.nodes[-1], site.norm
+    total = _call(graph, last, torch.ops.iris_vllm.matmul_all_reduce.default, *product, group)
+    if norm is None:
+        _replace(graph, site.nodes[0], total)
+    else:
+        kept = _call(
+            graph, last, torch.ops.vllm_ir.fused_add_rms_norm.default, total, norm.residual, norm.weight, norm.eps
+        )
+        _put(graph, site, norm, *_items(graph, last, kept, 2))
+    graph.erase_node(site.source)
+
+
+def _fuse_sum(graph: fx.Graph, site: Site, norm: Norm, group: str) -> None:
+    last, target = site.nodes[-1], torch.ops.iris_vllm.all_reduce_norm.default
+    fused = _call(graph, last, target, site.source, norm.residual, norm.weight, norm.eps, group)
+    _put(graph, site, norm, *_items(graph, last, fused, 2))
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """silu(gate) * partner of a product's two halves. `nodes`: all between the product and `result`, which is last."""
+
+    nodes: list[fx.Node]
+    result: fx.Node
+
+
+def _gate(product: fx.Node) -> _Gate | None:
+    width = _value(product).shape[1]
+    halves = [_half(user, width) for user in product.users]
+    if sorted(str(half) for half in halves) != ["0", "1"]:
+        return None
+    users = sorted(product.users, key=lambda user: _half(user, width) or 0)
+    first, second = users
+    if len(second.users) != 1:
+        return None
+    result = next(iter(second.users))
+    nodes = _between(first, result)
+    if result.target is not aten.mul.Tensor or nodes is None or not _is_silu(first, second, nodes, result):
+        return None
+    return _Gate([first, second, *nodes, result], result)
+
+
+def _half(user: fx.Node, width: Any) -> int | None:
+    """0 or 1 where `user` is that half of the columns, else None."""
+    if user.target is not aten.slice.Tensor or not isinstance(width, int) or width % 2:
+        return None
+    given = (*user.args, *(None, None, None, 1)[len(user.args) - 1 :])
+    _, dim, start, end, step = (*given, 1)[:5]
+    if dim not in (1, -1) or step not in (None, 1):
+        return None
+    start, end = start or 0, width if end is None or end >= min(width, _TO_END) else end
+    return {(0, width // 2): 0, (width // 2, width): 1}.get((start, end))
+
+
+def _between(first: fx.Node, result: fx.Node) -> list[fx.Node] | None:
+    """The nodes that `first` reaches before `result`, where nothing else reads them; in the graph's order."""
+    found: set[fx.Node] = set()
+    pending = list(first.users)
+    while pending:
+        node = pending.pop()
+        if node is result or node in found:
+            continue
+        if node.op != "call_function" or len(found) > 16:
+            return None
+        found.add(node)
+        pending += node.users
+    return [node for node in first.graph.nodes if node in found]
+
+
+def _is_silu(first: fx.Node, second: fx.Node, nodes: list[fx.Node], result: fx.Node) -> bool:
+    """Whether the nodes compute silu(first) * second: by running them on random numbers, however they are written."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    x, y = (3 * torch.randn(2, 4, 64, generator=generator, device="cpu")).to(_value(first).dtype)
+    known: dict[fx.Node, Any] = {first: x, second: y}
+
+    def load(arg: Any) -> Any:
+        return known[arg]
+
+    try:
+        for node in (*nodes, result):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), load)
+            known[node] = node.target(*args, **kwargs)
+        found = known[result].double()
+    except (KeyError, RuntimeError, TypeError):
+        return False
+    expected = F.silu(x.double()) * y.double()
+    return found.shape == expected.shape and bool(((found - expected).abs() <= 0.03 * expected.abs() + 1e-3).all())

@@ -1,0 +1,44 @@
+"""A thread that ends an engine's worker when a peer is lost.
+
+A wait that fails inside a replayed CUDA graph leaves its record in memory that the host can read, and the results that
+follow are wrong. No Python of the context runs in a replay, so this thread looks at the record and ends the process;
+vLLM notices a worker that has ended and ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from iris.errors import IrisError
+
+if TYPE_CHECKING:
+    from logging import Logger
+
+    from iris.context import Iris
+
+SECONDS = 0.2  # between two looks
+EXIT_CODE = 70
+
+
+def start(ctx: Iris, logger: Logger, end: Callable[[int], None] = os._exit) -> threading.Thread:
+    """Start the thread for `ctx`. `end` is called with `EXIT_CODE` after the error is in the log."""
+
+    def look() -> None:
+        while not stop.wait(SECONDS):
+            try:
+                ctx.check_failure()
+            except IrisError as error:
+                logger.critical("iris-tp: the worker of rank %d ends: %s: %s", ctx.cur_rank, type(error).__name__, error)
+                for handler in logger.handlers:
+                    handler.flush()
+                end(EXIT_CODE)
+                return
+
+    stop = threading.Event()
+    ctx.on_close.append(stop.set)
+    thread = threading.Thread(target=look, name="iris-tp watch", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,69 @@
+"""A split model as a graph outside of torch.compile: one export, or one trace, serves all lengths."""
+
+from __future__ import annotations
+
+from iris.errors import ArgumentError
+import layers
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.layers import models
+
+pytest.importorskip("transformers")
+pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])]
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def prompts(length: int, device) -> torch.Tensor:
+    return torch.randint(0, 100, (2, length), generator=torch.Generator().manual_seed(length)).to(device)
+
+
+def graph_of(way: str, model: nn.Module, device):
+    if way == "jit.trace":
+        return torch.jit.trace(Logits(model), (prompts(7, device),), check_trace=False)
+    lengths = ({1: torch.export.Dim("length", min=2, max=8192)},)  # beyond where calls share their tokens
+    options = {"dynamic_shapes": lengths, "strict": way == "strict"}
+    return torch.export.export(Logits(model), (prompts(7, device),), **options).module()
+
+
+def body(ctx, name: str, ways: list[str]) -> list[torch.Tensor]:
+    model = models.build(name)
+    layers.parallelize(model, ctx, sequence_parallel=8 if name == "kv2" else "auto")
+    with torch.no_grad():
+        graphs = [graph_of(way, model, ctx.device) for way in ways]
+        return [graph(prompts(length, ctx.device)).cpu() for graph in graphs for length in (7, 12, 3)]
+
+
+@pytest.mark.parametrize(
+    "name, ways", [("kv2", ["strict", "non-strict", "jit.trace"]), ("fused", ["non-strict", "jit.trace"])]
+)
+@torch.no_grad()
+def test_a_graph_serves_other_lengths_than_it_was_made_with(world_size: int, name: str, ways: list[str]) -> None:
+    whole = models.build(name)
+    expected = [Logits(whole)(prompts(length, "cpu")) for length in (7, 12, 3)]
+    exact = [Logits(whole.double())(prompts(length, "cpu")) for length in (7, 12, 3)]
+    for made in run_ranks(world_size, body, name, ways):
+        for i, logits in enumerate(made):
+            own = (expected[i % 3] - exact[i % 3]).abs().max()
+            assert (logits - exact[i % 3]).abs().max() <= 4 * own, (ways[i // 3], i % 3)
+
+
+def scattering_body(ctx) -> None:
+    layer = layers.RowParallelLinear(16, 8, sequence_parallel=True, ctx=ctx)
+    x = torch.randn(4, 16 // ctx.num_ranks, device=ctx.device)
+    with pytest.raises(ArgumentError, match="matmul_reduce_scatter is called in torch.jit.trace: .* torch.export"):
+        torch.jit.trace(layer, (x,))
+
+
+def test_a_trace_of_chunks_of_tokens_is_refused(world_size: int) -> None:
+    run_ranks(world_size, scattering_body)
