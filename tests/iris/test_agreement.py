@@ -105,8 +105,8 @@ def test_ranks_started_apart_generate_alike_and_short_messages_begin_with_the_di
     assert [end.returncode for end in ended] == [0, 0], [end.stderr[-2000:] for end in ended]
     assert ended[0].stdout == ended[1].stdout
     message = ended[0].stdout.partition("]] ")[2]
-    begin = "generate: generation_config differs between ranks: temperature: 0.5 on rank 0, temperature: 1.5 on rank 1"
-    assert message.startswith(begin) and len(message) < 250, message
+    assert message.startswith("generate: generation_config.temperature differs between ranks"), message
+    assert len(message) < 250, message
 
 
 def test_a_long_text_is_cut_where_it_begins_to_differ() -> None:
