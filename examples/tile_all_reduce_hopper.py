@@ -10,10 +10,13 @@ For Hopper GPUs, in Gluon, which has no interpreter:
 import iris
 from iris import platform
 from iris.device import arch
+from iris_ops.kernels.arguments import Pipeline, Tile, TileEpilogue
 from iris_ops.kernels.hopper.mma import MMA_WARPS, Mma
 from iris_ops.kernels.hopper.operands import described, layouts
 from iris_ops.kernels.hopper.pipeline import (
     NOWHERE,
+    Unshared,
+    Work,
     allocate,
     await_tile,
     multiply_tiles,
@@ -24,7 +27,7 @@ from iris_ops.kernels.hopper.pipeline import (
 )
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import PartTiles
-from iris_ops.kernels.tiles import start_in_turn
+from iris_ops.kernels.tiles import Matrix, start_in_turn
 from iris_ops.planning.machine import machine_of
 from iris_tp import launch
 import torch
@@ -69,35 +72,29 @@ def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.conste
 
 @gluon.jit
 def tile_matmul_hopper_kernel(
-    ctx_ptr, space, a, b, out, M, N, K, spread, stagger,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WORLD_SIZE: gl.constexpr,
-    STAGES: gl.constexpr, PLACES: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
-    ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr,
+    ctx_ptr, space, a, b, epilogue, out, M, N, K, spread, stagger, tile: gl.constexpr, pipeline: gl.constexpr,
+    WORLD_SIZE: gl.constexpr,
 ):  # fmt: skip
     """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
 
     Programs start over `stagger` ticks, so that they do not all send their last tile at once.
     """
+    MOVE: gl.constexpr = pipeline.MOVE
     start_in_turn(stagger)
     ctx = iris.DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), WORLD_SIZE)
-    order = PartTiles(gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), BLOCK_M, BLOCK_N, 8)
-    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, False)
-    units = Units(order.num_m * order.num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT, PLACES)
+    order = PartTiles(gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N), tile.BLOCK_M, tile.BLOCK_N, tile.GROUP_M)
+    units = Units(order.num_m * order.num_n, gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
+    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, order)
+    shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
+    C = Matrix(out, M, N, N, 1)
     gl.warp_specialize(
         [
-            (
-                multiply_tiles,
-                (
-                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, mma, shared, units, order, out, out, space, 0, M, N, False,
-                    0,
-                ),
-            ),
+            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, False, 0)),
             (exchange_tiles, (ctx, space, shared, order, out, M, N, spread, MOVE)),
         ],
-        [MOVER_WARPS],
-        [MOVER_REGISTERS],
-    )  # fmt: skip
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 def space_for(ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,8 +114,8 @@ def tile_matmul_hopper(
     spread = platform.ticks(sent / (machine_of(ctx.device).link_gbs * 1e9))
     tile_matmul_hopper_kernel[(programs,)](
         ctx.get_device_context(), space, described(a, (BLOCKS[0], BLOCKS[2])), described(b, (BLOCKS[2], BLOCKS[1])),
-        out, M, N, K, spread, platform.ticks(4e-6), *BLOCKS, ctx.num_ranks, STAGES, PLACES, **layouts(*BLOCKS[:2]),
-        num_warps=MMA_WARPS,
+        TileEpilogue(), out, M, N, K, spread, platform.ticks(4e-6), Tile(*BLOCKS, GROUP_M=8),
+        Pipeline(STAGES, PLACES=PLACES, **layouts(*BLOCKS[:2])), ctx.num_ranks, num_warps=MMA_WARPS,
     )  # fmt: skip
 
 

@@ -52,12 +52,16 @@ def prepare_triton() -> None:
     os.environ[ENV_INTERPRET] = "1"
 
 
-def replaying() -> bool:
-    """Whether the interpreter may run kernels again by what it has recorded of them (`device/interpreter/replay.py`).
+def replayed_packages() -> frozenset[str]:
+    """The packages whose kernels the interpreter runs faster, from recordings (`device/interpreter/fast`).
 
-    `IRIS_REPLAY=0` has it run their Python each time, so that a `print` or a breakpoint in one is met each time.
+    With `IRIS_REPLAY=1` these are the library's own, with `IRIS_REPLAY=name,name` the named ones, too; else none. A
+    kernel that is not recorded runs its Python each time, and meets each `print` and breakpoint in it.
     """
-    return os.environ.get(ENV_REPLAY) != "0"
+    wanted = os.environ.get(ENV_REPLAY) or "0"
+    if wanted == "0":
+        return frozenset()
+    return frozenset({"iris", "iris_ops", "layers", *wanted.split(",")})
 
 
 def keep_addresses_whole() -> None:

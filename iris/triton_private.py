@@ -13,6 +13,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 
@@ -66,9 +67,9 @@ try:
     # How an operation is asked for.
     TO_NEAREST, PADDED_WITH_NAN = _ir.ROUNDING_MODE.RTNE, _ir.PADDING_OPTION.PAD_NAN
     FLOAT_ADD, EXCHANGE = _ir.ATOMIC_OP.FADD, _ir.ATOMIC_OP.XCHG
-    # Replaced in place: how the language's functions are given the builder, at each launch and call; which numpy dtype
-    # holds a dtype; types and values, which work out the same again and again.
-    _REPLACED = interpreter._patch_attr, interpreter._patch_lang, interpreter._get_np_dtype
+    # Replaced while one of the library's kernels runs: how the language's functions are given the builder, at each
+    # launch and call; which numpy dtype holds a dtype; types and values, which work out the same again and again.
+    _REPLACED = interpreter._patch_attr, interpreter._patch_lang, interpreter._get_np_dtype, interpreter._LangPatchScope
     _REPLACED += core._unwrap_if_constexpr, core.dtype.to_ir, core.block_type.with_element_ty, core.tensor.__init__
 except (ImportError, AttributeError) as _error:
     raise VersionError(
@@ -233,6 +234,12 @@ def refuse_gluon(refusal: Callable[[], Exception]) -> None:
 def numpy_type(dtype: Any) -> Any:
     """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
     return interpreter._get_np_dtype(dtype)
+
+
+def represent_bfloat16() -> None:
+    """Has the interpreter hold numbers of bfloat16 as float32."""
+    known = interpreter._get_np_dtype
+    interpreter._get_np_dtype = lambda dtype: np.dtype(np.float32) if dtype.scalar.name == "bf16" else known(dtype)
 
 
 def replace_builder(kind: type) -> None:

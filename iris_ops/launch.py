@@ -37,7 +37,6 @@ from .kernels.lamport_matmul import lamport_matmul_kernel
 from .kernels.launching import Launch
 from .kernels.matmul_reduce import column_step
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
-from .kernels.tree_matmul import tree_matmul_kernel
 from .operands import Operands
 from .planning import kernel_names as names
 from .planning.candidates import tree_stand_in
@@ -75,7 +74,7 @@ PREPARERS: dict[str, Callable[..., Callable[[], bool]]] = {
     names.HOPPER_GATHER_FIRST: copy_gather.prepare,
 }
 # Which begin by `arch.follow`.
-_FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel, tree_matmul_kernel
+_FOLLOWING = lamport_matmul_kernel, lamport_stream_kernel, lamport_gather_matmul_kernel
 
 
 def writes_to_peers(problem: Problem, config: FusedConfig) -> bool:
@@ -204,9 +203,9 @@ def launch(
     if "TRACING" in function.arg_names:
         args["TRACING"] = rank.recording
     if a_scales is not None:
-        args |= dict(a_scales=a_scales, b_scales=scale)
+        args["epilogue"] = args["epilogue"]._replace(a_scales=a_scales, b_scales=scale)
     if epilogue is not None:
-        args |= dict(zip(EPILOGUE_NAMES, epilogue, strict=True))
+        args["epilogue"] = args["epilogue"]._replace(**dict(zip(EPILOGUE_NAMES, epilogue, strict=True)))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     if function in _FOLLOWING:
         options |= platform.beside(rank.device)

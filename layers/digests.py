@@ -3,6 +3,7 @@
 Ranks that are given different tokens of the same length make the same calls, and each would answer from a mix. So
 `generate` and the engine's always compare `facts` of their arguments, in the exchange that opens such a call anyway. A
 forward exchanges nothing on the host, so it is compared in debug mode (IRIS_DEBUG=1) only; without, it has no hook.
+There the weights that all ranks hold whole are compared, too (`replicas`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
+from .replicas import Replicas
 from .serving.arguments import check_tokens
 from .sharded import ShardedLinear
 
@@ -140,9 +142,11 @@ def watch_inputs(model: nn.Module, ctx: Iris) -> None:
 
 class _Compare:
     def __init__(self, ctx: Iris, name: str) -> None:
-        self.ctx, self.name = ctx, name
+        self.ctx, self.name, self.replicas = ctx, name, Replicas(digest)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if is_compared(self.ctx):
+            self.ctx.compare(f"{self.name}'s weights", **self.replicas.digests(module))
         compare(self.ctx, f"{self.name}'s forward", **{f"argument {i}": each for i, each in enumerate(args)}, **kwargs)
 
 

@@ -31,6 +31,7 @@ from iris.invariance import RANKS
 from iris_ops import torch_ops
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .shard import Shard, chunk, merged, split_heads
 from .sharded import LOCAL, ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
@@ -271,6 +272,8 @@ class RowParallelLinear(ShardedLinear):
         x = self.rows(input, self.weight.shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)
+        elif self.parts[-1].pad:  # heads that are another rank's: their columns count for nothing, whatever they hold
+            x = F.pad(x[:, : -self.parts[-1].pad], (0, self.parts[-1].pad))
         if not self.reduce_results:
             out = self.local_product(x, biased=self.ctx.cur_rank == 0)  # once in the ranks' sum
         elif self.sequence_parallel:

@@ -50,7 +50,6 @@ class ShardedLinear(nn.Module):
     dim: int
     op: str  # the op that serves forward, for reports
     sequence_parallel: bool
-    tied_to: str  # of a head that is a view of an embedding: the name of its weight
     stored_transposed = False  # whether checkpoints have its weight as [in_features, out_features]
     own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
 
@@ -60,7 +59,7 @@ class ShardedLinear(nn.Module):
     ):  # fmt: skip
         super().__init__()
         positive(in_features=in_features, out_features=out_features)
-        _check_kind(dtype, device, ctx)
+        placed = device_of(dtype, device, ctx)
         shard, whole = concat(parts), (out_features, in_features)
         if shard.total != whole[self.dim]:
             raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
@@ -69,7 +68,7 @@ class ShardedLinear(nn.Module):
         even = shard.size * ctx.num_ranks == shard.total
         self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
-        like: dict[str, Any] = {"dtype": dtype, "device": ctx.device if device is None else device}
+        like: dict[str, Any] = {"dtype": dtype, "device": placed}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self._invariant = ctx.invariant
@@ -356,8 +355,11 @@ def check_linears(linears: Sequence[Any]) -> None:
             raise ArgumentError(f"linear is a {type(linear).__name__}: expected a torch.nn.Linear")
 
 
-def _check_kind(dtype: Any, device: Any, ctx: Any) -> None:
-    """Raises for a dtype or a device that a layer's parameters cannot have."""
+def device_of(dtype: Any, device: Any, ctx: Any) -> torch.device:
+    """Return where a layer's parameters go: the context's device, also for its bare type ("cuda"), or meta.
+
+    Raises for a dtype or a device that they cannot have.
+    """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise DtypeError(f"dtype is {dtype!r}: expected None or a floating-point torch.dtype")
     try:
@@ -366,6 +368,7 @@ def _check_kind(dtype: Any, device: Any, ctx: Any) -> None:
         raise DeviceError(f"device is {device!r}: expected None, {str(ctx.device)!r} or 'meta'") from None
     if wanted.type != "meta" and (wanted.type != ctx.device.type or wanted.index not in (None, ctx.device.index)):
         raise DeviceError(f"device is {str(wanted)!r}: expected the context's, {str(ctx.device)!r}, or 'meta'")
+    return wanted if wanted.type == "meta" else ctx.device
 
 
 def positive(**sizes: int) -> None:

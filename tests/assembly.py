@@ -1,6 +1,6 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/record.py`). What an
+A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/compilation.py`). What an
 answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each check
 can fail.
 """
@@ -21,16 +21,16 @@ CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
-REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_owners_norm", "lamport_scatter")
+REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_scatter")
 KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
 OF_TWO = ("lamport_narrow_of_two", "tree_all", "tree_narrow")
-TREES = ("tree_owners", "tree_scatter", "tree_high")  # which take one root after the other
+TREES = ("tree_owners", "tree_scatter")  # which take one root after the other
 EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, *OF_TWO, "lamport_gather", "lamport_gather_first")
-WORLD_SIZE = 4  # of kernel_variants.py
+WORLD_SIZE = 4  # of most of kernel_cases.py
 
 
 class Kernel:
-    """The compiled code of a kernel, and what tests ask of it: answers are JSON, for `tests/record.py` keeps them."""
+    """The compiled code of a kernel, and what tests ask of it: answers are JSON, for the record keeps them."""
 
     def __init__(self, name: str, text: str, shared: int) -> None:
         self.name, self.shared, self._text = name, shared, text

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import assembly, record
+from tests import assembly
 
 if TYPE_CHECKING:
     from tests import compilation
 
+os.environ.setdefault("IRIS_REPLAY", "tests")  # in the interpreter, all kernels run several times as fast
 _UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 _SECOND_TARGETS = assembly.CUDA[1:] + assembly.HIP[1:]
 
@@ -138,7 +139,7 @@ def compiled(
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
     kernels = compilation.Compilation((folder.parent if beside else folder) / "compiled", whole)
     yield kernels
-    if record.WRITING and not request.session.testsfailed:
+    if compilation.WRITING and not request.session.testsfailed:
         kernels.write()
     kernels.close()
 

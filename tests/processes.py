@@ -104,7 +104,7 @@ def run_fresh(
     The environment is torchrun's for that rank, changed by `env` (None removes a variable).
     """
     context = forkserver()
-    port = _free_port()
+    port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -147,7 +147,7 @@ def run_apart(
     The environment is torchrun's, changed by `env` (None removes a variable) and by `each(rank)`. A rank that does not
     end within `timeout` seconds is killed, and its exit code is negative.
     """
-    port = _free_port()
+    port = free_port()
     started = []
     for rank in range(world_size):
         variables = {**_torchrun_variables(rank, world_size, port), "PYTHONHASHSEED": str(rank + 1), **(env or {})}
@@ -219,7 +219,7 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str 
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

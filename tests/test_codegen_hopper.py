@@ -38,7 +38,7 @@ def test_ptx_of_warp_specialised_programs(compiled) -> None:
     lamport = re.compile("^(traced_)?lamport_")
     kernels = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not lamport.match(name)}
     untraced = [name for name in kernels if not name.startswith("traced_")]
-    assert len(untraced) == (13 if compiled.whole else 7) and len(kernels) > len(untraced)
+    assert len(untraced) == 7 and len(kernels) > len(untraced)
     for name, kernel in kernels.items():
         for change in ("dec", "inc"):  # of those that multiply, of those that move
             assert kernel.count(rf"setmaxnreg\.{change}\S*\s+168;") == 1, name
@@ -75,8 +75,7 @@ def test_ptx_of_lamport_values_from_warp_specialised_programs(compiled) -> None:
 
 def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
     """A tile goes out written through, 16 bytes of a thread at a time; the peer's is looked at before it is sent."""
-    names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64", "64_of_four", "folded")]
-    names += ["lamport_pair_scatter_128", "lamport_pair_scatter_64_of_four"]
+    names = [f"lamport_pair_{name}" for name in ("128", "128_fp8", "64_of_four", "scatter_128")]
     traced = ["traced_lamport_pair_128", "traced_lamport_pair_scatter_128"]
     kernels = {name: compiled("sm_90")[name] for name in names + traced}
     for name, kernel in kernels.items():
@@ -106,10 +105,8 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
 
 def test_ptx_of_weights_in_eight_bits(compiled) -> None:
     """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
-    kernels = {name: kernel for name, kernel in compiled("sm_90").items() if "_fp8_" in name}
-    assert len(kernels) == (2 * 6 + 1 if compiled.whole else 5)
-    for name, kernel in kernels.items():
-        rows, tiles = map(int, re.findall(r"\d+", name.partition("fp8")[2]))
+    for name, rows, tiles in (("lamport_fp8", 8, 1), ("skinny_fp8", 16, 3)):
+        kernel = compiled("sm_90")[name]
         resident = 3 if (rows, tiles) in weight_stream.RINGS[3] else 1
         stages = weight_stream.RINGS[resident][rows, tiles]
         shared = weight_stream.shared_bytes(rows, tiles, stages)
@@ -141,7 +138,7 @@ def test_ptx_of_rounded_rows(compiled) -> None:
     """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
     rounded = re.compile("lamport_rounded|fp8_tiles|(hopper|lamport_(pair|two_shot)).*_fp8$")
     kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
-    assert len(kernels) == (15 if compiled.whole else 5)
+    assert len(kernels) == 4
     for kernel in kernels:
         assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
         assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name

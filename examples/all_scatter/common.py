@@ -14,7 +14,7 @@ import iris
 from iris.device import arch, sync
 from iris.device.function import device_function
 from iris_ops.kernels.tile_orders import grouped
-from iris_ops.kernels.tiles import Matrix, multiply
+from iris_ops.kernels.tiles import Matrix
 from iris_tp import launch
 import torch
 import triton
@@ -71,7 +71,6 @@ class Case:
             BLOCK_N=blocks.n,
             BLOCK_K=blocks.k,
             GROUP_M=blocks.group_m,
-            TMA=on_gpu,
             WORLD_SIZE=self.ctx.num_ranks,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -88,15 +87,16 @@ def _described(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 @device_function
 def tile_product(
-    a, b, tile, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+    a, b, tile, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr
+):
     """The product of one tile in fp32, and where it begins. a [M, K] and b [N, K] contiguous, or descriptors."""
-    A = Matrix(a, M, K, K, 1, TMA)
-    B = Matrix(b, K, N, 1, K, TMA, True)
+    A = Matrix(a, M, K, K, 1)
+    B = Matrix(b, K, N, 1, K, True)
     row, col = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    return multiply(A, B, row, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K), row, col
+    for k in range(0, K, BLOCK_K):
+        acc = arch.dot(A.load(row, k, BLOCK_M, BLOCK_K), B.load(k, col, BLOCK_K, BLOCK_N), acc)
+    return acc, row, col
 
 
 @device_function
@@ -109,7 +109,7 @@ def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.
 @device_function
 def tile_of_out(ctx, out, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Addresses of a tile in this rank's columns of out [M, world * N], and which of them exist."""
-    mine = Matrix(out + ctx.rank * N, M, N, ctx.world_size * N, 1, False)
+    mine = Matrix(out + ctx.rank * N, M, N, ctx.world_size * N, 1)
     return mine.pointers(row, col, BLOCK_M, BLOCK_N)
 
 

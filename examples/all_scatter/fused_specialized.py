@@ -19,7 +19,7 @@ from examples.all_scatter.common import USER, Case, move_tile, store_tile, tile_
 @triton.jit
 def specialized_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, MOVERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """flags [tiles] of this rank get the call's epoch as its tiles are finished."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
@@ -29,7 +29,7 @@ def specialized_kernel(
     ok = True
     if tl.program_id(0) < multipliers:
         for tile in range(tl.program_id(0), tiles, multipliers):
-            acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TMA)
+            acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
             store_tile(ctx, out, acc, row, col, M, N, BLOCK_M, BLOCK_N)
             sync.signal(ctx, flags + tile, epoch, ctx.rank)
     else:

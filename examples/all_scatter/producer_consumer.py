@@ -19,13 +19,13 @@ from examples.all_scatter.common import USER, Case, move_tile, store_tile, tile_
 @triton.jit
 def producer_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, TMA: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """This rank's columns of out; flags [tiles] get the call's epoch."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.next_epoch(sync_words)  # the consumer advances it, when it has all tiles
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
-        acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TMA)
+        acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
         store_tile(ctx, out, acc, row, col, M, N, BLOCK_M, BLOCK_N)
         sync.signal(ctx, flags + tile, epoch, ctx.rank)
 
@@ -33,7 +33,7 @@ def producer_kernel(
 @triton.jit
 def consumer_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, TMA: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Each tile to every peer, once the producer has it."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)

@@ -169,7 +169,8 @@ class Collectives(RootedCalls):
             ctx.compare(norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, fp8=scale is not None)
         ctx.side.join()
         rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
-        most = norm.rows_at_once(*rows[2].shape, inp.dtype, members.size)
+        (M, N), dtype = rows[2].shape, inp.dtype
+        most = norm.rows_at_once(M, N, dtype, members.size)
         if inp.numel():
             self._reserve_norm(workspace, most, inp)
         for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():

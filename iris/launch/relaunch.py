@@ -8,9 +8,10 @@ puts its addresses into a copy of that list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
@@ -19,7 +20,15 @@ import triton
 
 from ..heap import extent
 from ..log import logger
-from ..triton_private import FUSED, DirectLaunch, GluonDescriptor, TensorDescriptor, compile_hooks, direct_launch, launch_listeners
+from ..triton_private import (
+    FUSED,
+    DirectLaunch,
+    GluonDescriptor,
+    TensorDescriptor,
+    compile_hooks,
+    direct_launch,
+    launch_listeners,
+)
 
 # Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
 ALIGNMENT = 16
@@ -190,11 +199,15 @@ def _kind(value: Any, inside: bool = False) -> object:
     """What Triton compiles anew for even so: the width of an integer; inside a tuple also a 1 and multiples of 16."""
     if isinstance(value, tuple):
         return tuple(_kind(each, inside=True) for each in value)
+    if value is None:
+        return None
     narrow = -(2**31) <= value < 2**31
     return (narrow, value == 1, value % ALIGNMENT == 0) if inside else narrow
 
 
 def _specialization(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_specialization, value))
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT == 0
     if isinstance(value, _DESCRIPTORS):  # a kernel is compiled for tiles of one shape, which has two or three sizes
@@ -213,27 +226,21 @@ class _Native:
         maps = iter(self.how.maps or [None] * len(values))
         which = {address: i for i, address in enumerate(moving) if address}
         arguments: list[Any] = []
-        openings = []  # where arguments stand that come from an address, the number of the address, and how they come
+        openings = []  # where arguments stand that come from moving addresses, and how they come
         for value in values:
-            if isinstance(value, torch.Tensor):
-                address, made = value.data_ptr(), _pointer
-            elif isinstance(value, _DESCRIPTORS):
-                address = value.base.data_ptr()
-                made = lru_cache(_KEPT)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
-            else:
-                arguments.append(value)
-                continue
-            if address in which:
-                openings.append((len(arguments), which[address], made))
-            arguments += made(address)
+            made = self._arguments(value, which, maps)
+            if callable(made):
+                openings.append((len(arguments), made))
+                made = made(moving)
+            arguments += made
         alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
 
         def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
             if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
                 return None  # another kernel, or which address is whose would not be known
             fresh = arguments.copy()
-            for place, number, made in openings:
-                those = made(addresses[number])
+            for place, made in openings:
+                those = made(addresses)
                 fresh[place : place + len(those)] = those
             return self._again(grid, fresh)
 
@@ -256,6 +263,30 @@ class _Native:
             return True
 
         return again
+
+    def _arguments(
+        self, value: Any, numbers: dict[int, int], maps: Iterator[Any]
+    ) -> list | Callable[[Sequence[int]], list]:
+        """What the C launcher takes for `value`; where addresses in it may move, a function of those addresses.
+
+        `numbers`: which of them an address is; `maps`: how the next tensor descriptors become maps.
+        """
+        if isinstance(value, tuple):
+            parts = [self._arguments(each, numbers, maps) for each in value]
+            if any(map(callable, parts)):
+                return lambda addresses: [
+                    tuple(each for part in parts for each in (part(addresses) if callable(part) else part))
+                ]
+            return [tuple(chain.from_iterable(parts))]  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor):
+            address, make = value.data_ptr(), _pointer
+        elif isinstance(value, _DESCRIPTORS):
+            address = value.base.data_ptr()
+            make = lru_cache(_KEPT)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
+        else:
+            return [value]
+        number = numbers.get(address)
+        return make(address) if number is None else lambda addresses: make(addresses[number])
 
     def _described(self, how: Any, shape: list[int], strides: list[int], padding: str, address: int) -> list:
         return self.how.arguments_of(_Described(address, shape, strides, padding), how)

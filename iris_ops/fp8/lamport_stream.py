@@ -19,8 +19,9 @@ from iris.device.tracing import PRODUCT, PUSH, SUM
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.launching import call_arguments, exchange_memory
-from ..kernels.rmsnorm_epilogue import EPILOGUE_NAMES, SPAN, add_residual, norm_first_half
+from ..kernels.arguments import StreamForm, TileEpilogue
+from ..kernels.launching import lamport_memory, shared_arguments
+from ..kernels.rmsnorm_epilogue import SPAN, add_residual, norm_first_half
 from ..problem import Problem
 from . import weight_stream
 
@@ -35,16 +36,20 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["M"])
 def lamport_stream_kernel(
-    a, b, scales, bias, residual, weight, scaled, squares, out, staging, sync, ctx_ptr, M, N, K, stride_om,
-    stride_on, ld, half_elements, BLOCK_M: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    TAKE: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, WAITER: gl.constexpr,
-    TRACING: gl.constexpr = False,
-):  # fmt: skip
-    """a, b, scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in `lamport_matmul_kernel`."""
+    a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, stride_on, form: gl.constexpr, world: gl.constexpr
+):
+    """a, b, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
+    `lamport_matmul_kernel`.
+    """
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    TAKE: gl.constexpr = form.TAKE
+    WORLD_SIZE: gl.constexpr = world.WORLD_SIZE
+    TRACING: gl.constexpr = world.TRACING
+    staging, ld = lamport.staging, lamport.ld
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, False, STAGES, SLICES)
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], SLICES)
+    stream, at = weight_stream.begin(a, b, N, K, form)
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], form.SLICES)
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
@@ -54,13 +59,13 @@ def lamport_stream_kernel(
         span = tracing.record_event_start(PRODUCT, -1, out, 0, group, nbytes=0)
         at = weight_stream.multiply(stream, at, BLOCK_M)
         col, inside = weight_stream.columns_of(stream, group, ld, SUMS)
-        partial = without_sentinel(weight_stream.total(stream, scales, 0, col, 0, SUMS), dtype)
+        partial = without_sentinel(weight_stream.total(stream, epilogue.b_scales, 0, col, 0, SUMS), dtype)
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(gl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
         r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))
-        mine = staging + (epoch & 1).to(gl.int64) * half_elements + rank * step
+        mine = staging + (epoch & 1).to(gl.int64) * lamport.half_elements + rank * step
         mask = inside[:, None] & (r < M)[None, :]
         nbytes = M * (min(N, (group + 1) * stream.WIDTH) - group * stream.WIDTH) * (dtype.primitive_bitwidth // 8)
         span = tracing.record_event_start(PUSH, -1, staging, 0, group, nbytes=nbytes)
@@ -72,20 +77,20 @@ def lamport_stream_kernel(
     arch.lead()
     advance(sync, epoch)  # which all programs have read
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    half = staging + (epoch & 1).to(gl.int64) * half_elements
+    half = staging + (epoch & 1).to(gl.int64) * lamport.half_elements
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
     for t in range(gl.program_id(0), gl.cdiv(N, SPAN), gl.num_programs(0)):
         c = t * SPAN + gl.arange(0, SPAN, layout=gl.SliceLayout(0, TAKE))
-        if scaled is not None:
-            epilogue = add_residual(residual, weight, r, c, M, N)
+        if epilogue.scaled is not None:
+            added = add_residual(epilogue.residual, epilogue.weight, r, c, M, N)
         place, mask = (r * ld)[:, None] + c[None, :], (r < M)[:, None] & (c < ld)[None, :]
         span = ctx.tracing.record_event_start(SUM, rank, staging, 0, t, nbytes=0)
-        total, _ok = take(ctx, half + place, step, mask, 0, epoch, WAITER, dtype, WORLD_SIZE, LANES=False)
+        total, _ok = take(ctx, half + place, step, mask, 0, epoch, world.WAITER, dtype, WORLD_SIZE, LANES=False)
         ctx.tracing.record_event_end(span)
-        if HAS_BIAS:
-            total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-        if scaled is not None:
-            total = norm_first_half(total, epilogue, scaled, squares, r, c, t * SPAN, M, N, SPAN)
+        if epilogue.bias is not None:
+            total += gl.load(epilogue.bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+        if epilogue.scaled is not None:
+            total = norm_first_half(total, added, epilogue.scaled, epilogue.squares, r, c, t * SPAN, M, N, SPAN)
         target = out + (r.to(gl.int64) * stride_om)[:, None] + (c.to(gl.int64) * stride_on)[None, :]
         gl.store(target, total.to(dtype), mask=(r < M)[:, None] & (c < N)[None, :])
 
@@ -103,21 +108,17 @@ def launcher(
     out, A, B, bias, scale = tensors
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
-    T = weight_stream.tiles_at_once(N, programs)
+    T, rows = weight_stream.tiles_at_once(N, programs), weight_stream.rows_at_once(M)
     grid, stages = weight_stream.grid_and_stages(N, M, T, programs)
     args = dict(
         **weight_stream.operands(A, B),
-        T=T,
-        STAGES=stages,
-        scales=scale,
-        bias=bias,
-        **dict.fromkeys(EPILOGUE_NAMES),
-        **exchange_memory(workspace, problem, N),
+        form=StreamForm(rows, T, stages, weight_stream.WARPS, **layouts(rows)),
+        epilogue=TileEpilogue(bias, b_scales=scale),
+        lamport=lamport_memory(workspace, problem.dtype, N),
         M=M,
         N=N,
+        stride_om=out.stride(0),
         stride_on=out.stride(1),
-        HAS_BIAS=bias is not None,
-        **call_arguments(rank, workspace.exchange_sync, problem, out),
+        **shared_arguments(rank, workspace.exchange_sync, problem, out),
     )
-    args |= layouts(args["BLOCK_M"])
     return lamport_stream_kernel, (grid, 1, 1), args

@@ -3,6 +3,7 @@
 from iris import platform
 from iris.device import arch
 from iris_ops.fp8 import weight_stream
+from iris_ops.kernels.arguments import StreamForm, TileEpilogue
 import torch
 import triton
 from triton.experimental import gluon
@@ -10,14 +11,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def skinny_stream_kernel(
-    a, b, scales, bias, squares, out, M, N, K, spans, eps, BLOCK_M: gl.constexpr, T: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, SPANS: gl.constexpr,
-):  # fmt: skip
-    """As `skinny_matmul_kernel`. a, b, scales: as in `fp8_rows`; `GATED`: of 2 N columns."""
+def skinny_stream_kernel(a, b, epilogue, out, M, N, K, spans, eps, form: gl.constexpr):
+    """As `skinny_matmul_kernel`. a, b, scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    SLICES: gl.constexpr = form.SLICES
+    GATED: gl.constexpr = form.GATED
+    squares = epilogue.squares
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    stream, at = weight_stream.begin(a, b, N, K, BLOCK_M, T, GATED, STAGES, SLICES)
+    stream, at = weight_stream.begin(a, b, N, K, form)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(
         stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], SLICES
     )
@@ -26,7 +28,7 @@ def skinny_stream_kernel(
     factors = gl.full((BLOCK_M,), 1.0, gl.float32, layout=ROWS)
     if squares is not None:
         SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [SLICES, 1], [1, 0])
-        s = gl.arange(0, SPANS, layout=gl.SliceLayout(1, SQUARES))[:, None]
+        s = gl.arange(0, form.SPANS, layout=gl.SliceLayout(1, SQUARES))[:, None]
         row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SQUARES))[None, :]
         sums = gl.load(squares + s * M + row, mask=(s < spans) & (row < M), other=0.0)
         factors = gl.convert_layout(1.0 / gl.sqrt(gl.sum(sums, 0) / K + eps), ROWS)
@@ -36,21 +38,21 @@ def skinny_stream_kernel(
         if group + gl.num_programs(0) >= groups:
             arch.lead()
         col, inside = weight_stream.columns_of(stream, group, N, SUMS)
-        product = _finished(stream, scales, bias, col, 0, factors, HAS_BIAS, SUMS, dtype)
+        product = _finished(stream, epilogue, col, 0, factors, SUMS, dtype)
         if GATED:
             gate = product.to(gl.float32)
-            up = _finished(stream, scales, bias, col, 1, factors, HAS_BIAS, SUMS, dtype)
+            up = _finished(stream, epilogue, col, 1, factors, SUMS, dtype)
             product = (gate / (1.0 + gl.exp(-gate)) * up.to(gl.float32)).to(dtype)
         target = out + (r * N)[None, :] + col[:, None]
         gl.store(target, product, mask=inside[:, None] & (r < M)[None, :])
 
 
 @gluon.jit
-def _finished(stream, scales, bias, col, WHICH: gl.constexpr, factors, HAS_BIAS: gl.constexpr, SUMS, dtype):
+def _finished(stream, epilogue, col, WHICH: gl.constexpr, factors, SUMS, dtype):
     """A product, or of a gated one half number `WHICH`, with its bias, rounded."""
-    product = weight_stream.total(stream, scales, WHICH * stream.N, col, WHICH, SUMS) * factors[None, :]
-    if HAS_BIAS:
-        values = gl.load(bias + WHICH * stream.N + col, mask=col < stream.N, other=0.0)
+    product = weight_stream.total(stream, epilogue.b_scales, WHICH * stream.N, col, WHICH, SUMS) * factors[None, :]
+    if epilogue.bias is not None:
+        values = gl.load(epilogue.bias + WHICH * stream.N + col, mask=col < stream.N, other=0.0)
         product += values.to(gl.float32)[:, None]
     return product.to(dtype)
 
@@ -72,9 +74,12 @@ def multiply(
     T = 2 if gated else weight_stream.tiles_at_once(N, programs)
     grid, stages = weight_stream.grid_and_stages(N, rows.shape[0], T, programs, gated)
     spans = 1 if squares is None else squares.shape[0]
+    form = StreamForm(
+        weight_stream.rows_at_once(rows.shape[0]), T, stages, weight_stream.WARPS, GATED=gated,
+        SPANS=triton.next_power_of_2(spans),
+    )  # fmt: skip
     skinny_stream_kernel[(grid if launched else 0,)](
-        scales=scale, bias=bias, squares=squares, out=out, M=rows.shape[0], N=N, K=rows.shape[1], spans=spans,
-        eps=eps, HAS_BIAS=bias is not None, GATED=gated, SPANS=triton.next_power_of_2(spans), T=T, STAGES=stages,
-        **weight_stream.operands(rows, weight.t()), num_warps=weight_stream.WARPS,
+        epilogue=TileEpilogue(bias, b_scales=scale, squares=squares), out=out, M=rows.shape[0], N=N, K=rows.shape[1],
+        spans=spans, eps=eps, form=form, **weight_stream.operands(rows, weight.t()), num_warps=weight_stream.WARPS,
         **platform.launch_options(rows.device),
     )  # fmt: skip

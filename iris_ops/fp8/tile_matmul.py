@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed
 
@@ -31,26 +32,25 @@ _MOST_ROWS = 128  # of a tile
 
 
 @triton.jit
-def tile_matmul_kernel(
-    a, b, a_scales, b_scales, bias, out, M, N, K, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constexpr):
     """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias. a, b: descriptors."""
     arch.follow()
-    A, B = Matrix(a, M, K, K, 1, True), Matrix(b, K, N, 1, K, True, True)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    A, B = Matrix(a, M, K, K, 1), Matrix(b, K, N, 1, K, True)
     num_m = tl.cdiv(M, BLOCK_M)
     tiles = num_m * tl.cdiv(N, BLOCK_N)
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = t % num_m * BLOCK_M, t // num_m * BLOCK_N
         first = first_row(row, M, BLOCK_M)
-        acc = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, len(a.block_shape) == 3)
-        product = scale_transposed(acc, a_scales, b_scales, r, col, M, N).T
-        if HAS_BIAS:
-            product = add_bias(product, bias, col, N, BLOCK_N)
+        acc = multiply_transposed(A, B, first, col, K, tile)
+        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
+        product = scale_transposed(acc, epilogue.a_scales, epilogue.b_scales, r, col, M, N).T
+        if epilogue.bias is not None:
+            product = add_bias(product, epilogue.bias, col, N, BLOCK_N)
         if t + tl.num_programs(0) >= tiles:
             arch.lead()
-        target, inside = Matrix(out, M, N, stride_om, 1, False).places(r, col + tl.arange(0, BLOCK_N))
+        target, inside = Matrix(out, M, N, stride_om, 1).places(r, col + tl.arange(0, BLOCK_N))
         tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside & own_row[:, None])
 
 
@@ -79,6 +79,6 @@ def multiply(
     a, b = a if described else operand(rows, (m, k))[0], operand(weight, (n, k))[0]
     grid = min(programs, triton.cdiv(M, m) * triton.cdiv(N, n))
     tile_matmul_kernel[(grid,)](
-        a, b, row_scales, scale, bias, out, M, N, K, out.stride(0), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
-        HAS_BIAS=bias is not None, num_warps=warps, num_stages=stages, **platform.launch_options(rows.device),
+        a, b, TileEpilogue(bias, row_scales, scale), out, M, N, K, out.stride(0), Tile(m, n, k, B_TRANSPOSED=True),
+        num_warps=warps, num_stages=stages, **platform.launch_options(rows.device),
     )  # fmt: skip

@@ -142,10 +142,13 @@ class Stream:
 
 
 @gluon.jit
-def begin(
-    a, b, N, K, BLOCK_M: gl.constexpr, T: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr
-):  # fmt: skip
-    """(the program's stream, where it stands), its first blocks on their way."""
+def begin(a, b, N, K, form: gl.constexpr):
+    """(the program's stream, where it stands), its first blocks on their way. `form`: a `StreamForm`."""
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    T: gl.constexpr = form.T
+    GATED: gl.constexpr = form.GATED
+    STAGES: gl.constexpr = form.STAGES
+    SLICES: gl.constexpr = form.SLICES
     TILES: gl.constexpr = triton.next_power_of_2(T)
     WIDTH: gl.constexpr = _COLUMNS * (T // 2 if GATED else T)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
@@ -278,9 +281,9 @@ def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
 
 def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
     """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp."""
-    block_m = rows_at_once(A.shape[0])
-    a, b = (_described(*each) for each in ((A.view(torch.int64), block_m), (B.t().view(torch.int32), _COLUMNS.value)))
-    return dict(a=a, b=b, BLOCK_M=block_m, SLICES=WARPS)
+    words = (A.view(torch.int64), rows_at_once(A.shape[0])), (B.t().view(torch.int32), _COLUMNS.value)
+    a, b = (_described(*each) for each in words)
+    return dict(a=a, b=b)
 
 
 def _described(words: torch.Tensor, rows: int) -> GluonDescriptor:

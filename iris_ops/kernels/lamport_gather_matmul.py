@@ -22,9 +22,10 @@ import triton.language as tl
 
 from ..planning.workspace_size import exchange_ld, gathered_part, tiles_of
 from ..problem import Problem
+from .arguments import Pieces, Rows
 from .descriptors import rows_operand
 from .lamport_steps import exchange_of
-from .launching import exchange_memory, gathered_arguments, grid_of, product_arguments, shared_arguments
+from .launching import grid_of, lamport_memory, product_arguments, shared_arguments
 from .tile_orders import by_columns
 from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 
@@ -64,61 +65,29 @@ def _send_piece(
 
 @triton.jit(do_not_specialize=["M", "a_rows", "part_rows"])
 def lamport_gather_matmul_kernel(
-    a,
-    a_rows,
-    a_cols,
-    gathered,
-    gathered_tile,
-    b,
-    bias,
-    out,
-    staging,
-    sync,
-    ctx_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
-    part_rows,
-    part_cols,
-    ld,
-    gathered_ld,
-    half_elements,
-    PIECE_M: tl.constexpr,
-    PIECE_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BY_K: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TMA_G: tl.constexpr,
-    TMA_B: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    WAITER: tl.constexpr,
-    TRACING: tl.constexpr = False,
-):
-    # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered_ld elements; gathered_tile: its
-    # descriptor, where TMA can serve. staging: [2 buffers], each as `lamport_steps.py` says; sync: [epoch, programs
+    a, gathered_tile, b, epilogue, out, gathered, lamport, sync, ctx_ptr, M, N, K, a_rows, a_cols, strides, part_rows,
+    pieces: tl.constexpr, tile: tl.constexpr, world: tl.constexpr,
+):  # fmt: skip
+    # a: [a_rows, a_cols], this rank's part; gathered: [M, K], rows of gathered.ld elements; gathered_tile: its
+    # descriptor, where TMA can serve. lamport: two buffers, each as `lamport_steps.py` says; sync: [epoch, programs
     # that have moved their pieces, epoch in which all have]
     arch.follow()
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    bases = load_bases(ctx_ptr, WORLD_SIZE)
-    FOLDED: tl.constexpr = TMA_G and len(gathered_tile.block_shape) == 3
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    PIECE_M: tl.constexpr = pieces.PIECE_M
+    PIECE_K: tl.constexpr = pieces.PIECE_K
+    BY_K: tl.constexpr = pieces.BY_K
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    bases = load_bases(ctx_ptr, world.WORLD_SIZE)
     dtype: tl.constexpr = out.dtype.element_ty
     epoch = tl.load(sync) + 1
-    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
-    own = Matrix(a, a_rows, a_cols, stride_am, stride_ak, False)
-    whole = Matrix(gathered, M, K, gathered_ld, 1, False)
-    A = Matrix(gathered_tile, M, K, gathered_ld, 1, TMA_G)
-    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    exchange = exchange_of(ctx, bases, epoch, lamport, part_rows, world.WAITER)
+    own = Matrix(a, a_rows, a_cols, strides.am, strides.ak)
+    whole = Matrix(gathered.data, M, K, gathered.ld, 1)
+    A = Matrix(gathered_tile, M, K, gathered.ld, 1)
+    B = Matrix(b, K, N, strides.bk, strides.bn, tile.B_TRANSPOSED)
 
-    down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(part_cols, PIECE_K)
+    down, across = tl.cdiv(part_rows, PIECE_M), tl.cdiv(lamport.part_cols, PIECE_K)
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
         piece_m, piece_k = by_columns(piece, down)
         _send_piece(exchange, own, whole, piece_m, piece_k, PIECE_M, PIECE_K, BY_K)
@@ -137,7 +106,7 @@ def lamport_gather_matmul_kernel(
         tl.store(sync, epoch)
         tl.debug_barrier()
         tl.atomic_xchg(sync + 2, epoch, sem="release", scope="gpu")
-    ok = wait(ctx, sync + 2, epoch, ctx.rank, WAITER, exact=True) and ok
+    ok = wait(ctx, sync + 2, epoch, ctx.rank, world.WAITER, exact=True) and ok
     arch.fence_async_proxy()
     if ok:
         num_m = tl.cdiv(M, BLOCK_M)
@@ -146,12 +115,12 @@ def lamport_gather_matmul_kernel(
             row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
             span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             first = first_row(row, M, BLOCK_M)
-            product = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K).T
-            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            product = multiply_transposed(A, B, first, col, K, tile).T
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
             ctx.tracing.record_event_end(span)
-            if HAS_BIAS:
-                product = add_bias(product, bias, col, N, BLOCK_N)
-            target, mask = Matrix(out, M, N, stride_om, stride_on, False).places(r, col + tl.arange(0, BLOCK_N))
+            if epilogue.bias is not None:
+                product = add_bias(product, epilogue.bias, col, N, BLOCK_N)
+            target, mask = Matrix(out, M, N, strides.om, strides.on).places(r, col + tl.arange(0, BLOCK_N))
             tl.store(target, arch.round_to(product, dtype), mask=mask & own_row[:, None])
     arch.lead()
 
@@ -161,22 +130,23 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     rows, cols, _ = gathered_part(problem)
     ld = exchange_ld(problem.K)
     gathered = workspace.staging.view(problem.dtype)[: problem.M * ld].view(problem.M, ld)[:, : problem.K]
-    gathered_tile, tma_g = rows_operand(gathered, (config.block_m, config.block_k))
-    product = product_arguments(out, A, B, bias, config)
-    del product["a"], product["TMA_A"]
     # pieces: about as many as programs, so that all move data at once
     across = triton.cdiv(cols, _PIECE_K)
     programs = config.num_programs or platform.num_programs(rank.device)
     piece_m = min(32, triton.next_power_of_2(max(1, triton.cdiv(rows * across, programs))))
     pieces = triton.cdiv(rows, piece_m) * across
-    args = dict(
-        **gathered_arguments(problem, A, gathered, gathered_tile, tma_g),
-        gathered_ld=ld,
-        **exchange_memory(workspace, problem, cols),
-        PIECE_M=piece_m,
-        PIECE_K=_PIECE_K,
-        **product,
-        **shared_arguments(rank, workspace.exchange_sync, problem, config, out),
+    args = product_arguments(out, A, B, bias, config) | dict(
+        a=A,
+        gathered_tile=rows_operand(gathered, (config.block_m, config.block_k))[0],
+        gathered=Rows(gathered, ld),
+        lamport=lamport_memory(workspace, problem.dtype, cols),
+        M=problem.M,
+        N=problem.N,
+        a_rows=A.shape[0],
+        a_cols=A.shape[1],
+        part_rows=rows,
+        pieces=Pieces(piece_m, _PIECE_K, problem.form == "k"),
+        **shared_arguments(rank, workspace.exchange_sync, problem, out),
     )
     grid = grid_of(rank.device, config, max(pieces, tiles_of(problem.M, problem.N, config)))
     return lamport_gather_matmul_kernel, grid, args

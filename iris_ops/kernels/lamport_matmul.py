@@ -33,11 +33,13 @@ import triton.language as tl
 
 from ..planning.workspace_size import exchanged_part, tiles_of
 from ..problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem, part_of
-from .lamport_steps import exchange_of, part_at
-from .launching import NO_SCALES, exchange_memory, grid_of, product_arguments, shared_arguments
-from .rmsnorm_epilogue import EPILOGUE_NAMES, add_residual, norm_first_half
+from .arguments import LamportForm
+from .lamport_steps import part_at
+from .launching import grid_of, lamport_memory, product_arguments, shared_arguments
+from .rmsnorm_epilogue import add_residual, norm_first_half
+from .sum_orders import RankOrder, TreeOrder
 from .tile_orders import by_columns
-from .tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed, start_in_turn
+from .tiles import Matrix, add_bias, first_row, rows_from, scale_transposed, start_in_turn
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -55,21 +57,6 @@ _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gath
 
 
 @device_function
-def _multiply_tile(
-    A, B, a_scales, b_scales, row, col, FOLDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """(the tile of A @ B at (row, col), which rows of A were loaded for it, which of these are the tile's own)."""
-    first = first_row(row, A.rows, BLOCK_M)
-    product = multiply_transposed(A, B, first, col, A.cols, BLOCK_M, BLOCK_N, BLOCK_K)
-    r, own_row = rows_from(first, row, A.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
-    own_row &= r < A.rows
-    if b_scales is not None:
-        product = scale_transposed(product, a_scales, b_scales, r, col, A.rows, B.cols)
-    return product.T, r, own_row
-
-
-@device_function
 def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
     """A tile of this rank's part to its place in the gathered matrix."""
     above, before = exchange.corner(exchange.ctx.rank, BY_COLS)
@@ -79,10 +66,9 @@ def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
 
 @device_function
 def sum_own_part(
-    exchange, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TO_ALL: tl.constexpr,
-):  # fmt: skip
-    """Sums what all ranks have sent of this rank's part, in rank order. The sums go to `out` or, `TO_ALL`, to everyone.
+    exchange, order, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr, TO_ALL: tl.constexpr
+):
+    """Sums what all ranks have sent of this rank's part, in `order`. The sums go to `out` or, `TO_ALL`, to everyone.
 
     A program takes one share after the other: as many rows as an owner has of a tile, so that there are about as many
     shares as tiles.
@@ -102,9 +88,9 @@ def sum_own_part(
         mask = (r < own_rows)[:, None] & (c < width)[None, :]
         place = exchange.places(r, c)
         span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, share, tile_n, nbytes=0)
-        total, ok = exchange.sum_all(place, mask, dtype)
+        total, ok = order.sum(exchange, place, mask, dtype)
         ctx.tracing.record_event_end(span)
-        if HAS_BIAS:
+        if bias is not None:
             total = add_bias(total, bias + before, col, own_cols, BLOCK_N)
         if TO_ALL:
             if ok:
@@ -118,27 +104,26 @@ def sum_own_part(
 
 
 @device_function
-def _sum_tile(
-    exchange, kept, bias, C, r, c, tile_m, tile_n, mask, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+def _sum_tile(exchange, order, kept, bias, C, r, c, tile_m, tile_n, mask):
     """The sum of a tile that all ranks have sent to all. `kept`: this rank's own values, or None where it sent them."""
     ctx = exchange.ctx
     dtype: tl.constexpr = C.data.dtype.element_ty
     span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, tile_m, tile_n, nbytes=0)
     own = unwrapped(kept, dtype) if kept is not None else None  # rounded: all ranks sum the same numbers
-    total, _ = exchange.sum_all(exchange.places(r, c), mask, dtype, own)
+    total, _ = order.sum(exchange, exchange.places(r, c), mask, dtype, own)
     ctx.tracing.record_event_end(span)
-    if HAS_BIAS:
-        total = add_bias(total, bias, tile_n * BLOCK_N, C.cols, BLOCK_N)
+    if bias is not None:
+        total = add_bias(total, bias, tile_n * c.shape[0], C.cols, c.shape[0])
     return total
 
 
 @device_function
 def _finish_tile(
-    exchange, kept, bias, residual, weight, scaled, squares, C, tile_m, tile_n, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_BIAS: tl.constexpr, FOLDED: tl.constexpr,
-):  # fmt: skip
-    """The sum of a tile, with the norm epilogue where `scaled` is given, to `out`."""
+    exchange, order, kept, epilogue, C, tile_m, tile_n, tile: tl.constexpr, TWO_SHOT: tl.constexpr, FOLDED: tl.constexpr
+):
+    """The sum of a tile, with the norm where the epilogue has one, to `out`."""
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
     row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
     dtype: tl.constexpr = C.data.dtype.element_ty
     r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
@@ -147,134 +132,117 @@ def _finish_tile(
         r, own_row = rows_from(first, row, C.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
         r = tl.where(own_row, r, C.rows)
     mask = (r < C.rows)[:, None] & (c < exchange.ld)[None, :]
-    if scaled is not None:  # on its way while others' values are
-        epilogue = add_residual(residual, weight, r, c, C.rows, C.cols)
+    if epilogue.scaled is not None:  # on its way while others' values are
+        added = add_residual(epilogue.residual, epilogue.weight, r, c, C.rows, C.cols)
     if TWO_SHOT:
         total = exchange.take_sums(r, c, mask, dtype)
     else:
-        total = _sum_tile(exchange, kept, bias, C, r, c, tile_m, tile_n, mask, BLOCK_N, HAS_BIAS)
-    if scaled is not None:
-        total = norm_first_half(total, epilogue, scaled, squares, r, c, col, C.rows, C.cols, BLOCK_N)
+        total = _sum_tile(exchange, order, kept, epilogue.bias, C, r, c, tile_m, tile_n, mask)
+    if epilogue.scaled is not None:
+        total = norm_first_half(total, added, epilogue.scaled, epilogue.squares, r, c, col, C.rows, C.cols, BLOCK_N)
     target, inside = C.places(r, c)
     tl.store(target, arch.round_to(total, dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "whole", "part_rows"])
+@device_function
+def _order_of(tree, first_leaf, first_root, tile: tl.constexpr, SUMS: tl.constexpr):
+    """The policy of sums that a kernel is compiled for."""
+    if SUMS is None:
+        return RankOrder()
+    else:
+        own_sums = tree.sums + tl.program_id(0).to(tl.int64) * (SUMS.OWN * tile.BLOCK_M * tile.BLOCK_N)
+        return TreeOrder(own_sums, first_leaf, first_root, tree.blocks, tree.leaves, SUMS)
+
+
+@triton.jit(do_not_specialize=["M", "whole", "part_rows", "first_leaf", "first_root"])
 def lamport_matmul_kernel(
-    a,
-    b,
-    a_scales,
-    b_scales,
-    bias,
-    residual,
-    weight,
-    scaled,
-    squares,
-    out,
-    staging,
-    sync,
-    ctx_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
-    whole,
-    part_rows,
-    part_cols,
-    ld,
-    half_elements,
-    stagger,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    WAITER: tl.constexpr,
-    TRACING: tl.constexpr = False,
-):
+    a, b, epilogue, out, lamport, tree, sync, ctx_ptr, M, N, K, strides, whole, part_rows, stagger, first_leaf,
+    first_root, tile: tl.constexpr, form: tl.constexpr, world: tl.constexpr,
+):  # fmt: skip
     # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
-    # ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
-    # a_scales [M], b_scales [N]: where both are in eight bits, else None.
-    # residual, weight, scaled, squares: of all-reduces that end as `rmsnorm_epilogue.py` says.
-    # staging: [2 buffers], each as `lamport_steps.py` says; sync: [epoch, finished]
+    # tree, first_leaf, first_root: of sums in a tree (`sum_orders.TreeOrder`), else None.
+    # lamport: two buffers, each as `lamport_steps.py` says; sync: [epoch, finished]
     arch.follow()
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    EXCHANGE: tl.constexpr = form.EXCHANGE
+    SUMS: tl.constexpr = form.SUMS
     TO_OWNERS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "owners"
-    KEEPS_OWN: tl.constexpr = EXCHANGE == "all" and ONE_TILE
-    MEETS: tl.constexpr = EXCHANGE == "scatter" or EXCHANGE == "gather"  # else all ranks send each other values anyway
-    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
-    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
-    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
-    C = Matrix(out, M, N, stride_om, stride_on, False)
+    KEEPS_OWN: tl.constexpr = EXCHANGE == "all" and form.ONE_TILE and (SUMS is None or SUMS.PAIR)
+    # else all ranks send each other values anyway
+    MEETS: tl.constexpr = (
+        EXCHANGE == "scatter" or EXCHANGE == "gather" or (EXCHANGE == "all" and SUMS is not None and SUMS.ROOTLESS)
+    )
+    A = Matrix(a, M, K, strides.am, strides.ak)
+    B = Matrix(b, K, N, strides.bk, strides.bn, tile.B_TRANSPOSED)
+    C = Matrix(out, M, N, strides.om, strides.on)
     dtype: tl.constexpr = out.dtype.element_ty
     if EXCHANGE == "gather":  # as many tiles on every rank, though its own part may be short
-        num_m, num_n = tl.cdiv(part_rows, BLOCK_M), tl.cdiv(part_cols, BLOCK_N)
+        num_m, num_n = tl.cdiv(part_rows, BLOCK_M), tl.cdiv(lamport.part_cols, BLOCK_N)
     else:
         num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     own = (tl.load(ctx_ptr), tl.load(sync))
-    all_bases = load_bases(ctx_ptr, WORLD_SIZE)
+    all_bases = load_bases(ctx_ptr, world.WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has a tile and learns them there
-    kept = tl.zeros((BLOCK_M, BLOCK_N), staging.dtype.element_ty) if KEEPS_OWN else None
+    kept = tl.zeros((BLOCK_M, BLOCK_N), lamport.staging.dtype.element_ty) if KEEPS_OWN else None
     start_in_turn(stagger)
-    tracing = device_tracing(ctx_ptr, TRACING)
+    tracing = device_tracing(ctx_ptr, world.TRACING)
+    order = _order_of(tree, first_leaf, first_root, tile, SUMS)
 
-    count = 1 if ONE_TILE else tl.cdiv(num_m * num_n - tl.program_id(0), tl.num_programs(0))
+    count = 1 if form.ONE_TILE else tl.cdiv(num_m * num_n - tl.program_id(0), tl.num_programs(0))
     for turn in range(count):
         tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         span = tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
-        product, r, own_row = _multiply_tile(A, B, a_scales, b_scales, row, col, FOLDED, BLOCK_M, BLOCK_N, BLOCK_K)
+        first = first_row(row, M, BLOCK_M)
+        product = order.multiply(A, B, first, col, dtype, tile)
+        r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
+        own_row &= r < M
+        if epilogue.b_scales is not None:
+            product = scale_transposed(product, epilogue.a_scales, epilogue.b_scales, r, col, M, N)
         c = col + tl.arange(0, BLOCK_N)
         tracing.record_event_end(span)
         own_rank, last_epoch = settled(own)
         rank, epoch, bases = own_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
-        ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-        exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
-        if EXCHANGE == "gather":
-            if HAS_BIAS:
-                product = add_bias(product, bias, col, N, BLOCK_N)
-            _store_own(exchange, product, C, r, c, own_row, BY_COLS)
-        partial = without_sentinel(product, dtype)
-        if KEEPS_OWN:
-            kept = partial
-        nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (WORLD_SIZE if TO_OWNERS else 1)
-        span = tracing.record_event_start(PUSH, -1, staging, tile_m, tile_n, nbytes=nbytes)
-        if TO_OWNERS:
-            exchange.send_to_owners(partial, r, c, own_row, M, N, BY_COLS)
-        else:
-            exchange.send_tile(partial, r, c, own_row, N, TO_SELF=EXCHANGE == "all" and not KEEPS_OWN)
-        tracing.record_event_end(span)
+        ctx = DeviceContext.initialize(ctx_ptr, rank, world.WORLD_SIZE, world.TRACING)
+        for i in tl.static_range(order.BLOCKS):
+            exchange = order.exchange(ctx, bases, epoch, lamport, part_rows, i, world.WAITER)
+            block = order.block(product, i, tile)
+            if EXCHANGE == "gather":
+                if epilogue.bias is not None:
+                    block = add_bias(block, epilogue.bias, col, N, BLOCK_N)
+                _store_own(exchange, block, C, r, c, own_row, form.BY_COLS)
+            partial = without_sentinel(block, dtype)
+            if KEEPS_OWN:
+                kept = partial
+            nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, dtype) // (world.WORLD_SIZE if TO_OWNERS else 1)
+            span = tracing.record_event_start(PUSH, -1, lamport.staging, tile_m, tile_n, nbytes=nbytes)
+            if TO_OWNERS:
+                exchange.send_to_owners(partial, r, c, own_row, M, N, form.BY_COLS)
+            else:
+                exchange.send_tile(partial, r, c, own_row, N, TO_SELF=EXCHANGE == "all" and not KEEPS_OWN)
+            tracing.record_event_end(span)
+        if SUMS is not None:
+            if SUMS.OWN > 1 and not form.ONE_TILE:
+                tl.debug_barrier()  # all threads have taken back what they had put by
 
-    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE, TRACING)
-    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, world.WORLD_SIZE, world.TRACING)
+    exchange = order.exchange(ctx, bases, epoch, lamport, part_rows, 0, world.WAITER)
     if MEETS:
         exchange.tell_peers()
     arch.lead()
     advance(sync, epoch)  # which all programs have read; meanwhile the values are under way
 
     if TO_OWNERS:
-        sum_own_part(exchange, bias, C, BLOCK_M, BLOCK_N, BY_COLS, HAS_BIAS, TO_ALL=EXCHANGE == "owners")
+        sum_own_part(exchange, order, epilogue.bias, C, BLOCK_M, BLOCK_N, form.BY_COLS, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for turn in range(count):
             tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)
             if EXCHANGE == "gather":
-                gathered = C.until(M if BY_COLS else whole, whole if BY_COLS else N)
-                exchange.take_parts(gathered, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, BY_COLS)
+                gathered = C.until(M if form.BY_COLS else whole, whole if form.BY_COLS else N)
+                exchange.take_parts(gathered, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, form.BY_COLS)
             else:
-                _finish_tile(
-                    exchange, kept, bias, residual, weight, scaled, squares, C, tile_m, tile_n, BLOCK_M, BLOCK_N,
-                    EXCHANGE == "owners", HAS_BIAS, FOLDED,
-                )  # fmt: skip
+                _finish_tile(exchange, order, kept, epilogue, C, tile_m, tile_n, tile, EXCHANGE == "owners", A.FOLDED)
     if MEETS:
         exchange.hear_from_peers(dtype)
 
@@ -287,12 +255,11 @@ def lamport_arguments(
     rows, cols = exchanged_part(problem, config)
     tiles = tiles_of(*((rows, cols) if gather else (problem.M, problem.N)), config)
     args = dict(
-        **NO_SCALES,
-        **exchange_memory(workspace, problem, cols),
+        lamport=lamport_memory(workspace, problem.dtype, cols),
         M=part_of(problem.M, w, rank.cur_rank) if gather and not by_cols else problem.M,
         N=part_of(problem.N, w, rank.cur_rank) if gather and by_cols else problem.N,
         part_rows=rows,
-        **shared_arguments(rank, workspace.exchange_sync, problem, config, out),
+        **shared_arguments(rank, workspace.exchange_sync, problem, out),
     )
     return grid_of(rank.device, config, tiles), args
 
@@ -301,16 +268,13 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     out, A, B, bias, _ = tensors
     grid, args = lamport_arguments(rank, workspace, problem, config, out)
     gather, by_cols = problem.op == MATMUL_GATHER, problem.form == "cols"
-    rows, cols = exchanged_part(problem, config)
-    tiles = tiles_of(*((rows, cols) if gather else (problem.M, problem.N)), config)
+    tiles = tiles_of(*(exchanged_part(problem, config) if gather else (problem.M, problem.N)), config)
+    exchange = "owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op]
     args |= dict(
+        **dict.fromkeys(("tree", "first_leaf", "first_root")),
         whole=problem.N if by_cols else problem.M,
-        part_cols=cols,
         stagger=platform.ticks(config.stagger_us * 1e-6),
-        EXCHANGE="owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op],
-        ONE_TILE=tiles == grid[0],
-        BY_COLS=by_cols,
-        **dict.fromkeys(EPILOGUE_NAMES),
+        form=LamportForm(exchange, by_cols, tiles == grid[0]),
         **product_arguments(out, A, B, bias, config),
     )
     return lamport_matmul_kernel, grid, args

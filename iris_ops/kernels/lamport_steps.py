@@ -184,10 +184,23 @@ class Exchange:
 
 
 @device_function
-def exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, part_cols, ld, WAITER: tl.constexpr):
-    """The `Exchange` of call number `epoch`; `staging`: two buffers of `half_elements` values each."""
-    buffer = staging + tl.cast(epoch & 1, tl.int64) * half_elements
-    own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * ld
-    step = tl.cast(part_rows, tl.int64) * ld
+def exchange_of(ctx, bases, epoch, lamport, part_rows, WAITER: tl.constexpr):
+    """The `Exchange` of call number `epoch`, in which every rank has a block; `lamport`: a `LamportMemory`."""
+    buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
+    own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * lamport.ld
+    step = tl.cast(part_rows, tl.int64) * lamport.ld
     behind = buffer + ctx.world_size * step
-    return Exchange(ctx, bases, buffer, own_block, step, behind, epoch, part_rows, part_cols, ld, WAITER)
+    return Exchange(
+        ctx, bases, buffer, own_block, step, behind, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
+    )
+
+
+@device_function
+def block_exchange(ctx, bases, epoch, lamport, part_rows, number, count, WAITER: tl.constexpr):
+    """The `Exchange` of call `epoch` in which this rank sends block `number` of `count`."""
+    buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
+    step = tl.cast(part_rows, tl.int64) * lamport.ld
+    own_block, behind = buffer + number * step, buffer + count * step
+    return Exchange(
+        ctx, bases, buffer, own_block, step, behind, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
+    )

@@ -13,8 +13,9 @@ from iris.device.waits import WAITERS
 import torch
 import triton
 
-from ..planning.workspace_size import exchange_ld, gathered_part, staged
+from ..planning.workspace_size import exchange_ld, staged
 from ..problem import FP8, Problem
+from .arguments import LamportMemory, Strides, Tile, TileEpilogue, World
 from .descriptors import as_stored, operand, rows_operand
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 # A kernel, its grid and its arguments by name.
 Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
-# Where no operand is in eight bits.
-NO_SCALES = {"a_scales": None, "b_scales": None}
 
 
 def grid_of(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
@@ -44,24 +43,16 @@ def product_arguments(
     `folds`: see `descriptors.rows_operand`.
     """
     depth = config.depth(A.dtype == FP8)
-    a, tma_a = rows_operand(A, (config.block_m, depth), folds)
     stored = as_stored(B)
     transposed = stored is not B
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     b, tma_b = operand(stored, block_b, k_step if transposed else n_step)
     return dict(
-        a=a,
+        a=rows_operand(A, (config.block_m, depth), folds)[0],
         b=b if tma_b else B,
-        bias=bias,
-        stride_am=A.stride(0),
-        stride_ak=A.stride(1),
-        stride_bk=B.stride(0),
-        stride_bn=B.stride(1),
-        stride_on=out.stride(1),
-        HAS_BIAS=bias is not None,
-        TMA_A=tma_a,
-        TMA_B=tma_b,
-        B_TRANSPOSED=transposed,
+        epilogue=TileEpilogue(bias),
+        strides=Strides(*A.stride(), *B.stride(), *out.stride()),
+        tile=Tile(config.block_m, config.block_n, depth, config.group_m, transposed),
     )
 
 
@@ -71,46 +62,13 @@ def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, co
     return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
 
-def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, config: FusedConfig, out: torch.Tensor) -> dict:
-    return dict(
-        **call_arguments(rank, sync, problem, out),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.depth(problem.fp8),
-    )
-
-
-def call_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
+def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
     """What every kernel is given."""
-    return dict(
-        out=out,
-        sync=sync,
-        ctx_ptr=rank.get_device_context(),
-        K=problem.K,
-        stride_om=out.stride(0),
-        WORLD_SIZE=problem.world_size,
-        WAITER=WAITERS.index(problem.asked),
-    )
+    world = World(problem.world_size, WAITERS.index(problem.asked), rank.recording)
+    return dict(out=out, sync=sync, ctx_ptr=rank.get_device_context(), K=problem.K, world=world)
 
 
-def exchange_memory(workspace: Workspace, problem: Problem, cols: int) -> dict:
-    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
-    return dict(staging=values, ld=exchange_ld(cols), half_elements=values.numel() // 2)
-
-
-def gathered_arguments(problem: Problem, A: torch.Tensor, gathered: torch.Tensor, tile: object, tma: bool) -> dict:
-    """What gathers first are given: this rank's part of A, and where all ranks' meet."""
-    rows, cols, _ = gathered_part(problem)
-    return dict(
-        a=A,
-        a_rows=A.shape[0],
-        a_cols=A.shape[1],
-        gathered=gathered,
-        gathered_tile=tile,
-        M=problem.M,
-        N=problem.N,
-        part_rows=rows,
-        part_cols=cols,
-        BY_K=problem.form == "k",
-        TMA_G=tma,
-    )
+def lamport_memory(workspace: Workspace, dtype: torch.dtype, cols: int) -> LamportMemory:
+    """The workspace's two buffers of Lamport values, of parts of so many columns."""
+    values = workspace.exchange.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    return LamportMemory(values, values.numel() // 2, cols, exchange_ld(cols))

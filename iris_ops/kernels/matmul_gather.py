@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ..planning.waves import gemm_tiles
 from ..problem import Problem, part_of
+from .arguments import PartStep
 from .launching import grid_of, product_arguments, shared_arguments
 from .tile_orders import grouped
 from .tiles import Matrix, add_bias, first_row, multiply, rows_from, start_in_turn
@@ -37,43 +38,18 @@ if TYPE_CHECKING:
 
 @triton.jit
 def matmul_gather_kernel(
-    a,
-    b,
-    bias,
-    out,
-    sync,
-    ctx_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
-    row_step,
-    col_step,
-    stagger,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    WAITER: tl.constexpr,
-    TRACING: tl.constexpr = False,
-):
-    # M, N: this rank's part, which stands at (rank * row_step, rank * col_step) in out
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
-    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
-    start = ctx.rank.to(tl.int64) * row_step * stride_om + ctx.rank.to(tl.int64) * col_step * stride_on
-    C = Matrix(out + start, M, N, stride_om, stride_on, False)
-    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
+    a, b, epilogue, out, sync, ctx_ptr, M, N, K, strides, step, stagger, tile: tl.constexpr,
+    world: tl.constexpr,
+):  # fmt: skip
+    # M, N: this rank's part, which stands at (rank * step.rows, rank * step.cols) in out
+    row_step, col_step = step.rows, step.cols
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    A = Matrix(a, M, K, strides.am, strides.ak)
+    B = Matrix(b, K, N, strides.bk, strides.bn, tile.B_TRANSPOSED)
+    start = ctx.rank.to(tl.int64) * row_step * strides.om + ctx.rank.to(tl.int64) * col_step * strides.on
+    C = Matrix(out + start, M, N, strides.om, strides.on)
     # as many tiles on every rank, though its own part may be short
     num_m = tl.cdiv(max(M, row_step), BLOCK_M)
     num_n = tl.cdiv(max(N, col_step), BLOCK_N)
@@ -83,33 +59,33 @@ def matmul_gather_kernel(
     ok = True
     entered = False
     for t in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        tile_m, tile_n = grouped(t, num_m, num_n, GROUP_M)
+        tile_m, tile_n = grouped(t, num_m, num_n, tile.GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < M) & (col < N):
             span = ctx.tracing.record_event_start(PRODUCT, -1, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             first = first_row(row, M, BLOCK_M)
-            acc = multiply(A, B, first, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
+            acc = multiply(A, B, first, col, 0, 0, K, acc, tile)
             ctx.tracing.record_event_end(span)
-            if HAS_BIAS:
-                acc = add_bias(acc, bias, col, N, BLOCK_N)
+            if epilogue.bias is not None:
+                acc = add_bias(acc, epilogue.bias, col, N, BLOCK_N)
             result = arch.round_to(acc, out.dtype.element_ty)
-            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
             target, mask = C.places(r, col + tl.arange(0, BLOCK_N))
             mask &= own_row[:, None]
             tl.store(target, result, mask=mask)
             if not entered:
-                ok = await_entered(ctx, sync, epoch, WAITER, out)  # before that, a peer may still read its out
+                ok = await_entered(ctx, sync, epoch, world.WAITER, out)  # before that, a peer may still read its out
                 entered = True
             if ok:
                 nbytes = tile_bytes(M - row, N - col, BLOCK_M, BLOCK_N, out.dtype.element_ty)
                 span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
-                for i in tl.static_range(1, WORLD_SIZE):
+                for i in tl.static_range(1, ctx.world_size):
                     tl.store(out_at(ctx, sync, target, i), result, mask=mask)
                 ctx.tracing.record_event_end(span)
     if not entered:
-        ok = await_entered(ctx, sync, epoch, WAITER, out)
-    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=True)
+        ok = await_entered(ctx, sync, epoch, world.WAITER, out)
+    leave(ctx, sync, epoch, ok, world.WAITER, TOGETHER=True)
 
 
 def gather_arguments(
@@ -121,10 +97,8 @@ def gather_arguments(
     return dict(
         M=problem.M if by_cols else part_of(problem.M, w, rank.cur_rank),
         N=part_of(problem.N, w, rank.cur_rank) if by_cols else problem.N,
-        row_step=0 if by_cols else rows,
-        col_step=cols if by_cols else 0,
-        GROUP_M=config.group_m,
-        **shared_arguments(rank, workspace.sync, problem, config, out),
+        step=PartStep(0 if by_cols else rows, cols if by_cols else 0),
+        **shared_arguments(rank, workspace.sync, problem, out),
     )
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from ..planning.waves import early_tiles, gemm_tiles
 from ..problem import ALL_REDUCE, Problem, owned_part
+from .arguments import ReduceForm, Staged
 from .launching import grid_of, product_arguments, shared_arguments
 from .tile_orders import OwnedTiles
 from .tiles import Matrix, add_bias, first_row, multiply, packed_rows, rows_from, start_in_turn
@@ -40,23 +41,22 @@ if TYPE_CHECKING:
 
 
 @device_function
-def _sum_in_rank_order(
-    ctx, own, staging, index, owned, down, own_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-):  # fmt: skip
+def _sum_in_rank_order(ctx, own, staging, index, owned, down, own_row):
     """`own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
-    if WORLD_SIZE == 2:  # two add up to the same in either order
+    BLOCK_M: tl.constexpr = own.shape[0]
+    BLOCK_N: tl.constexpr = own.shape[1]
+    if ctx.world_size == 2:  # two add up to the same in either order
         staged = packed_rows(staging, (1 - ctx.rank) * owned + index, down, BLOCK_M, BLOCK_N)
         theirs = tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg")
         return own.to(tl.float32) + theirs.to(tl.float32)
-    elif WORLD_SIZE == 1:
+    elif ctx.world_size == 1:
         return own.to(tl.float32)
     else:  # to where a peer's would be: beside a sum, a tile has no room in registers
         mine = packed_rows(staging, ctx.rank * owned + index, down, BLOCK_M, BLOCK_N)
         tl.store(mine, own, mask=own_row[:, None])
         tl.debug_barrier()
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for i in tl.static_range(WORLD_SIZE):
+        for i in tl.static_range(ctx.world_size):
             staged = packed_rows(staging, i * owned + index, down, BLOCK_M, BLOCK_N)
             part = tl.load(staged, mask=own_row[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
             total = part if i == 0 else total + part
@@ -65,49 +65,23 @@ def _sum_in_rank_order(
 
 @triton.jit
 def matmul_reduce_kernel(
-    a,
-    b,
-    bias,
-    out,
-    staging,
-    flags,
-    sync,
-    ctx_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    stride_on,
-    part_rows,
-    part_cols,
-    stagger,
-    early,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    ALL_REDUCE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    WAITER: tl.constexpr,
-    TRACING: tl.constexpr = False,
-):
-    # staging, at each owner: [source rank, owned tile, BLOCK_M, BLOCK_N]; flags: [source rank, owned tile]
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    A = Matrix(a, M, K, stride_am, stride_ak, TMA_A)
-    B = Matrix(b, K, N, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    a, b, epilogue, out, staged, sync, ctx_ptr, M, N, K, strides, stagger, tile: tl.constexpr, world: tl.constexpr,
+    form: tl.constexpr,
+):  # fmt: skip
+    BY_COLS: tl.constexpr = form.BY_COLS
+    ALL_REDUCE: tl.constexpr = form.ALL_REDUCE
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    staging, flags = staged.staging, staged.flags
     dtype: tl.constexpr = staging.dtype.element_ty
-    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    A = Matrix(a, M, K, strides.am, strides.ak)
+    B = Matrix(b, K, N, strides.bk, strides.bn, tile.B_TRANSPOSED)
 
-    tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
+    tiles = OwnedTiles(
+        ctx.rank, M, N, staged.part_rows, staged.part_cols, staged.early, BLOCK_M, BLOCK_N, tile.GROUP_M,
+        world.WORLD_SIZE, BY_COLS,
+    )  # fmt: skip
     owned = tiles.owned()
     epoch = enter(ctx, sync, out if ALL_REDUCE else None)
     start_in_turn(stagger)
@@ -123,14 +97,14 @@ def matmul_reduce_kernel(
             span = ctx.tracing.record_event_start(PRODUCT, owner, out, tile_m, tile_n, nbytes=0)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             first = first_row(row, M, BLOCK_M)
-            acc = multiply(A, B, first, col, 0, 0, K, acc, BLOCK_M, BLOCK_N, BLOCK_K)
-            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+            acc = multiply(A, B, first, col, 0, 0, K, acc, tile)
+            r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
             down, own_row = r - row, own_row & (r < rows)  # in the tile, of this owner
             c = tl.arange(0, BLOCK_N)
             ctx.tracing.record_event_end(span)
             if not entered:
                 # lanes take registers that the tile needs
-                ok = await_entered(ctx, sync, epoch, WAITER, out if ALL_REDUCE else None, LANES=False)
+                ok = await_entered(ctx, sync, epoch, world.WAITER, out if ALL_REDUCE else None, LANES=False)
                 entered = True
             if pending >= 0:
                 if ok:
@@ -147,37 +121,35 @@ def matmul_reduce_kernel(
                 pending_owner = owner
             else:
                 span = ctx.tracing.record_event_start(SUM, owner, out, tile_m, tile_n, nbytes=nbytes)
-                for i in tl.static_range(1, WORLD_SIZE):
-                    source = (ctx.rank + i) % WORLD_SIZE
-                    ok = wait(ctx, flags + source * owned + index, epoch, source, WAITER, exact=True) and ok
+                for i in tl.static_range(1, ctx.world_size):
+                    source = (ctx.rank + i) % ctx.world_size
+                    ok = wait(ctx, flags + source * owned + index, epoch, source, world.WAITER, exact=True) and ok
                 # as its peers' is: a row's sum is the same whoever owns it
-                acc = _sum_in_rank_order(
-                    ctx, arch.round_to(acc, dtype), staging, index, owned, down, own_row, BLOCK_M, BLOCK_N, WORLD_SIZE
-                )
+                acc = _sum_in_rank_order(ctx, arch.round_to(acc, dtype), staging, index, owned, down, own_row)
                 ctx.tracing.record_event_end(span)
-                if HAS_BIAS:
-                    acc = add_bias(acc, bias, col, cols, BLOCK_N)
+                if epilogue.bias is not None:
+                    acc = add_bias(acc, epilogue.bias, col, cols, BLOCK_N)
                 result = arch.round_to(acc, dtype)
                 if ALL_REDUCE:
-                    target, mask = Matrix(out, rows, cols, stride_om, stride_on, False).places(r, col + c)
+                    target, mask = Matrix(out, rows, cols, strides.om, strides.on).places(r, col + c)
                     mask &= own_row[:, None]
                     tl.store(target, result, mask=mask)
                     if ok:
                         span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
-                        for i in tl.static_range(1, WORLD_SIZE):
+                        for i in tl.static_range(1, ctx.world_size):
                             tl.store(out_at(ctx, sync, target, i), result, mask=mask)
                         ctx.tracing.record_event_end(span)
                 else:
-                    own_rows = rows if BY_COLS else rows - ctx.rank * part_rows
-                    own_cols = cols - ctx.rank * part_cols if BY_COLS else cols
-                    target, mask = Matrix(out, own_rows, own_cols, stride_om, stride_on, False).places(
+                    own_rows = rows if BY_COLS else rows - ctx.rank * staged.part_rows
+                    own_cols = cols - ctx.rank * staged.part_cols if BY_COLS else cols
+                    target, mask = Matrix(out, own_rows, own_cols, strides.om, strides.on).places(
                         tile_m * BLOCK_M + down, tile_n * BLOCK_N + c
                     )
                     tl.store(target, result, mask=mask & own_row[:, None])
     if pending >= 0:
         if ok:
             signal(ctx, flags + ctx.rank * owned + pending, epoch, pending_owner)
-    leave(ctx, sync, epoch, ok, WAITER, TOGETHER=ALL_REDUCE)
+    leave(ctx, sync, epoch, ok, world.WAITER, TOGETHER=ALL_REDUCE)
 
 
 def reduce_arguments(
@@ -186,17 +158,17 @@ def reduce_arguments(
     """What this kernel and the warp-specialised one are given."""
     rows, cols, by_cols = owned_part(problem, config)
     return dict(
-        staging=workspace.staging.view(problem.dtype),
-        flags=workspace.flags,
+        staged=Staged(
+            workspace.staging.view(problem.dtype),
+            workspace.flags,
+            rows,
+            cols,
+            early_tiles(problem, config, platform.num_programs(rank.device)),
+        ),
         M=problem.M,
         N=problem.N,
-        part_rows=rows,
-        part_cols=cols,
-        early=early_tiles(problem, config, platform.num_programs(rank.device)),
-        BY_COLS=by_cols,
-        ALL_REDUCE=problem.op == ALL_REDUCE,
-        GROUP_M=config.group_m,
-        **shared_arguments(rank, workspace.sync, problem, config, out),
+        form=ReduceForm(problem.op == ALL_REDUCE, by_cols),
+        **shared_arguments(rank, workspace.sync, problem, out),
     )
 
 

@@ -23,7 +23,8 @@ class Matrix:
     """A matrix [rows, cols] in memory, read by tiles; what lies beyond its edges reads as zero.
 
     `data` is a tensor descriptor (`TMA`) or a pointer with two strides. With `TRANSPOSED` a descriptor describes
-    [cols, rows], the way `nn.Linear` stores its weight. One of three dimensions is of folded rows, see `first_row`.
+    [cols, rows], the way `nn.Linear` stores its weight. One of three dimensions is of folded rows (`FOLDED`), see
+    `first_row`.
     """
 
     data: base_value
@@ -33,22 +34,25 @@ class Matrix:
     stride_col: base_value
     TMA: tl.constexpr
     TRANSPOSED: tl.constexpr
+    FOLDED: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, data, rows, cols, stride_row, stride_col, TMA, TRANSPOSED=False):
+    def __init__(self, data, rows, cols, stride_row, stride_col, TRANSPOSED=False):
         self.data = data
         self.rows = known(rows)
         self.cols = known(cols)
         self.stride_row = known(stride_row)
         self.stride_col = known(stride_col)
-        self.TMA = known(TMA)
+        block = getattr(data, "block_shape", None)
+        self.TMA = known(block is not None)
         self.TRANSPOSED = known(TRANSPOSED)
+        self.FOLDED = known(block is not None and len(block) == 3)
 
     @device_function
     def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
         """The tile [ROWS, COLS] at (row, col)."""
         if self.TMA:
-            if len(self.data.block_shape) == 3:
+            if self.FOLDED:
                 return tl.reshape(self.data.load([0, 0, col]), (ROWS, COLS))
             elif self.TRANSPOSED:
                 return self.data.load([col, row]).T
@@ -74,7 +78,7 @@ class Matrix:
     @device_function
     def until(self, rows, cols):
         """The same matrix, which ends at other edges; not for descriptors."""
-        return Matrix(self.data, rows, cols, self.stride_row, self.stride_col, False)
+        return Matrix(self.data, rows, cols, self.stride_row, self.stride_col)
 
 
 # What a descriptor reads beyond the last row is zero, but slow, as if all programs asked one place for it. So a tile
@@ -102,26 +106,27 @@ def rows_from(first, row, rows, i, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
 
 
 @device_function
-def multiply(
-    a, b, row, col, a_first, b_first, depth, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def multiply(a, b, row, col, a_first, b_first, depth, acc, tile: tl.constexpr):
     """`acc + a[row:, a_first:a_first+depth] @ b[b_first:b_first+depth, col:]` for one tile, in fp32."""
-    for k in range(0, depth, BLOCK_K):
-        x = a.load(row, a_first + k, BLOCK_M, BLOCK_K)
-        y = b.load(b_first + k, col, BLOCK_K, BLOCK_N)
+    for k in range(0, depth, tile.BLOCK_K):
+        x = a.load(row, a_first + k, tile.BLOCK_M, tile.BLOCK_K)
+        y = b.load(b_first + k, col, tile.BLOCK_K, tile.BLOCK_N)
         acc = arch.dot(x, y, acc)
     return acc
 
 
 @device_function
-def multiply_transposed(a, b, row, col, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
     """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has.
 
     Columns that do not fill them are not their rows: A's are.
     """
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
     if BLOCK_N < 64:
         start = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        return multiply(a, b, row, col, 0, 0, K, start, BLOCK_M, BLOCK_N, BLOCK_K).T
+        return multiply(a, b, row, col, 0, 0, K, start, tile).T
     else:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):

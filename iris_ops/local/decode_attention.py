@@ -1,11 +1,11 @@
 """Attention of one new token a row over a static cache: programs read the cache once, and only where the mask shows it.
 
 torch's attention with a mask copies the cache for grouped heads, walks it with one program a head, and reads all of it,
-however little is filled. Here each program takes a stretch of the cache for one kv head and all query heads that use
-it. It reads from the first place that the mask shows to the last. A second kernel weighs the stretches together. Sums
-are kept in fp32. Where there are enough short caches, a stretch is a whole one, and there is no second kernel.
+however little is filled. Here each program takes a split of the cache for one kv head and all query heads that use it.
+It reads from the first place that the mask shows to the last. A second kernel combines the splits. Sums are kept in
+fp32. Where there are enough short caches, a split is a whole one, and there is no second kernel.
 
-With `invariant` stretches have one length, whatever the batch and the cache, and count from a row's first token, behind
+With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, behind
 its padding: so a row attends in one order among any others (`docs/concepts/determinism.md`).
 
 `layers/serving/attention.py` has the models of transformers attend by it.
@@ -13,7 +13,9 @@ its padding: so a row attends in one order among any others (`docs/concepts/dete
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 from iris import platform
 from iris.device import arch
@@ -24,11 +26,11 @@ import triton.language as tl
 
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
-_MOST_PARTS, _COLUMNS = 256, 32  # of a program that weighs
+_MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
 _HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
-_STRETCH = 128  # of a cache, where it must not depend on the batch
+_SPLIT = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
-# blocks a program could read before its first one and behind its last one, or while a second kernel weighs.
+# blocks a program could read before its first one and behind its last one, or while a second kernel combines.
 _RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
 
 
@@ -53,26 +55,56 @@ def _first_seen(mask, length, SCAN: tl.constexpr):
     return found
 
 
-@triton.jit
-def stretch_kernel(
-    q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, stretch,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_mb,
-    WHOLE: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
-    FROM_FIRST: tl.constexpr = False,
-):  # fmt: skip
-    """Over one stretch: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
+class CacheStrides(NamedTuple):
+    """Elements from batch to batch, head to head and row to row, of q, k, v and the mask."""
 
-    `WHOLE`: one stretch is all. out [B*H, D] is the attention then, and weights are left alone. `FROM_FIRST`: stretches
-    begin with the first column that the mask shows, not with the cache.
+    qb: Any
+    qh: Any
+    kb: Any
+    kh: Any
+    kn: Any
+    vb: Any
+    vh: Any
+    vn: Any
+    mb: Any
+
+
+@dataclass(frozen=True)
+class SplitForm:
+    """What a program of `split_kernel` has: one split is all (`WHOLE`), query heads and columns, as powers of two.
+
+    BLOCK rows of keys are multiplied together, SCAN of the mask are looked at. `FROM_FIRST`: splits begin with the
+    first column that the mask shows, not with the cache.
+    """
+
+    WHOLE: bool
+    GROUPS: int
+    DIM: int
+    BLOCK: int
+    SCAN: int
+    FROM_FIRST: bool = False
+
+
+@triton.jit
+def split_kernel(
+    q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, split, strides, form: tl.constexpr
+):  # fmt: skip
+    """Over one split: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
+
+    Where one is all, out [B*H, D] is the attention, and weights are left alone.
     """
     arch.follow()
+    GROUPS: tl.constexpr = form.GROUPS
+    DIM: tl.constexpr = form.DIM
+    BLOCK: tl.constexpr = form.BLOCK
+    SCAN: tl.constexpr = form.SCAN
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    mask += batch * stride_mb
-    begin = part * stretch
-    if FROM_FIRST:
+    mask += batch * strides.mb
+    begin = part * split
+    if form.FROM_FIRST:
         begin = min(begin + _first_seen(mask, length, SCAN), length)
-    end = min(begin + stretch, length)
+    end = min(begin + split, length)
     # From the first column seen to the last, so that the loop over keys has no branch, and loads run ahead of it.
     first, beyond = end, begin
     for n in range(begin, end, SCAN):
@@ -81,18 +113,18 @@ def stretch_kernel(
         first = min(first, tl.min(tl.where(seen, columns, end), 0))
         beyond = max(beyond, tl.max(tl.where(seen, columns + 1, begin), 0))
     g = tl.arange(0, GROUPS)
-    q += batch * stride_qb + head * groups * stride_qh
-    query = _load(q, g, g < groups, stride_qh, dim, DIM)
+    q += batch * strides.qb + head * groups * strides.qh
+    query = _load(q, g, g < groups, strides.qh, dim, DIM)
     top = tl.full((GROUPS,), float("-inf"), tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
     acc = tl.zeros((GROUPS, DIM), tl.float32)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * strides.kb + head * strides.kh
+    v += batch * strides.vb + head * strides.vh
     for n in range(first, beyond, BLOCK):
         columns = n + tl.arange(0, BLOCK)
         seen = tl.load(mask + columns, mask=columns < beyond, other=0) != 0
-        keys = _load(k, columns, columns < beyond, stride_kn, dim, DIM)
-        values = _load(v, columns, columns < beyond, stride_vn, dim, DIM)
+        keys = _load(k, columns, columns < beyond, strides.kn, dim, DIM)
+        values = _load(v, columns, columns < beyond, strides.vn, dim, DIM)
         scores = arch.dot(query, keys.T, tl.zeros((GROUPS, BLOCK), tl.float32)) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))  # a number from the first block on: it begins with one that is seen
@@ -105,7 +137,7 @@ def stretch_kernel(
     place = ((batch * kv_heads + head) * groups + g) * parts + part
     there = g < groups
     d = tl.arange(0, DIM)
-    if WHOLE:
+    if form.WHOLE:
         acc = acc / total[:, None]
     else:
         tl.store(weights + place * 2, top, mask=there)
@@ -124,10 +156,10 @@ def _in_pairs(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def weigh_kernel(
-    stretches, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr, IN_PAIRS: tl.constexpr = False
+def combine_kernel(
+    splits, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr, IN_PAIRS: tl.constexpr = False
 ):
-    """out [B*H, D] from all stretches of a head, `COLUMNS` of it a program.
+    """out [B*H, D] from all splits of a head, `COLUMNS` of it a program.
 
     `IN_PAIRS`: neighbours are added first, so that it does not matter how many empty ones are behind the last.
     """
@@ -138,7 +170,7 @@ def weigh_kernel(
     top = tl.load(weights + (head * num_parts + p) * 2, mask=there, other=float("-inf"))
     total = tl.load(weights + (head * num_parts + p) * 2 + 1, mask=there, other=0.0)
     share = tl.exp(top - tl.max(top, 0))
-    sums = _load(stretches + head * num_parts * dim + d, p, there, dim, dim - d, COLUMNS)
+    sums = _load(splits + head * num_parts * dim + d, p, there, dim, dim - d, COLUMNS)
     arch.lead()
     if IN_PAIRS:
         lower = tl.zeros((COLUMNS, PARTS), tl.float32) + (total * share)[None, :]
@@ -160,14 +192,14 @@ def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, in
     return _BLOCK // 2, 1
 
 
-def stretches_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
-    """Into how many stretches each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
+def splits_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
+    """Into how many splits each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
 
     Of cuts that end together the finest, since a cache may be almost empty.
     """
     blocks = triton.cdiv(length, block)
-    stretch = triton.cdiv(blocks, _fastest_cut(pairs, blocks, multiprocessors)) * block
-    return triton.cdiv(length, stretch), stretch
+    split = triton.cdiv(blocks, _fastest_cut(pairs, blocks, multiprocessors)) * block
+    return triton.cdiv(length, split), split
 
 
 @lru_cache(1024)
@@ -200,26 +232,25 @@ def decode_attention(
     padded, rows = (max(16, triton.next_power_of_2(size)) for size in (dim, groups))  # what a product of tiles takes
     block, stages = pipeline_of(rows, padded * q.element_size(), platform.shared_bytes(q.device))
     if invariant:
-        parts, stretch = triton.cdiv(length, _STRETCH), _STRETCH
+        parts, split = triton.cdiv(length, _SPLIT), _SPLIT
     else:
-        parts, stretch = stretches_of(batch * kv_heads, length, block, platform.num_programs(q.device))
+        parts, split = splits_of(batch * kv_heads, length, block, platform.num_programs(q.device))
     whole = parts == 1 and not invariant
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
-    stretches = out if whole else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
-    stretch_kernel[(batch * kv_heads, parts)](
-        q, k, v, mask, stretches, weights, scale, length, groups, dim, kv_heads, stretch,
-        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask.stride(0),
-        WHOLE=whole, FROM_FIRST=invariant, GROUPS=rows, DIM=padded, BLOCK=block,
-        SCAN=min(_MOST_SCANNED, triton.next_power_of_2(stretch)), num_warps=_WARPS, num_stages=stages,
-        **platform.launch_options(q.device),
+    splits = out if whole else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
+    split_kernel[(batch * kv_heads, parts)](
+        q, k, v, mask, splits, weights, scale, length, groups, dim, kv_heads, split,
+        CacheStrides._make((*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], mask.stride(0))),
+        SplitForm(whole, rows, padded, block, min(_MOST_SCANNED, triton.next_power_of_2(split)), invariant),
+        num_warps=_WARPS, num_stages=stages, **platform.launch_options(q.device),
     )  # fmt: skip
     if not whole:
         held, columns = triton.next_power_of_2(parts), min(padded, _COLUMNS)
-        if invariant:  # stretches are many, and short: fewer programs, with more columns each
+        if invariant:  # splits are many, and short: fewer programs, with more columns each
             columns = max(columns, min(padded, _HELD // held))
-        weigh_kernel[(batch * heads, triton.cdiv(dim, columns))](
-            stretches, weights, out, parts, dim, PARTS=held, COLUMNS=columns, IN_PAIRS=invariant,
+        combine_kernel[(batch * heads, triton.cdiv(dim, columns))](
+            splits, weights, out, parts, dim, PARTS=held, COLUMNS=columns, IN_PAIRS=invariant,
             num_warps=1 if invariant and held * columns <= _OF_A_WARP else 4,
             **platform.launch_options(q.device, fused=not invariant),
         )  # fmt: skip

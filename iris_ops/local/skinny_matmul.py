@@ -31,6 +31,7 @@ import triton.language as tl
 
 from ..fp8 import linear as fp8
 from ..fp8 import skinny_stream, weight_stream
+from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 from ..recording import row_count
@@ -48,8 +49,7 @@ RINGS = {
 
 @triton.jit
 def skinny_matmul_kernel(
-    a, b, bias, squares, out, M, N, K, spans, eps, stride_am, stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
+    a, b, epilogue, out, M, N, K, spans, eps, stride_am, stride_bn, tile: tl.constexpr, GATED: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a [M, K] @ b [N, K].T + bias [N]. A program computes BLOCK_M rows of BLOCK_N columns.
@@ -59,12 +59,15 @@ def skinny_matmul_kernel(
     (`rmsnorm_epilogue.py`).
     """
     arch.follow()
-    FOLDED: tl.constexpr = TMA_A and len(a.block_shape) == 3
-    A = Matrix(a, M, K, stride_am, 1, TMA_A)
-    B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, TMA_B, True)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    bias, squares = epilogue.bias, epilogue.squares
+    A = Matrix(a, M, K, stride_am, 1)
+    B = Matrix(b, K, 2 * N if GATED else N, 1, stride_bn, True)
     row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     first = first_row(row, M, BLOCK_M)
-    r, own = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
+    r, own = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if squares is not None:  # they come while weights do
         s = tl.arange(0, SPANS)
@@ -76,26 +79,26 @@ def skinny_matmul_kernel(
             acc = arch.dot(B.load(k, col, BLOCK_K, BLOCK_N).T, rows, acc)
             up = arch.dot(B.load(k, N + col, BLOCK_K, BLOCK_N).T, rows, up)
     else:
-        acc = multiply_transposed(A, B, first, col, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc = multiply_transposed(A, B, first, col, K, tile)
     if squares is not None:
         factors = 1.0 / tl.sqrt(tl.sum(sums, 0) / K + eps)[None, :]
         acc, up = acc * factors, up * factors
     dtype: tl.constexpr = out.dtype.element_ty
-    product = _finished(acc, bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+    product = _finished(acc, bias, col, N, BLOCK_N, dtype)
     if GATED:
         gate = product.to(tl.float32)
-        up = _finished(up, bias + N if HAS_BIAS else bias, col, N, BLOCK_N, HAS_BIAS, dtype)
+        up = _finished(up, bias + N if bias is not None else bias, col, N, BLOCK_N, dtype)
         product = arch.round_to(gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32), dtype)
     arch.lead()
-    target, inside = Matrix(out, M, N, N, 1, False).places(r, col + tl.arange(0, BLOCK_N))
+    target, inside = Matrix(out, M, N, N, 1).places(r, col + tl.arange(0, BLOCK_N))
     tl.store(target, product, mask=inside & own[:, None])
 
 
 @device_function
-def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
     """The product [rows, BLOCK_N] of a transposed sum, with its bias, rounded."""
     product = acc.T
-    if HAS_BIAS:
+    if bias is not None:
         product = add_bias(product, bias, col, N, BLOCK_N)
     return arch.round_to(product, dtype)
 
@@ -232,14 +235,14 @@ def skinny_matmul(
     block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device), least)
     block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m, block_n)
     # by TMA fewer rows take as long or longer
-    a, tma_a = rows_operand(rows, (block_m, block_k)) if block_m == _BLOCKS[-1] else (rows, False)
-    b, tma_b = operand(weight, (block_n, block_k))
+    a = rows_operand(rows, (block_m, block_k))[0] if block_m == _BLOCKS[-1] else rows
+    b, _ = operand(weight, (block_n, block_k))
     # blocks that share weights follow each other
     grid = (triton.cdiv(M, block_m) if launched else 0, triton.cdiv(N, block_n))
     spans = 1 if squares is None else squares.shape[0]
     skinny_matmul_kernel[grid](
-        a, b, bias, squares, out, M, N, K, spans, eps, rows.stride(0), weight.stride(0), BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, HAS_BIAS=bias is not None, GATED=gated, TMA_A=tma_a, TMA_B=tma_b,
+        a, b, TileEpilogue(bias, squares=squares), out, M, N, K, spans, eps, rows.stride(0), weight.stride(0),
+        tile=Tile(block_m, block_n, block_k, B_TRANSPOSED=True), GATED=gated,
         SPANS=triton.next_power_of_2(spans), num_warps=_WARPS, num_stages=stages, **platform.launch_options(x.device),
     )  # fmt: skip
     return out

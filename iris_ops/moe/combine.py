@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import combine_of
+
 if TYPE_CHECKING:
     from ..planning.moe_problem import MoeProblem
     from .steps import Steps
@@ -19,10 +21,7 @@ _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
 
 
 @device_function
-def combined(
-    products, weights, shared, t, c, tokens, N, ld, stride_wt, stride_st, stride_sn, TOP_K: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-):  # fmt: skip
+def combined(products, combine, t, c, tokens, N, ld, TOP_K: tl.constexpr):
     """Tokens t, columns c: the sum over j of weights [t, j] * products [t * TOP_K + j], in order, and shared; fp32.
 
     `products`: [pairs, N], rows `ld` apart, which other programs may have written: they are not read through L1.
@@ -30,28 +29,29 @@ def combined(
     inside = (t < tokens)[:, None] & (c < N)[None, :]
     total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
     for j in tl.static_range(TOP_K):
-        factor = tl.load(weights + t.to(tl.int64) * stride_wt + j, mask=t < tokens, other=0.0).to(tl.float32)
+        factor = tl.load(combine.weights + t.to(tl.int64) * combine.stride_wt + j, mask=t < tokens, other=0.0).to(
+            tl.float32
+        )
         places = products + ((t.to(tl.int64) * TOP_K + j) * ld)[:, None] + c[None, :]
         total += factor[:, None] * tl.load(places, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if HAS_SHARED:
-        places = shared + (t.to(tl.int64) * stride_st)[:, None] + (c.to(tl.int64) * stride_sn)[None, :]
+    if combine.shared is not None:
+        down, across = t.to(tl.int64) * combine.stride_st, c.to(tl.int64) * combine.stride_sn
+        places = combine.shared + down[:, None] + across[None, :]
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def moe_combine_kernel(
-    products, weights, shared, out, tokens, N, ld, stride_wt, stride_st, stride_sn, stride_om, stride_on,
-    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    products, combine, out, tokens, N, ld, stride_om, stride_on, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N]: `combined`, rounded."""
     arch.follow()
     across = tl.cdiv(N, BLOCK_N)
     t = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = combined(
-        products, weights, shared, t, c, tokens, N, ld, stride_wt, stride_st, stride_sn, TOP_K, HAS_SHARED
-    )  # fmt: skip
+    total = combined(products, combine, t, c, tokens, N, ld, TOP_K)
     arch.lead()
     places = out + (t.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
     tl.store(places, arch.round_to(total, out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < N)[None, :])
@@ -63,10 +63,9 @@ def launch(
 ) -> None:  # fmt: skip
     block_m, block_n = _BLOCK[steps.ctx.device.type]
     args = dict(
-        products=products, weights=weights, shared=shared, out=out, tokens=problem.tokens, N=problem.N,
-        ld=products.stride(0), stride_wt=weights.stride(0), stride_om=out.stride(0), stride_on=out.stride(1),
-        stride_st=0 if shared is None else shared.stride(0), stride_sn=0 if shared is None else shared.stride(1),
-        TOP_K=problem.top_k, HAS_SHARED=shared is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        products=products, combine=combine_of(weights, shared), out=out, tokens=problem.tokens, N=problem.N,
+        ld=products.stride(0), stride_om=out.stride(0), stride_on=out.stride(1), TOP_K=problem.top_k, BLOCK_M=block_m,
+        BLOCK_N=block_n,
     )  # fmt: skip
     grid = (triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
     steps.launch(moe_combine_kernel, grid, args, num_warps=4, num_stages=1)

@@ -42,11 +42,11 @@ class Experts:
     TRANSPOSED: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, data, K, N, stride_e, stride_k, stride_n, TMA, TRANSPOSED):
+    def __init__(self, data, K, N, stride_e, stride_k, stride_n, TRANSPOSED):
         self.data = data
         self.K, self.N = known(K), known(N)
         self.stride_e, self.stride_k, self.stride_n = known(stride_e), known(stride_k), known(stride_n)
-        self.TMA, self.TRANSPOSED = known(TMA), known(TRANSPOSED)
+        self.TMA, self.TRANSPOSED = known(hasattr(data, "block_shape")), known(TRANSPOSED)
 
     @device_function
     def load(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -139,110 +139,120 @@ def pair_block(same, pair, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
         return tl.sum(tl.where(found, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
 
 
-@device_function
-def rows_of(a, r, own, k, K, stride_am, stride_ak, BLOCK_K: tl.constexpr):
-    """Rows r of a, from k on; zero where they are not `own`, or beyond K."""
-    c = k + tl.arange(0, BLOCK_K)
-    places = a + (r.to(tl.int64) * stride_am)[:, None] + (c.to(tl.int64) * stride_ak)[None, :]
-    return tl.load(places, mask=own[:, None] & (c < K)[None, :], other=0.0)
+@aggregate
+class PairRows:
+    """The rows `r` of A that a program multiplies, those of them that are its `own`."""
+
+    data: base_value
+    r: tl.tensor
+    own: tl.tensor
+    stride_row: base_value
+    stride_col: base_value
+
+    @triton.constexpr_function
+    def __init__(self, data, r, own, stride_row, stride_col):
+        self.data, self.r, self.own = data, r, own
+        self.stride_row, self.stride_col = known(stride_row), known(stride_col)
+
+    @device_function
+    def load(self, k, K, BLOCK_K: tl.constexpr):
+        """From column k on; zero where they are not the program's own, or beyond K."""
+        c = k + tl.arange(0, BLOCK_K)
+        across = (c.to(tl.int64) * self.stride_col)[None, :]
+        places = self.data + (self.r.to(tl.int64) * self.stride_row)[:, None] + across
+        return tl.load(places, mask=self.own[:, None] & (c < K)[None, :], other=0.0)
 
 
 @device_function
-def product(
-    a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Rows r of a, where they are `own`, by columns from `col` on of an expert's weight: [BLOCK_M, BLOCK_N] in fp32."""
+def product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`rows` by columns from `col` on of an expert's weight: [BLOCK_M, BLOCK_N] in fp32."""
+    BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64 and BLOCK_N >= 64:  # the tensor cores' rows are full however few rows A has
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
         return acc.T
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), acc)
         return acc
 
 
 @device_function
-def halves_product(
-    a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def halves_product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """(gate, up) of columns from `col` on, both of which one instruction multiplies."""
+    BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64:
         acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
     else:
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(x, B.halves(expert, k, col, BLOCK_K, BLOCK_N), acc)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     return gate, up
 
 
 @device_function
-def two_products(
-    a, r, own, stride_am, stride_ak, B, expert, col, up_col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def two_products(rows, B, expert, col, up_col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """As `product`, by columns from `col` on and by those from `up_col` on: both read each block of rows once."""
+    BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64 and BLOCK_N >= 64:
         gate, up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K).T
+            x = rows.load(k, B.K, BLOCK_K).T
             gate = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, gate)
             up = arch.dot(B.load(expert, k, up_col, BLOCK_K, BLOCK_N).T, x, up)
         return gate.T, up.T
     else:
         gate, up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
-            x = rows_of(a, r, own, k, B.K, stride_am, stride_ak, BLOCK_K)
+            x = rows.load(k, B.K, BLOCK_K)
             gate = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), gate)
             up = arch.dot(x, B.load(expert, k, up_col, BLOCK_K, BLOCK_N), up)
         return gate, up
 
 
 @device_function
-def bias_of(bias, expert, stride_bias, c, cols):
-    """An expert's bias of columns c, in fp32; zero beyond `cols`."""
-    return tl.load(bias + expert.to(tl.int64) * stride_bias + c, mask=c < cols, other=0.0).to(tl.float32)
+def bias_of(bias, expert, c, cols, first=0):
+    """An expert's bias of columns c from `first` on, in fp32; zero beyond `cols`."""
+    return tl.load(bias.data + first + expert.to(tl.int64) * bias.stride + c, mask=c < cols, other=0.0).to(tl.float32)
 
 
 @device_function
-def activated(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
+def activated(x, activation: tl.constexpr):
     """`Activation.kind` of fp32 x."""
-    if KIND == "silu":
-        return x / (1.0 + tl.exp(-ALPHA * x))
-    elif KIND == "gelu":
+    if activation.kind == "silu":
+        return x / (1.0 + tl.exp(-activation.alpha * x))
+    elif activation.kind == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u)
+    elif activation.kind == "gelu_tanh":  # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u)
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
-        tl.static_assert(KIND == "relu2")
+        tl.static_assert(activation.kind == "relu2")
         positive = tl.maximum(x, 0.0)
         return positive * positive
 
 
 @device_function
-def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+def gated(gate, up, activation: tl.constexpr):
     """`Activation` of both halves, in fp32. NaN stays NaN."""
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return activated(gate, KIND, ALPHA) * (up + SHIFT)
+    if activation.limit is not None:
+        gate = tl.minimum(gate, activation.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -activation.limit, activation.limit, propagate_nan=tl.PropagateNan.ALL)
+    return activated(gate, activation) * (up + activation.shift)
 
 
 @device_function
-def ungated(x, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def ungated(x, activation: tl.constexpr):
     """`Activation` where experts have no gate, in fp32."""
-    if LIMIT is not None:
-        x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return activated(x, KIND, ALPHA)
+    if activation.limit is not None:
+        x = tl.minimum(x, activation.limit, propagate_nan=tl.PropagateNan.ALL)
+    return activated(x, activation)

@@ -18,9 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.arguments import Tile, World
+from .arguments import GroupedForm, choice_of, strides_of
+from .arguments import bias_of as expert_bias
 from .grouped import (
     LEAST_PAIRS,
     Experts,
+    PairRows,
     bias_of,
     check_pairs,
     gated,
@@ -46,83 +50,74 @@ if TYPE_CHECKING:
 
 @device_function
 def _tile(
-    a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om, stride_on,
-    KIND: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    rows, B, bias, out, expert, pair, col, N, stride_om, stride_on, tile: tl.constexpr, form: tl.constexpr,
+    activation: tl.constexpr,
 ):  # fmt: skip
     """One block of an expert's pairs, columns of the result from `col` on."""
-    r, c = pair // divisor, col + tl.arange(0, BLOCK_N)
-    if GATE == "halves":
-        if TOGETHER:
-            gate, up = halves_product(
-                a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M, BLOCK_N, BLOCK_K
-            )  # fmt: skip
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    c = col + tl.arange(0, BLOCK_N)
+    if form.GATE == "halves":
+        if form.TOGETHER:
+            gate, up = halves_product(rows, B, expert, col, BLOCK_N, BLOCK_K)
         else:
-            gate, up = two_products(
-                a, r, own, stride_am, stride_ak, B, expert, col, N + col, BLOCK_M, BLOCK_N, BLOCK_K
-            )  # fmt: skip
-        if HAS_BIAS:
-            gate += bias_of(bias, expert, stride_bias, c, N)[None, :]
-            up += bias_of(bias + N, expert, stride_bias, c, N)[None, :]
-        value = gated(gate, up, KIND, ALPHA, LIMIT, SHIFT)
-    elif GATE == "turns":
-        both = product(a, r, own, stride_am, stride_ak, B, expert, 2 * col, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
-        if HAS_BIAS:
-            both += bias_of(bias, expert, stride_bias, 2 * col + tl.arange(0, 2 * BLOCK_N), 2 * N)[None, :]
+            gate, up = two_products(rows, B, expert, col, N + col, BLOCK_N, BLOCK_K)
+        if bias.data is not None:
+            gate += bias_of(bias, expert, c, N)[None, :]
+            up += bias_of(bias, expert, c, N, N)[None, :]
+        value = gated(gate, up, activation)
+    elif form.GATE == "turns":
+        both = product(rows, B, expert, 2 * col, 2 * BLOCK_N, BLOCK_K)
+        if bias.data is not None:
+            both += bias_of(bias, expert, 2 * col + tl.arange(0, 2 * BLOCK_N), 2 * N)[None, :]
         gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
-        value = gated(gate, up, KIND, ALPHA, LIMIT, SHIFT)
+        value = gated(gate, up, activation)
     else:
-        value = product(a, r, own, stride_am, stride_ak, B, expert, col, BLOCK_M, BLOCK_N, BLOCK_K)
-        if HAS_BIAS:
-            value += bias_of(bias, expert, stride_bias, c, N)[None, :]
-        if KIND is not None:
-            value = ungated(value, KIND, ALPHA, LIMIT)
+        value = product(rows, B, expert, col, BLOCK_N, BLOCK_K)
+        if bias.data is not None:
+            value += bias_of(bias, expert, c, N)[None, :]
+        if activation is not None:
+            value = ungated(value, activation)
     places = out + (pair.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
-    tl.store(places, arch.round_to(value, out.dtype.element_ty), mask=own[:, None] & (c < N)[None, :])
+    tl.store(places, arch.round_to(value, out.dtype.element_ty), mask=rows.own[:, None] & (c < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "divisor", "blocks"])
 def moe_matmul_kernel(
-    a, b, bias, chosen, order, offsets, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, stride_am, stride_ak,
-    stride_be, stride_bk, stride_bn, stride_bias, stride_om, stride_on, KIND: tl.constexpr, GATE: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, SORTED: tl.constexpr, SEARCHED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, TMA_B: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+    a, b, bias, choice, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, strides, tile: tl.constexpr,
+    form: tl.constexpr, activation: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
 
-    SORTED: by order and offsets (`routing.py`), as many `blocks` at most; else by chosen [pairs]. SEARCHED: experts or
-    pairs, as a power of two. GATE: "halves", "turns" or None; KIND: None for no activation. TOGETHER: a tile's columns
-    of gate and of up, in halves, are loaded as one.
+    `blocks`: of rows, at most, where pairs are sorted. `activation`: an `Activation`, or None for the product.
     """
     arch.follow()
-    wide = 2 * N if GATE is not None else N
-    B = Experts(b, K, wide, stride_be, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    GROUP_M: tl.constexpr = tile.GROUP_M
+    SEARCHED: tl.constexpr = form.SEARCHED
+    wide = 2 * N if form.GATE is not None else N
+    B = Experts(b, K, wide, strides.be, strides.bk, strides.bn, tile.B_TRANSPOSED)
     across = tl.cdiv(N, BLOCK_N)
-    if SORTED:
+    if form.SORTED:
         # neighbours share columns of the weight, GROUP_M blocks of rows at a time
         group = tl.program_id(0) // (GROUP_M * across)
         high = tl.minimum(blocks - group * GROUP_M, GROUP_M)
         within = tl.program_id(0) % (GROUP_M * across)
         block, col = group * GROUP_M + within % high, within // high * BLOCK_N
-        expert, pair, own = sorted_block(order, offsets, block, experts, BLOCK_M, SEARCHED)
+        expert, pair, own = sorted_block(choice.order, choice.offsets, block, experts, BLOCK_M, SEARCHED)
         if expert < experts:
-            _tile(
-                a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            rows = PairRows(a, pair // divisor, own, strides.am, strides.ak)
+            _tile(rows, B, bias, out, expert, pair, col, N, strides.om, strides.on, tile, form, activation)
     else:
         which, col = tl.program_id(0) // across, tl.program_id(0) % across * BLOCK_N
-        expert, count, same = same_expert(chosen, which, pairs, experts, SEARCHED)
+        expert, count, same = same_expert(choice.chosen, which, pairs, experts, SEARCHED)
         for first in range(0, count, BLOCK_M):
             pair, own = pair_block(same, which, first, BLOCK_M, SEARCHED)
-            _tile(
-                a, B, bias, out, expert, pair, own, col, divisor, N, stride_am, stride_ak, stride_bias, stride_om,
-                stride_on, KIND, GATE, ALPHA, LIMIT, SHIFT, HAS_BIAS, TOGETHER, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
+            rows = PairRows(a, pair // divisor, own, strides.am, strides.ak)
+            _tile(rows, B, bias, out, expert, pair, col, N, strides.om, strides.on, tile, form, activation)
+        check_pairs(ctx_ptr, choice.chosen, pairs, experts, SEARCHED, world.WORLD_SIZE, world.WAITER)
     arch.lead()
 
 
@@ -132,14 +127,13 @@ def arguments(
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
     """The grid and the arguments of `moe_matmul_kernel`. A plain tensor as `routing`: of few pairs, not sorted."""
     by_sorting = not isinstance(routing, torch.Tensor)
-    chosen = routing if isinstance(routing, torch.Tensor) else routing.chosen
     block_n = config.block_n // 2 if problem.gated else config.block_n  # the tile of the product is `config`'s
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
     gate = None if not problem.gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
     halves = problem.N if gate == "halves" else 0
     together = bool(halves) and _together(config.block_m, block_n, B, halves)
-    b, tma, transposed = weights_operand(B, width, config.block_k, halves, together)
+    b, _, transposed = weights_operand(B, width, config.block_k, halves, together)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
     elif problem.tokens == 1:
@@ -147,18 +141,12 @@ def arguments(
     else:
         searched = max(LEAST_PAIRS.value, triton.next_power_of_2(problem.pairs))
     args = dict(
-        a=A, b=b, bias=bias, chosen=chosen, out=out, ctx_ptr=ctx.get_device_context(),
-        order=chosen if isinstance(routing, torch.Tensor) else routing.rows,
-        offsets=chosen if isinstance(routing, torch.Tensor) else routing.offsets,
+        a=A, b=b, bias=expert_bias(bias), choice=choice_of(routing), out=out, ctx_ptr=ctx.get_device_context(),
         pairs=problem.pairs, experts=problem.experts, divisor=1 if problem.reduces else problem.top_k, blocks=blocks,
-        N=problem.N, K=problem.K, stride_am=A.stride(0), stride_ak=A.stride(1), stride_be=B.stride(0),
-        stride_bk=B.stride(1), stride_bn=B.stride(2), stride_bias=0 if bias is None else bias.stride(0),
-        stride_om=out.stride(0), stride_on=out.stride(1), KIND=activation and activation.kind, GATE=gate,
-        ALPHA=activation.alpha if activation else 1.0, LIMIT=activation and activation.limit,
-        SHIFT=activation.shift if activation else 0.0, SORTED=by_sorting,
-        SEARCHED=searched, HAS_BIAS=bias is not None, TOGETHER=together, TMA_B=tma,
-        B_TRANSPOSED=transposed, BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
+        N=problem.N, K=problem.K, strides=strides_of(A, B, out),
+        tile=Tile(config.block_m, block_n, config.block_k, config.group_m, transposed),
+        form=GroupedForm(by_sorting, searched, gate, together), activation=activation,
+        world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     return (blocks * triton.cdiv(problem.N, block_n), 1, 1), args
 

@@ -27,12 +27,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.arguments import World
 from ..kernels.lamport_matmul import sum_own_part
 from ..kernels.lamport_steps import exchange_of
+from ..kernels.launching import lamport_memory
+from ..kernels.sum_orders import RankOrder
 from ..kernels.tiles import Matrix
 from ..planning.moe_ways import exchange_form, tokens_at_once
-from ..planning.workspace_size import exchange_ld
 from . import grouped_matmul
+from .arguments import combine_of
 from .combine import combined
 
 if TYPE_CHECKING:
@@ -49,28 +52,24 @@ _BLOCK = {"cuda": (8, 256, 2), "cpu": (64, 256, 1)}
 
 @triton.jit(do_not_specialize=["tokens", "part_rows"])
 def moe_lamport_combine_kernel(
-    products, weights, shared, out, staging, sync, ctx_ptr, tokens, N, stride_pm, stride_wt, stride_st, stride_sn,
-    stride_om, stride_on, part_rows, ld, half_elements, TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr,
-    EXCHANGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WAITER: tl.constexpr,
+    products, combine, out, lamport, sync, ctx_ptr, tokens, N, stride_pm, stride_om, stride_on, part_rows,
+    TOP_K: tl.constexpr, EXCHANGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """products [tokens * TOP_K, N]; staging: [2 buffers] as `lamport_steps.py` says; sync: [epoch, finished]."""
+    """products [tokens * TOP_K, N]; lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
     arch.follow()
     dtype: tl.constexpr = out.dtype.element_ty
     TO_OWNERS: tl.constexpr = EXCHANGE != "all"
     rank, epoch = tl.load(ctx_ptr).to(tl.int32), tl.load(sync) + 1
-    ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
-    bases = load_bases(ctx_ptr, WORLD_SIZE)
-    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, part_rows, N, ld, WAITER)
-    C = Matrix(out, tokens, N, stride_om, stride_on, False)
+    ctx = DeviceContext.initialize(ctx_ptr, rank, world.WORLD_SIZE)
+    bases = load_bases(ctx_ptr, world.WORLD_SIZE)
+    exchange = exchange_of(ctx, bases, epoch, lamport, part_rows, world.WAITER)
+    C = Matrix(out, tokens, N, stride_om, stride_on)
     across = tl.cdiv(N, BLOCK_N)
     count = tl.cdiv(tokens, BLOCK_M) * across
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
         c = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = combined(
-            products, weights, shared, t, c, tokens, N, stride_pm, stride_wt, stride_st, stride_sn, TOP_K, HAS_SHARED
-        )  # fmt: skip
+        total = combined(products, combine, t, c, tokens, N, stride_pm, TOP_K)
         values = without_sentinel(total, dtype)
         if TO_OWNERS:
             exchange.send_to_owners(values, t, c, t < tokens, tokens, N, False)
@@ -83,12 +82,12 @@ def moe_lamport_combine_kernel(
     arch.lead()
     advance(sync, epoch)
     if TO_OWNERS:
-        sum_own_part(exchange, weights, C, BLOCK_M, BLOCK_N, False, False, TO_ALL=EXCHANGE == "owners")
+        sum_own_part(exchange, RankOrder(), None, C, BLOCK_M, BLOCK_N, False, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for tile in range(tl.program_id(0), count, tl.num_programs(0)):
             t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
             c = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = (t < tokens)[:, None] & (c < ld)[None, :]
+            mask = (t < tokens)[:, None] & (c < lamport.ld)[None, :]
             target, inside = C.places(t, c)
             if TO_OWNERS:
                 total = exchange.take_sums(t, c, mask, dtype)
@@ -126,15 +125,13 @@ def _launch_sums(
     """Of the tokens that have `weights`."""
     device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
     block_m, block_n, beside = _BLOCK[device.type]
-    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     args = dict(
-        products=products, weights=weights, shared=shared, out=out, staging=values, sync=workspace.exchange_sync,
+        products=products, combine=combine_of(weights, shared), out=out,
+        lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         ctx_ptr=steps.ctx.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
-        stride_wt=weights.stride(0), stride_st=0 if shared is None else shared.stride(0),
-        stride_sn=0 if shared is None else shared.stride(1), stride_om=out.stride(0), stride_on=out.stride(1),
-        part_rows=tokens if form == "all" else -(-tokens // problem.world_size), ld=exchange_ld(problem.N),
-        half_elements=values.numel() // 2, TOP_K=problem.top_k, HAS_SHARED=shared is not None, EXCHANGE=form,
-        BLOCK_M=block_m, BLOCK_N=block_n, WORLD_SIZE=problem.world_size, WAITER=WAITERS.index(problem.op),
+        stride_om=out.stride(0), stride_on=out.stride(1),
+        part_rows=tokens if form == "all" else -(-tokens // problem.world_size), TOP_K=problem.top_k, EXCHANGE=form,
+        BLOCK_M=block_m, BLOCK_N=block_n, world=World(problem.world_size, WAITERS.index(problem.op)),
     )  # fmt: skip
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
     grid = (min(tiles, beside * platform.num_programs(device)), 1, 1)

@@ -30,9 +30,11 @@ import triton
 import triton.language as tl
 
 from ..kernels.lamport_steps import exchange_of
+from ..kernels.launching import lamport_memory
 from ..planning.workspace_size import exchange_ld
+from .arguments import Between, DownForm, combine_of, strides_of
 from .combine import combined
-from .grouped import Experts, bias_of, check_pairs, pair_block, product, same_expert, sorted_block
+from .grouped import Experts, PairRows, bias_of, check_pairs, pair_block, product, same_expert, sorted_block
 from .grouped_matmul import arguments
 
 if TYPE_CHECKING:
@@ -49,20 +51,21 @@ _TOKENS = 16  # that are added up at once
 
 @triton.jit(do_not_specialize=["pairs", "experts", "blocks", "tokens"])
 def moe_lamport_down_kernel(
-    a, b, bias, chosen, order, offsets, products, counts, weights, shared, out, staging, sync, ctx_ptr, pairs, experts,
-    blocks, tokens, N, K, stride_am, stride_ak, stride_be, stride_bk, stride_bn, stride_bias, stride_wt, stride_st,
-    stride_sn, stride_om, stride_on, ld, half_elements, TOP_K: tl.constexpr, SORTED: tl.constexpr,
-    SEARCHED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, ONE_TILE: tl.constexpr,
-    TMA_B: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+    a, b, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K, strides,
+    tile: tl.constexpr, form: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """products [pairs, ld]: in between; counts: int32, zero, one for each block of columns. `blocks`: of rows, at most.
-
-    SORTED, SEARCHED: as in `moe_matmul_kernel`. ONE_TILE: all tokens are added up at once, this rank's sums then stay
-    in registers. staging: [2 buffers] as `lamport_steps.py` says; sync: [epoch, finished].
-    """
+    """`blocks`: of rows, at most. lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
     arch.follow()
-    B = Experts(b, K, N, stride_be, stride_bk, stride_bn, TMA_B, B_TRANSPOSED)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_T: tl.constexpr = form.BLOCK_T
+    SORTED: tl.constexpr = form.SORTED
+    SEARCHED: tl.constexpr = form.SEARCHED
+    ONE_TILE: tl.constexpr = form.ONE_TILE
+    WORLD_SIZE: tl.constexpr = world.WORLD_SIZE
+    WAITER: tl.constexpr = world.WAITER
+    products, counts, ld = between.products, between.counts, lamport.ld
+    B = Experts(b, K, N, strides.be, strides.bk, strides.bn, tile.B_TRANSPOSED)
     dtype: tl.constexpr = out.dtype.element_ty
     own_rank = (tl.load(ctx_ptr), tl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
@@ -70,21 +73,22 @@ def moe_lamport_down_kernel(
     c = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     expert, count = 0, 0
     if SORTED:
-        expert, pair, own = sorted_block(order, offsets, which, experts, BLOCK_M, SEARCHED)
+        expert, pair, own = sorted_block(choice.order, choice.offsets, which, experts, BLOCK_M, SEARCHED)
         count = tl.where(expert < experts, 1, 0)
     else:
-        expert, rows, same = same_expert(chosen, which, pairs, experts, SEARCHED)
+        expert, rows, same = same_expert(choice.chosen, which, pairs, experts, SEARCHED)
         count = tl.cdiv(rows, BLOCK_M)
     for turn in range(count):
         if not SORTED:
             pair, own = pair_block(same, which, turn * BLOCK_M, BLOCK_M, SEARCHED)
-        value = product(a, pair, own, stride_am, stride_ak, B, expert, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, BLOCK_K)
-        if HAS_BIAS:
-            value += bias_of(bias, expert, stride_bias, c, N)[None, :]
+        rows_of_pairs = PairRows(a, pair, own, strides.am, strides.ak)
+        value = product(rows_of_pairs, B, expert, tile_n * BLOCK_N, BLOCK_N, tile.BLOCK_K)
+        if bias.data is not None:
+            value += bias_of(bias, expert, c, N)[None, :]
         places = products + (pair.to(tl.int64) * ld)[:, None] + c[None, :]
         tl.store(places, arch.round_to(value, dtype), mask=own[:, None] & (c < N)[None, :])
     if not SORTED:
-        check_pairs(ctx_ptr, chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
+        check_pairs(ctx_ptr, choice.chosen, pairs, experts, SEARCHED, WORLD_SIZE, WAITER)
     arch.lead()
     arch.drain_stores()
     tl.debug_barrier()
@@ -93,14 +97,12 @@ def moe_lamport_down_kernel(
         my_rank, last_epoch = settled(own_rank)
         rank, epoch, bases = my_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
         ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
-        exchange = exchange_of(ctx, bases, epoch, staging, half_elements, tokens, N, ld, WAITER)
-        kept = tl.zeros((BLOCK_T, BLOCK_N), staging.dtype.element_ty)
+        exchange = exchange_of(ctx, bases, epoch, lamport, tokens, WAITER)
+        kept = tl.zeros((BLOCK_T, BLOCK_N), lamport.staging.dtype.element_ty)
         turns = 1 if ONE_TILE else tl.cdiv(tokens, BLOCK_T)
         for turn in range(turns):
             t = turn * BLOCK_T + tl.arange(0, BLOCK_T)
-            total = combined(
-                products, weights, shared, t, c, tokens, N, ld, stride_wt, stride_st, stride_sn, TOP_K, HAS_SHARED
-            )  # fmt: skip
+            total = combined(products, combine, t, c, tokens, N, ld, form.TOP_K)
             kept = without_sentinel(total, dtype)
             exchange.send_tile(kept, t, c, t < tokens, N, TO_SELF=not ONE_TILE)
         advance(sync, epoch, tl.num_programs(0) // blocks)
@@ -109,7 +111,7 @@ def moe_lamport_down_kernel(
             mask = (t < tokens)[:, None] & (c < ld)[None, :]
             mine = unwrapped(kept, dtype) if ONE_TILE else None
             total, _ = exchange.sum_all(exchange.places(t, c), mask, dtype, mine)
-            places = out + (t.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
+            places = out + (t.to(tl.int64) * strides.om)[:, None] + (c.to(tl.int64) * strides.on)[None, :]
             tl.store(places, arch.round_to(total, dtype), mask=(t < tokens)[:, None] & (c < N)[None, :])
 
 
@@ -124,15 +126,14 @@ def launch(
     products = workspace.local("moe products", problem.pairs * ld * size).view(problem.dtype).view(problem.pairs, ld)
     once = bias if ctx.cur_rank == 0 else None
     _, known = arguments(ctx, problem, config, products, A, B, where, once, None, False)
-    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     across = triton.cdiv(problem.N, config.block_n)
     known |= dict(
-        products=products, counts=workspace.local("moe counts", 4 * across).view(torch.int32), weights=weights,
-        shared=shared, out=out, staging=values, sync=workspace.exchange_sync, tokens=problem.tokens,
-        stride_wt=weights.stride(0), stride_st=0 if shared is None else shared.stride(0),
-        stride_sn=0 if shared is None else shared.stride(1), stride_om=out.stride(0), stride_on=out.stride(1), ld=ld,
-        half_elements=values.numel() // 2, TOP_K=problem.top_k, HAS_SHARED=shared is not None,
-        ONE_TILE=problem.tokens <= _TOKENS, BLOCK_T=_TOKENS,
+        between=Between(products, workspace.local("moe counts", 4 * across).view(torch.int32)),
+        combine=combine_of(weights, shared), out=out, lamport=lamport_memory(workspace, problem.dtype, problem.N),
+        sync=workspace.exchange_sync, tokens=problem.tokens, strides=strides_of(A, B, out),
+        form=DownForm(
+            known["form"].SORTED, known["form"].SEARCHED, problem.top_k, problem.tokens <= _TOKENS, _TOKENS
+        ),
     )  # fmt: skip
     args = {name: known[name] for name in moe_lamport_down_kernel.arg_names}
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)

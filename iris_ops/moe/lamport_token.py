@@ -27,8 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.arguments import World
 from ..kernels.lamport_steps import exchange_of
-from ..planning.workspace_size import exchange_ld
+from ..kernels.launching import lamport_memory
+from .arguments import TokenForm, bias_of, choice_of, combine_of, strides_of
 from .grouped import check_pairs
 
 if TYPE_CHECKING:
@@ -41,58 +43,62 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_lamport_token_kernel(
-    a, b, bias, chosen, weights, shared, out, staging, sync, ctx_ptr, experts, N, K, stride_am, stride_ak, stride_be,
-    stride_bk, stride_bn, stride_bias, stride_sn, stride_on, ld, half_elements, TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+    a, b, bias, chosen, combine, out, lamport, sync, ctx_ptr, experts, N, K, strides, form: tl.constexpr,
+    world: tl.constexpr,
 ):  # fmt: skip
     """out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) + shared.
 
-    CHOICES: TOP_K, as a power of two. staging: [2 buffers] as `lamport_steps.py` says; sync: [epoch, finished].
+    lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished].
     """
     arch.follow()
+    TOP_K: tl.constexpr = form.TOP_K
+    CHOICES: tl.constexpr = form.CHOICES
+    BLOCK_N: tl.constexpr = form.BLOCK_N
+    BLOCK_K: tl.constexpr = form.BLOCK_K
+    WORLD_SIZE: tl.constexpr = world.WORLD_SIZE
+    WAITER: tl.constexpr = world.WAITER
     dtype: tl.constexpr = out.dtype.element_ty
     own_rank = (tl.load(ctx_ptr), tl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     j, c = tl.arange(0, CHOICES), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(chosen + j, mask=j < TOP_K, other=-1)
     valid = (expert >= 0) & (expert < experts)
-    of_expert = (tl.where(valid, expert, 0).to(tl.int64) * stride_be)[:, None, None]
-    columns = b + of_expert + (c.to(tl.int64) * stride_bn)[None, :, None]
+    of_expert = (tl.where(valid, expert, 0).to(tl.int64) * strides.be)[:, None, None]
+    columns = b + of_expert + (c.to(tl.int64) * strides.bn)[None, :, None]
     wanted = valid[:, None, None] & (c < N)[None, :, None]
     acc = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for first in tl.range(0, K, BLOCK_K, num_stages=form.STAGES):
         k = first + tl.arange(0, BLOCK_K)
         y = tl.load(
-            columns + (k.to(tl.int64) * stride_bk)[None, None, :], mask=wanted & (k < K)[None, None, :], other=0.0
+            columns + (k.to(tl.int64) * strides.bk)[None, None, :], mask=wanted & (k < K)[None, None, :], other=0.0
         )
-        places = a + (j.to(tl.int64) * stride_am)[:, None] + (k.to(tl.int64) * stride_ak)[None, :]
+        places = a + (j.to(tl.int64) * strides.am)[:, None] + (k.to(tl.int64) * strides.ak)[None, :]
         x = tl.load(places, mask=(j < TOP_K)[:, None] & (k < K)[None, :], other=0.0)
         acc += x.to(tl.float32)[:, None, :] * y.to(tl.float32)
     products = tl.sum(acc, 2)
-    if HAS_BIAS:
-        places = bias + (tl.where(valid, expert, 0).to(tl.int64) * stride_bias)[:, None] + c[None, :]
+    if bias.data is not None:
+        places = bias.data + (tl.where(valid, expert, 0).to(tl.int64) * bias.stride)[:, None] + c[None, :]
         products += tl.load(places, mask=valid[:, None] & (c < N)[None, :], other=0.0).to(tl.float32)
     products = arch.round_to(products, dtype).to(tl.float32)
-    factors = tl.load(weights + j, mask=j < TOP_K, other=0.0).to(tl.float32)
+    factors = tl.load(combine.weights + j, mask=j < TOP_K, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for i in tl.static_range(TOP_K):  # in order; a sum over all of which one is not zero is that one
         total += tl.sum(tl.where(j == i, factors, 0.0), 0) * tl.sum(tl.where((j == i)[:, None], products, 0.0), 0)
-    if HAS_SHARED:
-        total += tl.load(shared + c.to(tl.int64) * stride_sn, mask=c < N, other=0.0).to(tl.float32)
+    if combine.shared is not None:
+        total += tl.load(combine.shared + c.to(tl.int64) * combine.stride_sn, mask=c < N, other=0.0).to(tl.float32)
     my_rank, last_epoch = settled(own_rank)
     rank, epoch, bases = my_rank.to(tl.int32), last_epoch + 1, settled(all_bases)
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
-    exchange = exchange_of(ctx, bases, epoch, staging, half_elements, 1, N, ld, WAITER)
+    exchange = exchange_of(ctx, bases, epoch, lamport, 1, WAITER)
     t = tl.arange(0, 1)
     values = without_sentinel(total, dtype)[None, :]
     exchange.send_tile(values, t, c, t < 1, N, TO_SELF=False)
     arch.lead()
     check_pairs(ctx_ptr, chosen, TOP_K, experts, 1, WORLD_SIZE, WAITER)
     advance(sync, epoch)
-    mask = (t < 1)[:, None] & (c < ld)[None, :]
+    mask = (t < 1)[:, None] & (c < lamport.ld)[None, :]
     total, _ = exchange.sum_all(exchange.places(t, c), mask, dtype, unwrapped(values, dtype))
-    places = out + (c.to(tl.int64) * stride_on)[None, :]
+    places = out + (c.to(tl.int64) * strides.on)[None, :]
     tl.store(places, arch.round_to(total, dtype), mask=(c < N)[None, :])
 
 
@@ -103,18 +109,16 @@ def launch(
 ) -> None:  # fmt: skip
     """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
     ctx = steps.ctx
-    chosen = where if isinstance(where, torch.Tensor) else where.chosen
-    values = workspace.exchange.view(torch.int32 if problem.dtype == torch.float32 else torch.int16)
     once = bias if ctx.cur_rank == 0 else None
     args = dict(
-        a=A, b=B, bias=once, chosen=chosen, weights=weights, shared=shared, out=out, staging=values,
-        sync=workspace.exchange_sync, ctx_ptr=ctx.get_device_context(), experts=problem.experts, N=problem.N,
-        K=problem.K, stride_am=A.stride(0), stride_ak=A.stride(1), stride_be=B.stride(0), stride_bk=B.stride(1),
-        stride_bn=B.stride(2), stride_bias=0 if once is None else once.stride(0),
-        stride_sn=0 if shared is None else shared.stride(1), stride_on=out.stride(1), ld=exchange_ld(problem.N),
-        half_elements=values.numel() // 2, TOP_K=problem.top_k, CHOICES=triton.next_power_of_2(problem.top_k),
-        HAS_BIAS=once is not None, HAS_SHARED=shared is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        STAGES=config.num_stages, WORLD_SIZE=ctx.num_ranks, WAITER=WAITERS.index(problem.op),
+        a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,
+        lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
+        ctx_ptr=ctx.get_device_context(), experts=problem.experts, N=problem.N, K=problem.K,
+        strides=strides_of(A, B, out),
+        form=TokenForm(
+            problem.top_k, triton.next_power_of_2(problem.top_k), config.block_n, config.block_k, config.num_stages
+        ),
+        world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = (triton.cdiv(problem.N, config.block_n), 1, 1)
     steps.launch(moe_lamport_token_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

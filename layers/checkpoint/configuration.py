@@ -27,6 +27,8 @@ from .files import Checkpoint
 from .folder import CONFIG, read_json
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of models that generate text; the first is taken where a configuration names no architecture.
+_AUTO_CLASSES = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
 _GENERATION_CONFIG = "generation_config.json"
 _LAYERS, _COUNTS = re.compile("layers?$"), re.compile("^(num|n)_")
 _MOST_COUNTED = 100_000  # of anything in a model but its layers
@@ -77,7 +79,7 @@ def empty_model(
     folder: Path, raw: dict[str, Any], checkpoint: Checkpoint, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> nn.Module:
     """The model on meta, in `dtype`: by default the configuration's, else the files', as transformers has it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     check_counts(raw, len(checkpoint))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -85,13 +87,14 @@ def empty_model(
         raise CheckpointError(f"a {type(config).__name__} has weights in {name}, too, which is not read")
     if not trust_remote_code:
         _refuse_kernels(config)
-    dtype = dtype or _used(config, AutoModelForCausalLM).dtype or checkpoint.dtype() or torch.float32
+    auto = _auto_class(config)
+    dtype = dtype or _used(config, auto).dtype or checkpoint.dtype() or torch.float32
     if dtype not in DTYPES:
         raise CheckpointError(
             f"the configuration's dtype is {dtype}: pass dtype=torch.float32, or another that is served"
         )
     with torch.device("meta"), _no_more_parameters(4 * len(checkpoint) + _SPARE_PARAMETERS):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     check_version(model)
     _keep_in_float32(model, dtype)
     computed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
@@ -120,6 +123,22 @@ def _refuse_kernels(config: Any) -> None:
 def _is_fetched(name: str) -> bool:
     package = _FLASH.get(name.removeprefix("paged|"))
     return package is not None and not importlib.util.find_spec(package.partition(".")[0])
+
+
+def _auto_class(config: Any) -> Any:
+    """The auto class of transformers that has the architecture which `config` names, else one that knows its type.
+
+    A type may have several models that generate text: BART's has a decoder alone, and an encoder with a decoder.
+    """
+    import transformers
+
+    classes = [getattr(transformers, name) for name in _AUTO_CLASSES if hasattr(transformers, name)]
+    known = [(each, each._model_mapping[type(config)]) for each in classes if type(config) in each._model_mapping]
+    named = set(getattr(config, "architectures", None) or ())
+    for auto, models in known:
+        if named & {each.__name__ for each in (models if isinstance(models, tuple) else (models,))}:
+            return auto
+    return known[0][0] if known else classes[0]
 
 
 def _used(config: Any, auto: Any) -> Any:

@@ -23,7 +23,8 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
-from ..hf.parallelize import Options, check_options, parallelize, retie
+from ..hf.parallelize import Options, check_options, parallelize
+from ..hf.tied import retie
 from ..shard import fill
 from ..sharded import check_context, flags, part_of, split_parameter
 from ..together import agree, raise_together, shown, words
@@ -56,7 +57,9 @@ def from_pretrained(
     trust_remote_code: bool = False,
     **options: Unpack[Options],
 ) -> SplitModel:
-    """A causal language model, split over the ranks of `ctx` by its own tensor-parallel plan, in eval mode. Collective.
+    """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
+
+    It is a causal language model, one of an encoder and a decoder, or one of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.

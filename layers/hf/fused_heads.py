@@ -116,21 +116,23 @@ def keep_own_heads(module: Any, heads: HeadSplit) -> None:
 
 
 class _OwnHeads:
-    """The forward pre-hook: of biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and of masks like the last."""
+    """The forward pre-hook: of biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and of masks like the last.
+
+    A bias [B, heads, T, L] of fewer heads is this rank's already: an attention with a table of its own computed it.
+    """
 
     def __init__(self, heads: HeadSplit) -> None:
         self._count, (self._start, stop) = heads.num_heads, heads.q
         self._own = stop - self._start
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        own = {name: self._of(kwargs[name]) for name in _BIASES if isinstance(kwargs.get(name), torch.Tensor)}
-        mask = kwargs.get(_MASK)
-        if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == self._count:
-            own[_MASK] = self._of(mask)
-        return args, {**kwargs, **own}
+        given = {name: kwargs[name] for name in _BIASES if isinstance(kwargs.get(name), torch.Tensor)}
+        if isinstance(mask := kwargs.get(_MASK), torch.Tensor) and mask.dim() == 4:
+            given[_MASK] = mask
+        return args, {**kwargs, **{name: self._of(each) for name, each in given.items()}}
 
     def _of(self, bias: torch.Tensor) -> torch.Tensor:
         if bias.dim() == 4:
-            return bias.narrow(1, self._start, self._own)
+            return bias.narrow(1, self._start, self._own) if bias.shape[1] == self._count else bias
         by_head = bias.unflatten(0, (-1, self._count))
         return by_head.narrow(1, self._start, self._own).flatten(0, 1)

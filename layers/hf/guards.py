@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from iris.errors import ArgumentError, DeviceError, DtypeError
 from iris_ops.recording import is_recording
 import torch
-from torch import nn
 
-from ..sharded import ShardedLinear, is_dtensor
+from ..sharded import is_dtensor
 from .caches import check_caches
 from .styles import DTYPES
+from .tied import retie
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -94,14 +94,6 @@ def _check_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     check_caches(model, kwargs)
 
 
-def retie(model: nn.Module) -> None:
-    """Makes the weight of each tied head a view of its embedding's rows (again, once those are loaded or moved)."""
-    for module in model.modules():
-        if isinstance(module, ShardedLinear) and (source := getattr(module, "tied_to", None)):
-            rows = module.parts[0].view(model.get_parameter(source), dim=0)
-            module.weight = nn.Parameter(rows, requires_grad=False)
-
-
 def _train(self: Any, mode: bool = True) -> Any:
     if mode:
         raise ArgumentError(f"mode is True: expected False, {_INFERENCE}")
@@ -116,7 +108,7 @@ def _applying(ctx: Iris) -> Callable:
         if trial.dtype not in DTYPES:
             raise DtypeError(f"dtype is {trial.dtype}: expected one of {', '.join(map(str, DTYPES))} for a split model")
         type(self)._apply(self, fn, recurse)
-        retie(self)  # a move or a conversion copies a view
+        retie(self)  # a move or a conversion may give each place of a parameter a copy of its own
         return self
 
     return _apply

@@ -10,6 +10,7 @@ instance. How many heads there are is read off the module and its weights; layer
     one for q, k and v, alone              as `fused_heads` says        the heads
     kv_b_proj, of a latent attention       its outputs / heads          the heads; what comes before it stays whole
     a norm or a sink of [heads, ...]       one entry                    the heads that it counts
+    an embedding of [positions, heads]     one column                   the heads, if the plan names its weight
 
 Families name them otherwise (`_NAMES`), and some have the output projection in a module beside the attention.
 """
@@ -29,12 +30,13 @@ from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
 _LATENT = "kv_b_proj"
-_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"),
+          ("q", "k", "v"))  # fmt: skip
 _OF_KV = {name for names in _NAMES for name in names[1:]}
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 # Sizes of all heads together that a forward asks its module for.
-_TOGETHER = ("all_head_size", "split_size", "embed_dim")
+_TOGETHER = ("all_head_size", "split_size", "embed_dim", "inner_dim")
 
 
 def output_of(name: str, styles: dict[str, str]) -> str | None:
@@ -115,24 +117,32 @@ def head_parts(
 
 def head_parameters(
     name: str, model: nn.Module, styles: dict[str, str], heads: HeadSplit
-) -> Iterator[tuple[nn.Module, str, Shard]]:
-    """What else of attention `name` counts heads, as (module, key, part): its parameters in the plan, norms by head."""
+) -> Iterator[tuple[nn.Module, str, Shard, int]]:
+    """Yield what else of attention `name` counts heads, as (module, key, part, dim).
+
+    These are its own parameters and the columns of its embeddings, where the plan names them, and norms by head.
+    """
     module = model.get_submodule(name)
-    found = [(module, key, own) for key, own in module.named_parameters(recurse=False) if f"{name}.{key}" in styles]
-    for child in module.children():
-        if not isinstance(child, nn.Linear):
-            found += [(child, key, own) for key, own in child.named_parameters(recurse=False) if own.dim() == 2]
-    for owner, key, parameter in found:
-        entries = parameter.shape[0] if parameter.dim() else 1
-        if entries == heads.num_heads:
-            yield owner, key, heads.q_shard(1)
-        elif entries == heads.num_kv_heads:
-            yield owner, key, heads.kv_shard(1)
-        elif styles.get(f"{name}.{key}") in COLUMN:
-            raise StyleError(
-                f"{name}.{key} is a parameter of {tuple(parameter.shape)}: style {styles[f'{name}.{key}']!r} expects"
-                f" one entry for each of the {heads.num_heads} query heads or {heads.num_kv_heads} kv heads"
-            )
+    owners = {name: module} | {f"{name}.{child}": each for child, each in module.named_children()}
+    for path, owner in owners.items():
+        is_table = isinstance(owner, nn.Embedding)
+        for key, parameter in owner.named_parameters(recurse=False):
+            style = styles.get(f"{path}.{key}")
+            by_shape = owner is not module and not is_table and not isinstance(owner, nn.Linear)
+            if style is None and not (by_shape and parameter.dim() == 2):
+                continue
+            dim = int(is_table)
+            entries = parameter.shape[dim] if parameter.dim() else 1
+            if entries == heads.num_heads:
+                yield owner, key, heads.q_shard(1), dim
+            elif entries == heads.num_kv_heads:
+                yield owner, key, heads.kv_shard(1), dim
+            elif style in COLUMN:
+                raise StyleError(
+                    f"{path}.{key} is a parameter of {tuple(parameter.shape)}: style {style!r} expects one"
+                    f" {'column' if is_table else 'entry'} for each of the {heads.num_heads} query heads or"
+                    f" {heads.num_kv_heads} kv heads"
+                )
 
 
 def cuts_its_output(name: str, module: nn.Module, styles: dict[str, str]) -> bool:

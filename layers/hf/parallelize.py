@@ -10,8 +10,8 @@ patched and no forward rewritten. In attention modules heads stay whole, and the
    failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
    the parts; `from_pretrained` has only parts.
 
-Tied embeddings: the embedding stays whole on every rank, and the head's part is a view of its rows, so tying costs no
-memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
+Tied embeddings: the embedding stays whole on every rank, and the head multiplies by a view of its rows (see `tied`), so
+tying costs no memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
 
 Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
 `from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw what
@@ -40,17 +40,18 @@ from . import styles as styles_of
 from .fused_heads import Taken, layout_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
-from .guards import guard, retie
+from .guards import guard
 from .heads import cuts_its_output, head_parameters, head_parts, head_split, output_of, set_local_heads
 from .linear_like import as_linear
 from .merge import merge_siblings
 from .mixture import EXPERTS, form_of, split_experts
 from .norms import fuse_norms
 from .plans import built_in
-from .report import Report, make_report
+from .report import Report, make_report, unconverted
 from .shared_experts import join_shared
 from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
+from .tied import TiedColumnParallelLinear, retie
 from .whole_products import keep_rows_alike
 
 if TYPE_CHECKING:
@@ -293,8 +294,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
             projection: Any = layer
             projection.taken = Taken(layout, held)
         setattr(parent, child, layer)
-    for owner, key, part in by_head:
-        split_parameter(owner, key, part)
+    for owner, key, part, dim in by_head:
+        split_parameter(owner, key, part, dim)
     for name in split.recurrent:
         module = model.get_submodule(name)
         styles = styles | dict.fromkeys(recurrent_heads.modules_of(name, module), recurrent_heads.STYLE)
@@ -337,7 +338,13 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     agree_on_samples(model, ctx)
     watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
-    return make_report(model, styles, ctx, split.plan)
+    if split.weights and ctx.cur_rank == 0 and (names := unconverted(model, split.styles)):
+        ctx.warning(
+            f"weights={split.weights!r} converts linears only: {', '.join(names[:2])}"
+            f"{f' and {len(names) - 2} others' if len(names) > 2 else ''} (experts or recurrent states) keep"
+            f" {str(next(model.get_submodule(names[0]).parameters()).dtype).removeprefix('torch.')} weights"
+        )
+    return make_report(model, styles, ctx, split.plan, split.weights)
 
 
 def _digest(value: Any) -> str:
@@ -368,10 +375,5 @@ def _split(
         kind = sequence.GatheringColumn if sequential and not gather else ColumnParallelLinear
         layer = kind.from_linear(linear, gather, ctx=ctx, parts=parts)
     else:
-        sizes = (linear.in_features, linear.out_features)
-        layer = ColumnParallelLinear(*sizes, linear.bias is not None, gather, ctx=ctx, parts=parts,
-                                     dtype=linear.weight.dtype, device="meta")  # fmt: skip
-        layer.tied_to = tied
-        if linear.bias is not None and not linear.bias.is_meta:
-            layer.load_shard("bias", linear.bias)
+        layer = TiedColumnParallelLinear(linear, tied, gather, ctx=ctx, parts=parts)
     return layer.train(linear.training)

@@ -31,6 +31,7 @@ from .meaning import Op
 from .merge import Slice
 from .mixture import is_split_experts
 from .skeleton import kind_of
+from .tied import TiedColumnParallelLinear
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
 _WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
@@ -197,8 +198,11 @@ class _OnMeta(TorchDispatchMode):
         super().__init__()
         self._run, self._names = run, run.names()
         self._weights: dict[int, str] = {}
+        self._tied: set[int] = set()  # embeddings, which their own modules may read
         for each in run.module.modules():
-            if isinstance(each, ShardedLinear):
+            if isinstance(each, TiedColumnParallelLinear):
+                self._tied |= {id(tensor) for tensor in each._parameters.values()}
+            elif isinstance(each, ShardedLinear):
                 path = self._names[id(each)]
                 self._weights |= {id(tensor): f"{path}.{key}" for key, tensor in each.named_parameters(recurse=False)}
 
@@ -209,6 +213,8 @@ class _OnMeta(TorchDispatchMode):
         for each in (item for given in args for item in (given if isinstance(given, (tuple, list)) else (given,))):
             if id(each) in self._weights and not _caller()[1]:
                 raise StyleError(weight_reads.refusal(self._weights[id(each)]))
+            if id(each) in self._tied and (head := _asked_for()) is not None and not _caller()[1]:
+                raise StyleError(weight_reads.refusal(f"{self._names[id(head)]}.weight"))
         out = function(*args, **(kwargs or {}))
         self._check_fused(function, args, out)
         caller, is_ours = _caller()
@@ -270,10 +276,30 @@ def _caller() -> tuple[nn.Module | None, bool]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and not (isinstance(module, Slice) and frame.f_code.co_name != "forward"):
+        if isinstance(module, nn.Module) and not _is_view(module, frame):
             return module, frame.f_globals.get("__name__", "").startswith(_OURS)
         frame = frame.f_back
     return None, True
+
+
+def _is_view(module: nn.Module, frame: FrameType) -> bool:
+    """Whether `frame` runs a property of `module` that views a part of another module's weight."""
+    name = frame.f_code.co_name
+    return (isinstance(module, Slice) and name != "forward") or (
+        isinstance(module, TiedColumnParallelLinear) and name == "weight"
+    )
+
+
+def _asked_for() -> TiedColumnParallelLinear | None:
+    """The tied head whose `weight` is being computed now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            is_head = isinstance(module, TiedColumnParallelLinear) and _is_view(module, frame)
+            return module if is_head else None
+        frame = frame.f_back
+    return None
 
 
 def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 import re
 from typing import TYPE_CHECKING, Any
 
+from iris_ops.problem import FP8
 from torch import nn
 
 from ..experts import SplitExperts
 from ..sharded import ShardedLinear, part_of
 from .mixture import is_split_experts
+from .recurrent_heads import STYLE as RECURRENT
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -61,24 +63,48 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def make_report(model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str = "") -> Report:
-    """The report of `model` as it is now, split by `styles`, those of `plan`."""
+def make_report(
+    model: nn.Module, styles: dict[str, str], ctx: Iris, plan: str = "", weights: str | None = None
+) -> Report:
+    """Return the report of `model` as it is now, split by `styles`, those of `plan`, with the option `weights`."""
     report = Report(ctx.cur_rank, ctx.num_ranks, plan=plan)
+    counted: set[int] = set()  # parameters of modules before, which may share one
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own:
             continue
         tied = getattr(module, "tied_to", None)
-        size = sum(p.numel() * p.element_size() for key, p in own.items() if not (tied and key == "weight"))
+        new = [p for key, p in own.items() if id(p) not in counted and not (tied and key == "weight")]
+        size = sum(p.numel() * p.element_size() for p in new)
+        counted |= {id(p) for p in new}
         split = (
             isinstance(module, ShardedLinear) or is_split_experts(module) or any(part_of(module, key) for key in own)
         )
         style = styles.get(name, "replicate") + (f", tied to {tied}" if tied else "")
         if not split and "replica" not in style:
             style += ", kept whole"
-        shape = tuple(own.get("weight", next(iter(own.values()))).shape)
-        report.rows.append(ReportRow(name, style, shape, size, _served_by(module)))
+        weight = module.weight if "weight" in own else next(iter(own.values()))
+        op = _served_by(module)
+        if weights and split and (kept := _kept_dtype(own)):
+            op += f" (weight kept in {kept})"
+        report.rows.append(ReportRow(name, style, tuple(weight.shape), size, op))
     return report
+
+
+def _kept_dtype(parameters: dict[str, nn.Parameter]) -> str | None:
+    """The dtype of the matrices among `parameters` where none is in fp8; None where there are none."""
+    kinds = {each.dtype for each in parameters.values() if each.dim() > 1}
+    return None if not kinds or FP8 in kinds else str(min(kinds, key=str)).removeprefix("torch.")
+
+
+def unconverted(model: nn.Module, styles: dict[str, str]) -> list[str]:
+    """Return the names of the modules of `model` that no `weights` option converts: experts and recurrent states."""
+    recurrent = {name for name, style in styles.items() if style == RECURRENT}
+    return [
+        name
+        for name, module in model.named_modules()
+        if is_split_experts(module) or (name in recurrent and _kept_dtype(dict(module.named_parameters())))
+    ]
 
 
 def _served_by(module: Any) -> str:

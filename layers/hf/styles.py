@@ -3,7 +3,7 @@
 A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
 
     colwise                        ColumnParallelLinear; whole heads in an attention module (see `heads`), and there
-                                   also a parameter of one entry a head
+                                   also a parameter of one entry a head, or an embedding's of one column a head
     colwise_gather_output, _rep    ColumnParallelLinear(gather_output=True)
     packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
     rowwise                        RowParallelLinear
@@ -38,6 +38,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..sharded import ShardedLinear
+from .adapters import refuse_adapters
 from .linear_like import as_linear
 from .mixture import EXPERTS, IDENTITY, PARAMETERS
 from .plans import built_in
@@ -106,6 +107,7 @@ def resolve_plan(
     check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
+    refuse_adapters(model)
     _, rules = rules_of(model, plan)
     _refuse_quantised(model)
     _refuse_split(model)
@@ -199,7 +201,7 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
         for linear in linears_of(name, modules[name]):
             _check_tensors(linear, modules[linear])
         return
-    by_head = style in COLUMN and name not in modules and is_attention(modules[name.rpartition(".")[0]])
+    by_head = style in COLUMN and name not in modules and _is_in_attention(name.rpartition(".")[0], modules)
     if style in WHOLE or by_head:
         return
     if not name:
@@ -213,6 +215,12 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
         raise StyleError(f"{name} is a {kind}: style {style!r} splits a torch.nn.Linear only")
     if style in PACKED and linear[0].out_features % 2:
         raise StyleError(f"{name} has {linear[0].out_features} outputs: style {style!r} expects two equal halves")
+
+
+def _is_in_attention(name: str, modules: dict[str, Any]) -> bool:
+    """Whether `name` is an attention module, or an embedding in one, whose columns may count heads."""
+    around = name.rpartition(".")[0] if isinstance(modules[name], nn.Embedding) else name
+    return is_attention(modules[around])
 
 
 def is_of_experts(name: str, styles: dict[str, str]) -> bool:

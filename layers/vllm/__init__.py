@@ -1,4 +1,4 @@
-"""Plug-in for vLLM: its tensor-parallel layers run this library's kernels, without a change to vLLM or to its user's code.
+"""Plug-in for vLLM: its tensor-parallel layers run this library's kernels, and its users change nothing.
 
 vLLM loads `plugin.register` by its entry point `vllm.general_plugins` in every process. What happens then:
 

@@ -135,10 +135,10 @@ def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     would hold up its requests.
     """
     with torch.device("cpu"):
-        planned: dict[Any, int] = {}
+        (N, K), planned = weight.shape, dict[Any, int]()
         for rows in sorted({*_ROWS, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
             if rows <= installed.most_rows:
-                plan = ctx.ops.plan(ALL_REDUCE, rows, *weight.shape, weight.dtype, explained=False)
+                plan = ctx.ops.plan(ALL_REDUCE, rows, N, K, weight.dtype, explained=False)
                 planned[replace(plan, prediction=None)] = rows
         # the largest first: memory that grows leaves its first piece to graphs
         for rows in sorted({installed.most_rows, *planned.values()}, reverse=True):
@@ -153,5 +153,6 @@ def _compare(installed: Installed, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(found, own, group=group)
     for rank, other in enumerate(found):
         if other != own:
-            raise ArgumentError(f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones")
-
+            raise ArgumentError(
+                f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones"
+            )

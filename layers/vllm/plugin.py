@@ -46,8 +46,9 @@ def _layer_class(base: type) -> type:
             if self.bias is not None and not self.skip_bias_add:
                 installed.products = False
             weight = getattr(self, "weight", None)
-            plain = weight is not None and weight.ndim == 2 and weight.dtype.itemsize == 2
-            if plain and weight.shape not in _of_process.prepared:
+            if weight is None or weight.ndim != 2 or weight.dtype.itemsize != 2:
+                return
+            if weight.shape not in _of_process.prepared:
                 _of_process.prepared.add(weight.shape)
                 install.prepare(ctx, installed, weight.data)
 
@@ -90,7 +91,7 @@ def _pass_class() -> type:
     logger = init_logger("vllm.iris_tp")
 
     class IrisPass(InductorPass):
-        """Rewrite the graphs of the compile ranges that are served. `before`: a pass of the user's, which runs first."""
+        """Rewrite the graphs of the compile ranges that are served. `before`: the user's own pass, which runs first."""
 
         def __init__(self, installed: Installed, before: InductorPass | None) -> None:
             self.installed, self.before = installed, before

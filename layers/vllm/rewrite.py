@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from . import ops  # noqa: F401 (registers what is inserted)
 
 aten = torch.ops.aten
+Node = Any  # an fx.Node; the declared type of its arguments is a union that says nothing
 _DTYPE = torch.bfloat16  # float16 may have no room for h * weight, which is not divided yet
 _FLASHINFER = "vllm::flashinfer_trtllm_fused_allreduce_norm"
 _PLAIN_NORM = 1  # FlashInfer's code of a norm without quantisation
@@ -40,20 +41,20 @@ _TO_END = 2**63 - 1
 class Norm:
     """The residual sum and RMSNorm after an all-reduce, and which nodes hold the two results."""
 
-    residual: fx.Node
-    weight: fx.Node
+    residual: Node
+    weight: Node
     eps: float
-    normed: list[fx.Node]
-    summed: list[fx.Node]
+    normed: list[Node]
+    summed: list[Node]
 
 
 @dataclass(frozen=True)
 class Site:
     """One all-reduce of `source`. `nodes`: what computes it, and its norm, in vLLM's graph."""
 
-    source: fx.Node
+    source: Node
     norm: Norm | None
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[Node, ...]
 
 
 def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) -> Counter[str]:
@@ -80,13 +81,14 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) 
             _fuse_sum(graph, site, site.norm, group)
             inserted["all_reduce_norm"] += 1
         elif few_rows and site.norm is None:
-            _replace(graph, site.nodes[0], _call(graph, site.nodes[0], torch.ops.iris_vllm.all_reduce.default, site.source, group))
+            (old,) = site.nodes
+            _replace(graph, old, _call(graph, old, torch.ops.iris_vllm.all_reduce.default, site.source, group))
             inserted["all_reduce"] += 1
     graph.eliminate_dead_code()
     return inserted
 
 
-def _site(node: fx.Node, group: str) -> Site | None:
+def _site(node: Node, group: str) -> Site | None:
     if node.op != "call_function":
         return None
     if str(node.target) == "vllm.all_reduce.default":
@@ -109,7 +111,7 @@ def _site(node: fx.Node, group: str) -> Site | None:
     return None
 
 
-def _plain(norm: fx.Node) -> bool:
+def _plain(norm: Node) -> bool:
     """Whether a norm has a weight of its input's dtype and looks at all columns."""
     arguments = (*norm.args, *norm.kwargs.values())
     weight, rest = arguments[2], arguments[4:]
@@ -121,15 +123,15 @@ def _name(target: Any) -> str:
     return getattr(getattr(target, "_schema", None), "name", str(target))
 
 
-def _value(node: fx.Node) -> torch.Tensor:
+def _value(node: Node) -> torch.Tensor:
     return node.meta["val"]
 
 
-def _parts(node: fx.Node, index: int) -> list[fx.Node]:
+def _parts(node: Node, index: int) -> list[Node]:
     return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
 
 
-def _product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _product(node: Node) -> tuple[Node, Node] | None:
     """(A, weight [N, K]) where `node` is A @ weight.T of contiguous rows, and nothing else reads it."""
     if node.op != "call_function" or node.target is not aten.mm.default or len(node.users) != 1:
         return None
@@ -142,19 +144,19 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return A, B.args[0]
 
 
-def _feeds_products(node: fx.Node) -> bool:
+def _feeds_products(node: Node) -> bool:
     """Whether all that reads the norm `node` are products of it, to which its second half can go as a factor."""
     return bool(node.users) and all(_is_left_factor(node, user) for user in node.users)
 
 
-def _is_left_factor(node: fx.Node, user: fx.Node) -> bool:
+def _is_left_factor(node: Node, user: Node) -> bool:
     if user.target is not aten.mm.default or user.args[0] is not node or user.args[1] is node:
         return False
     B = user.args[1]
     return B.op == "call_function" and B.target in (aten.t.default, aten.permute.default) and B.args[0].op != "get_attr"
 
 
-def _call(graph: fx.Graph, before: fx.Node, target: Callable, *args: Any) -> fx.Node:
+def _call(graph: fx.Graph, before: Node, target: Callable, *args: Any) -> Node:
     with graph.inserting_before(before):
         node = graph.call_function(target, args)
         node.meta["val"] = _fake(target, args)
@@ -169,16 +171,16 @@ def _fake(target: Callable, args: tuple) -> Any:
         return target(*values)
 
 
-def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+def _replace(graph: fx.Graph, old: Node, new: Node) -> None:
     old.replace_all_uses_with(new)
     graph.erase_node(old)
 
 
-def _items(graph: fx.Graph, before: fx.Node, node: fx.Node, count: int) -> list[fx.Node]:
+def _items(graph: fx.Graph, before: Node, node: Node, count: int) -> list[Node]:
     return [_call(graph, before, operator.getitem, node, index) for index in range(count)]
 
 
-def _put(graph: fx.Graph, site: Site, norm: Norm, normed: fx.Node | None, summed: fx.Node) -> None:
+def _put(graph: fx.Graph, site: Site, norm: Norm, normed: Node | None, summed: Node) -> None:
     for nodes, result in ((norm.normed, normed), (norm.summed, summed)):
         for node in nodes:
             if result is not None:
@@ -188,7 +190,7 @@ def _put(graph: fx.Graph, site: Site, norm: Norm, normed: fx.Node | None, summed
         graph.erase_node(node)
 
 
-def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[fx.Node, fx.Node], group: str) -> None:
+def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[Node, Node], group: str) -> None:
     last, target = site.nodes[-1], torch.ops.iris_vllm.matmul_all_reduce_norm.default
     fused = _call(graph, last, target, *product, norm.residual, norm.weight, group)
     h, scaled, squares = _items(graph, last, fused, 3)
@@ -207,7 +209,7 @@ def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[fx.Node, 
     graph.erase_node(site.source)
 
 
-def _fuse_product(graph: fx.Graph, site: Site, product: tuple[fx.Node, fx.Node], group: str) -> None:
+def _fuse_product(graph: fx.Graph, site: Site, product: tuple[Node, Node], group: str) -> None:
     last, norm = site.nodes[-1], site.norm
     total = _call(graph, last, torch.ops.iris_vllm.matmul_all_reduce.default, *product, group)
     if norm is None:
@@ -230,11 +232,11 @@ def _fuse_sum(graph: fx.Graph, site: Site, norm: Norm, group: str) -> None:
 class _Gate:
     """silu(gate) * partner of a product's two halves. `nodes`: all between the product and `result`, which is last."""
 
-    nodes: list[fx.Node]
-    result: fx.Node
+    nodes: list[Node]
+    result: Node
 
 
-def _gate(product: fx.Node) -> _Gate | None:
+def _gate(product: Node) -> _Gate | None:
     width = _value(product).shape[1]
     halves = [_half(user, width) for user in product.users]
     if sorted(str(half) for half in halves) != ["0", "1"]:
@@ -250,7 +252,7 @@ def _gate(product: fx.Node) -> _Gate | None:
     return _Gate([first, second, *nodes, result], result)
 
 
-def _half(user: fx.Node, width: Any) -> int | None:
+def _half(user: Node, width: Any) -> int | None:
     """0 or 1 where `user` is that half of the columns, else None."""
     if user.target is not aten.slice.Tensor or not isinstance(width, int) or width % 2:
         return None
@@ -262,9 +264,9 @@ def _half(user: fx.Node, width: Any) -> int | None:
     return {(0, width // 2): 0, (width // 2, width): 1}.get((start, end))
 
 
-def _between(first: fx.Node, result: fx.Node) -> list[fx.Node] | None:
+def _between(first: Node, result: Node) -> list[Node] | None:
     """The nodes that `first` reaches before `result`, where nothing else reads them; in the graph's order."""
-    found: set[fx.Node] = set()
+    found: set[Node] = set()
     pending = list(first.users)
     while pending:
         node = pending.pop()
@@ -277,11 +279,11 @@ def _between(first: fx.Node, result: fx.Node) -> list[fx.Node] | None:
     return [node for node in first.graph.nodes if node in found]
 
 
-def _is_silu(first: fx.Node, second: fx.Node, nodes: list[fx.Node], result: fx.Node) -> bool:
+def _is_silu(first: Node, second: Node, nodes: list[Node], result: Node) -> bool:
     """Whether the nodes compute silu(first) * second: by running them on random numbers, however they are written."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x, y = (3 * torch.randn(2, 4, 64, generator=generator, device="cpu")).to(_value(first).dtype)
-    known: dict[fx.Node, Any] = {first: x, second: y}
+    known: dict[Node, Any] = {first: x, second: y}
 
     def load(arg: Any) -> Any:
         return known[arg]

@@ -31,7 +31,9 @@ def start(ctx: Iris, logger: Logger, end: Callable[[int], None] = os._exit) -> t
             try:
                 ctx.check_failure()
             except IrisError as error:
-                logger.critical("iris-tp: the worker of rank %d ends: %s: %s", ctx.cur_rank, type(error).__name__, error)
+                logger.critical(
+                    "iris-tp: the worker of rank %d ends: %s: %s", ctx.cur_rank, type(error).__name__, error
+                )
                 for handler in logger.handlers:
                     handler.flush()
                 end(EXIT_CODE)

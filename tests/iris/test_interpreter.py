@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import iris  # noqa: F401  (before triton: it may set up the interpreter)
+from iris.device.interpreter import launching
+from iris.device.interpreter.fast import Fast
 import pytest
 import torch
 import triton
@@ -13,6 +14,14 @@ from tests import fresh
 from tests.harness import ON_GPU
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the interpreter")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["as Triton runs them", "as the library's"])
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of tests run like a user's, and like the library's."""
+    if request.param:
+        found = Fast(frozenset({"tests"}))
+        monkeypatch.setattr(launching, "fast", lambda: found)
 
 
 def test_types_that_were_made_before_are_those_asked_for() -> None:

@@ -9,7 +9,8 @@ from itertools import pairwise
 import iris
 from iris.device import arch
 from iris.device.function import device_function
-from iris.device.interpreter import replay
+from iris.device.interpreter import launching
+from iris.device.interpreter.fast import Fast, replay
 from iris.errors import DtypeError
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from tests import fresh
 from tests.harness import ON_GPU, run_ranks
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the interpreter")
@@ -36,10 +38,11 @@ _note.__triton_builtin__ = True  # type: ignore[attr-defined]
 def recordings(packages: tuple[str, ...] = ("tests",)) -> Iterator[dict]:
     """Has kernels of these packages recorded, and nothing known of them at first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_PACKAGES", packages)
-        patch.setattr(replay, "recordings", {})
+        fast = Fast(frozenset(packages))
+        patch.setattr(launching, "fast", lambda: fast)
         PYTHON_RAN.clear()
-        yield replay.recordings
+        yield fast.recordings
+        assert fast.tape.recorder is None
 
 
 @device_function
@@ -153,7 +156,6 @@ def test_an_error_leaves_nothing_behind() -> None:
         for _ in range(replay._PLAIN_RUNS + 2):
             with pytest.raises(DtypeError, match="cast to tl.float32"):
                 refused_kernel[(1,)](torch.tensor([1], dtype=torch.int8), torch.zeros(1), KIND="number")
-            assert replay.current is None
         assert torch.equal(launched(1)[3][:1], torch.tensor([3], dtype=torch.int32))
 
 
@@ -204,9 +206,21 @@ def test_ops_whose_ranks_are_late_are_replayed() -> None:
         assert right and recorded < 40
 
 
-def test_replay_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IRIS_REPLAY", "0")
-    with recordings() as known:
-        launched(0), launched(1), launched(2)
-        assert not known
-    assert len(PYTHON_RAN) == 9
+def test_only_the_librarys_kernels_are_replayed_and_only_where_that_is_on() -> None:
+    code = "from iris.device.interpreter import launching; from tests.iris import test_replay as t"
+    code += "; fast = launching.fast()"
+    off = f"{code}; assert fast is None"
+    on = f"{code}; t.launched(0); assert len(t.PYTHON_RAN) == 3 and not fast.recordings and fast.serves(t.arch.clock)"
+    for program, value in ((off, "0"), (on, "1")):
+        done = fresh.run(program, TRITON_INTERPRET="1", IRIS_REPLAY=value)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_users_kernel_meets_triton_as_it_is() -> None:
+    """Nothing that a kernel of the library replaces stays when it has run."""
+    owners = [core.tensor, core.block_type, core.pointer_type, core.dtype, core, tl, replay.TensorHandle, arch]
+    before = [dict(vars(owner)) for owner in owners]
+    with recordings():
+        for seed in range(20):
+            launched(seed)
+        assert [dict(vars(owner)) for owner in owners] == before

@@ -331,12 +331,13 @@ def arguments_body(ctx: iris.Iris) -> None:
             problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, fp8=True)
             tensors = out, A[0], B[0], bias, scales[0]
             kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
-            assert {*args} == {*kernel.arg_names} - {"TRACING"} and where == (grid, 1, 1)
+            assert {*args} == {*kernel.arg_names} and where == (grid, 1, 1)
             skinny_stream.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
             step_grid, step_args = given.pop()
             assert {*step_args} - {"num_warps", "launch_pdl"} == STEP and step_grid == (grid,)
             for each in (args, step_args):
-                assert (each["T"], each["STAGES"], each["M"], each["N"], each["K"]) == (tiles, stages, M, N, K)
+                form = each["form"]
+                assert (form.T, form.STAGES, each["M"], each["N"], each["K"]) == (tiles, stages, M, N, K)
                 assert each["a"].shape == [K // 128, M, 32] and each["b"].shape == [K // 128, N, 32]
                 assert each["a"].block_shape == [4, 8 if M <= 8 else 16, 32] and each["b"].block_shape == [4, 16, 32]
 

@@ -129,7 +129,8 @@ def biases_body(ctx: iris.Iris) -> None:
 
     def launch(*args, **options) -> relaunch.Launch:
         launched.append(args[4])  # of kernels, device, kernel, grid, the arguments by name
-        assert args[4]["bias"] is None or args[4]["bias"].is_contiguous()
+        bias = args[4]["epilogue"].bias
+        assert bias is None or bias.is_contiguous()
         return relaunch.Launch(lambda: True, lambda addresses: lambda: True)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +146,7 @@ def biases_body(ctx: iris.Iris) -> None:
                 if ON_GPU:
                     check(result, exact)
     if not ON_GPU:
-        assert [args["HAS_BIAS"] for args in launched] == [True, False], "others are launched again"
+        assert [args["epilogue"].bias is not None for args in launched] == [True, False], "others are launched again"
 
 
 def test_a_product_with_a_bias_is_another_one() -> None:

@@ -60,7 +60,7 @@ def ways_body(ctx: iris.Iris) -> list[bool]:
     found = []
     for config in (ONE, SEVERAL):
         *_, args = lamport_matmul.launcher(ctx, workspace, problem, config, Operands(out, A, B.half()))
-        found.append(args["ONE_TILE"])
+        found.append(args["form"].ONE_TILE)
     return found
 
 

@@ -88,7 +88,8 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
               (("flags", 4 * flags), ("staging", nbytes), ("exchange", exchange))}  # fmt: skip
     memory["flags"] = memory["flags"].view(torch.int32)
     workspace = SimpleNamespace(**memory, sync=None, exchange_sync=None)
-    ctx = SimpleNamespace(device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None)
+    ctx = SimpleNamespace(device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None,
+                          recording=False)  # fmt: skip
     tensors = tensors_of(problem, rank, rng)
     if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
@@ -101,23 +102,24 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
     given = Operands(*tensors)
     launcher = LAUNCHERS[kernel_of(problem, config, rank, given)]
     kernel, (programs, *others), args = launcher(ctx, workspace, problem, config, given)
-    assert set(args) == set(kernel.arg_names) - {"TRACING"}
+    assert set(args) == set(kernel.arg_names)
     assert 1 <= programs <= machine.num_programs and others == [1, 1]
     assert all(value >= 0 for value in args.values() if type(value) is int)
     tile = config.block_m * config.block_n
     if "sharers" in args:
-        assert args["left"].numel() >= args["sharers"] and args["parts"].numel() >= args["sharers"] * tile
-        if args["SHARED"]:
+        joins = args["joins"]
+        assert joins.left.numel() >= args["sharers"] and joins.parts.numel() >= args["sharers"] * tile
+        if args["shared_tiles"]:
             check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
     if "rounded" in args:
-        cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["SPLITS"] - 1)
-        own = problem.world_size * -(-args["part_rows"] // config.block_m) * args["PIECES"]
+        cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["moves"].SPLITS - 1)
+        own = problem.world_size * -(-args["gathered"].part_rows // config.block_m) * args["moves"].PIECES
         assert args["parts"].numel() >= cut * tile and flags >= own + cut
-    if "half_elements" in args:
-        w, behind = problem.world_size, args.get("EXCHANGE", "gather")
-        behind = "all" if "PLACES" in args else behind
-        more = {"all": 0, "owners": problem.M * args["ld"]}.get(behind, w)
-        assert args["half_elements"] >= w * args["part_rows"] * args["ld"] + more
+    if "lamport" in args:
+        w, memory = problem.world_size, args["lamport"]
+        exchange = args["form"].EXCHANGE if "form" in args else "all" if "pipeline" in args else "gather"
+        more = {"all": 0, "owners": problem.M * memory.ld}.get(exchange, w)
+        assert memory.half_elements >= w * args["part_rows"] * memory.ld + more
 
 
 def check_begins(tiles: int, args: dict, steps: int) -> None:

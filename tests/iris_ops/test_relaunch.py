@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 import gc
+from typing import NamedTuple
 
 import iris
 from iris.errors import ArgumentError, HeapExhausted
 from iris.launch import relaunch
-from iris.triton_private import TensorDescriptor
+from iris.triton_private import DirectLaunch, TensorDescriptor
 from iris_ops import FusedConfig, ops
 from iris_ops.planning.torch_ways import TORCH_WAYS
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
@@ -209,3 +210,34 @@ def test_kernels_of_other_tiles_are_others() -> None:
     again = TensorDescriptor(A.clone(), [32, 64], [64, 1], [32, 64])
     kinds = [relaunch._specialization(each) for each in (flat, folded, half, again)]
     assert len(set(kinds)) == 3 and kinds[0] == kinds[3]
+
+
+class Several(NamedTuple):
+    first: torch.Tensor | None
+    second: torch.Tensor | int
+
+
+def test_addresses_in_named_tuples_move() -> None:
+    """A group of arguments goes to the launcher as a tuple, in which another call's addresses stand."""
+    given: list[tuple] = []
+    how = DirectLaunch(lambda *call: given.append(call), lambda: 7, (), lambda values: (tuple(values),), None, None)
+    a, b, c, d = (torch.empty(64) for _ in range(4))
+    values = [Several(a, 3), b, 5, Several(None, c), Several(b, a)]
+    launch = relaunch._Native(how).prepare((2, 1, 1), values, (a.data_ptr(), b.data_ptr()))
+
+    def expected(x: torch.Tensor, y: torch.Tensor) -> tuple:
+        x, y = x.data_ptr(), y.data_ptr()
+        return 2, 1, 1, 7, ((x, 3), y, 5, (None, c.data_ptr()), (y, x))
+
+    assert launch.again() and given == [expected(a, b)]
+    moved = launch.moved((c.data_ptr(), d.data_ptr()))
+    assert moved() and given[1:] == [expected(c, d)]
+    assert launch.again() and given[2:] == [expected(a, b)], "the first call's list is its own"
+
+
+def test_kernels_are_kept_by_what_their_groups_hold() -> None:
+    a, half = torch.empty(64), torch.empty(64, dtype=torch.float16)
+    known = relaunch._specialization(Several(a, 16))
+    assert known == relaunch._specialization(Several(torch.empty(64), 16)), "of another tensor alike"
+    for other in (Several(half, 16), Several(a[1:], 16), Several(None, 16), Several(a, 17)):
+        assert relaunch._specialization(other) != known, other

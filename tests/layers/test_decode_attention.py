@@ -63,7 +63,7 @@ def test_any_part_of_a_cache_may_be_seen(monkeypatch, seen, programs: int) -> No
     for first, beyond in seen:
         mask[:, first:beyond] = True
     k[~mask[:, None]] = v[~mask[:, None]] = 1e4
-    assert (decode_attention.stretches_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
+    assert (decode_attention.splits_of(pairs, 300, 32, programs)[0] == 1) == (programs == 1)
     out, expected = decode_attention.decode_attention(q, k, v, mask, 0.5), reference(q, k, v, mask, 0.5)
     assert (out - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
 
@@ -87,7 +87,7 @@ def test_stretches_cover_a_cache_and_none_is_empty() -> None:
     for pairs in (1, 2, 7, 64, 300, 1024, 5000):
         for length in (1, 31, 32, 33, 192, 2112, 16448, 131072):
             for multiprocessors in (1, 132):
-                parts, stretch = decode_attention.stretches_of(pairs, length, 32, multiprocessors)
+                parts, stretch = decode_attention.splits_of(pairs, length, 32, multiprocessors)
                 assert stretch % 32 == 0 and (parts - 1) * stretch < length <= parts * stretch and parts <= 256
 
 
@@ -95,9 +95,9 @@ def test_stretches_cover_a_cache_and_none_is_empty() -> None:
 def test_cuts_that_were_the_fastest_on_an_h200() -> None:
     """Of a few long caches all multiprocessors read, many short ones are read whole."""
     for pairs, length, fastest in ((4, 192, [6]), (4, 16448, range(120, 180)), (64, 2112, range(4, 9))):
-        assert decode_attention.stretches_of(pairs, length, 32, 132)[0] in fastest
+        assert decode_attention.splits_of(pairs, length, 32, 132)[0] in fastest
     for pairs, length in ((256, 192), (512, 192), (1024, 192)):
-        assert decode_attention.stretches_of(pairs, length, 32, 132) == (1, 192)
+        assert decode_attention.splits_of(pairs, length, 32, 132) == (1, 192)
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")

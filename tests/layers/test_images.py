@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from iris.errors import StyleError
@@ -9,7 +10,7 @@ import layers
 import pytest
 import torch
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, run_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = both
@@ -44,6 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_OF_QWEN,
         "vision_config": {**_VISION_OF_QWEN, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
                           "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        **_OF_QWEN,
+        "vision_config": {**_VISION_OF_QWEN, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+                          "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     },
 }  # fmt: skip
 
@@ -98,15 +104,19 @@ def image_body(ctx: Any, kind: str) -> tuple[Any, str]:
         return answers(model, kind, ctx.device), str(report)
 
 
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2, 3])
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_a_prompt_with_an_image_gives_the_unsplit_models_logits(world_size: int, kind: str) -> None:
     whole = build(kind)
     single = answers(whole, kind)
     double = answers(whole.double(), kind)
     assert (double[0] - double[1]).abs().max() > 0.05 * double[0].abs().max(), "the image counts for nothing"
-    for (first, second, words), report in run_ranks(world_size, image_body, kind):
+    check(run_ranks(world_size, image_body, kind), single, double)
+
+
+def check(results: list[Any], single: Any, double: Any) -> None:
+    for (first, second, words), report in results:
         for found, own, exact in zip((first, second), single, double, strict=False):
             error, allowed = (found - exact).abs().max(), (own - exact).abs().max()
             assert error <= 4 * allowed + 1e-5 * exact.abs().max(), f"off by {error:.1e}, allowed {allowed:.1e}"
@@ -116,17 +126,36 @@ def test_a_prompt_with_an_image_gives_the_unsplit_models_logits(world_size: int,
             assert any("language_model" in row and name in row and f" {style}" in row for row in rows), report
 
 
+def loaded_body(ctx: Any, folder: Path, kind: str) -> tuple[Any, str]:
+    model = layers.from_pretrained(folder, ctx)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        return answers(model, kind, ctx.device), str(model.parallel_report)
+
+
+@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_checkpoint_of_text_and_images_is_loaded(world_size: int, kind: str, tmp_path: Path) -> None:
+    whole, folder = build(kind), agreed(tmp_path)
+    whole.save_pretrained(folder)
+    agreed(None)
+    single = answers(whole, kind)
+    check(run_ranks(world_size, loaded_body, folder, kind), single, answers(whole.double(), kind))
+
+
+class Whole(torch.nn.Module):
+    """A model whose own plan splits its head only."""
+
+    tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.layers, self.lm_head = torch.nn.ModuleList([model.model]), model.lm_head
+
+
 def refused_body(ctx: Any) -> None:
-    text = {**_TEXT, "rope_parameters": _MROPE}
-    vision = {**_SEEN, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
-    model = transformers.Qwen3VLForConditionalGeneration(config)
-    # before transformers 5.20 or so it has no plan at all
-    refusal = (
-        r"own plan splits lm_head only: .*pass plan=\{name: style\} to split them|no tensor-parallel plan of its own"
-    )
-    with pytest.raises(StyleError, match=refusal):
-        layers.parallelize(model, ctx)
+    model = build("llava")
+    with pytest.raises(StyleError, match=r"Whole's own plan splits lm_head only: .*pass plan=\{name: style\} to split"):
+        layers.parallelize(Whole(model), ctx)
     llava = build("llava").to(ctx.device)
     plan = {"model.vision_tower.encoder.layers.*.self_attn.q_proj": "colwise"}
     with pytest.raises(StyleError, match="self_attn is a .* heads stay whole only in"):

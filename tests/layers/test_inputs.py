@@ -77,6 +77,32 @@ def test_other_inputs_on_a_rank_are_found() -> None:
         assert end.result == [], (end.result, end.traceback)
 
 
+def changed_weights(rank: int, world_size: int) -> list[str]:
+    messages = []
+    with iris.iris(1 << 26) as ctx:
+        for through_data in (False, True):
+            model = models.build("bias")
+            layers.parallelize(model, ctx)
+            with torch.no_grad():
+                for parameter in model.parameters():  # the same change on all ranks
+                    parameter.mul_(1.05)
+                model(models.prompt())
+                norm = model.get_submodule("model.layers.1.input_layernorm").weight
+                (norm.data if through_data else norm).add_(0.1 * rank)
+                try:
+                    model(models.prompt())
+                except ArgumentError as error:
+                    messages.append(str(error))
+    return messages
+
+
+def test_replicated_weights_that_part_ways_are_found() -> None:
+    for end in run_fresh(2, changed_weights, env={"IRIS_DEBUG": "1", "IRIS_TIMEOUT": "20"}, timeout=100):
+        assert len(end.result) == 2, (end.result, end.traceback)
+        for message in end.result:
+            assert "weights: model.layers.1.input_layernorm.weight differs" in message and "on rank 1" in message
+
+
 def always(rank: int, ctx) -> list[tuple]:
     """Calls that compare their arguments without debug mode, too."""
     model = models.build("plain")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from layers import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from layers.shard import Shard, chunk
+from layers.sharded import device_of
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -295,9 +298,23 @@ def bad_body(ctx) -> torch.Tensor:
         ({"dtype": "bf16"}, DtypeError, "dtype is 'bf16'"),
         ({"device": "nowhere"}, DeviceError, "device is 'nowhere': expected None"),
         ({"device": "mps"}, DeviceError, "device is 'mps': expected the context's"),
+        ({"device": f"{ctx.device.type}:63"}, DeviceError, f"device is '{ctx.device.type}:63': expected the context's"),
+        ({"device": 2.5}, DeviceError, "device is 2.5: expected None"),
     ):
-        with pytest.raises(error, match=match):
-            RowParallelLinear(8, 8, ctx=ctx, **options)
+        for layer, sizes in (
+            (ColumnParallelLinear, (8, 8)),
+            (RowParallelLinear, (8, 8)),
+            (MergedColumnParallelLinear, (8, [8])),
+            (QKVParallelLinear, (8, 4, 2, 2)),
+        ):
+            with pytest.raises(error, match=match):
+                layer(*sizes, ctx=ctx, **options)
+            for device in (None, ctx.device, str(ctx.device), ctx.device.type):
+                assert layer(*sizes, ctx=ctx, device=device).weight.device == ctx.device
+            assert layer(*sizes, ctx=ctx, device="meta").weight.is_meta
+    third: Any = SimpleNamespace(device=torch.device("cuda:3"))
+    for device in (None, "cuda", torch.device("cuda"), "cuda:3"):  # a bare type is the context's, not the current one
+        assert device_of(None, device, third) == third.device
     for layer, sizes in (
         (ColumnParallelLinear, ()),
         (RowParallelLinear, ()),

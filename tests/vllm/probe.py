@@ -27,8 +27,8 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
         VLLM_CACHE_ROOT=cache, VLLM_LOGGING_LEVEL="INFO", VLLM_ENABLE_V1_MULTIPROCESSING="0", IRIS_TP_VLLM=str(int(on)),
     )  # fmt: skip
     import iris  # noqa: F401 (before triton)
-    import vllm.platforms
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
     class OutOfPlace(DeviceCommunicatorBase):
@@ -56,6 +56,7 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
         def import_kernels(cls) -> None: ...
 
     vllm.platforms._current_platform = Probe()
+    from layers.vllm import install, plugin
     import vllm._C
     import vllm._C_stable_libtorch  # noqa: F401
     from vllm.compilation.decorators import support_torch_compile
@@ -65,8 +66,6 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-
-    from layers.vllm import install, plugin
 
     install.refusal = lambda config: None  # no model's configuration, and a tensor-parallel size of its own
     install.hidden_size = lambda config: HIDDEN

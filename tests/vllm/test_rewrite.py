@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 import operator
 
+from layers.vllm import rewrite
 import pytest
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses import FakeTensorMode
-
-from layers.vllm import rewrite
 
 aten = torch.ops.aten
 GROUP, EPS, M, K, N, WIDE = "tp:0", 1e-5, 4, 64, 128, 96
@@ -45,7 +44,8 @@ if not hasattr(torch.ops.vllm, "flashinfer_trtllm_fused_allreduce_norm"):
     schema = (
         "(Tensor(a!) allreduce_in, Tensor(b!) residual, Tensor rms_gamma, float rms_eps, int world_size, "
         "bool launch_with_pdl, bool fp32_acc, int max_token_num, int pattern_code, Tensor(c!)? norm_out=None, "
-        "Tensor(d!)? quant_out=None, Tensor(e!)? scale_out=None, Tensor? scale_factor=None, float weight_bias=0.0) -> ()"
+        "Tensor(d!)? quant_out=None, Tensor(e!)? scale_out=None, Tensor? scale_factor=None, float weight_bias=0.0)"
+        " -> ()"
     )
     define("vllm", "flashinfer_trtllm_fused_allreduce_norm" + schema, lambda *_: None)
 
@@ -144,7 +144,8 @@ def plain_torch() -> Iterator[None]:
         gate, partner = y.chunk(2, -1)
         return torch.nn.functional.silu(gate) * partner if gated else y
 
-    with torch.library._scoped_library("iris_vllm", "IMPL") as own, torch.library._scoped_library("iris_ops", "IMPL") as ops:
+    scoped = torch.library._scoped_library
+    with scoped("iris_vllm", "IMPL") as own, scoped("iris_ops", "IMPL") as ops:
         own.impl("matmul_all_reduce", matmul, "CPU")
         own.impl("matmul_all_reduce_norm", matmul_norm, "CPU")
         own.impl("all_reduce", lambda x, group: 2 * x, "CPU")

@@ -1,23 +1,21 @@
-"""Mends Triton's interpreter in two ways.
+"""Makes Triton's interpreter compute what a GPU would.
 
-`builder`, `floats` and `reductions` correct numbers that Triton's interpreter computes wrong. `repetition`, `quick` and
-`launching` do once what it repeats without need; `replay`, `operations` and `host` do so for a whole kernel. All names
-of Triton's that are private come from `iris/triton_private.py`.
+`builder`, `floats` and `reductions` correct numbers that it computes wrong; `launching` leaves tensors where they are.
+`fast` runs the library's own kernels faster. All names of Triton's that are private come from `iris/triton_private.py`.
 """
 
 
 def prepare() -> None:
-    """Mends the interpreter of this process, in which TRITON_INTERPRET is 1."""
-    from ...triton_private import TensorHandle, replace_builder
-    from . import host, launching, reductions, repetition, replay
+    """Corrects the interpreter of this process, in which TRITON_INTERPRET is 1."""
+    from ...triton_private import TensorHandle, replace_builder, represent_bfloat16
+    from . import launching, reductions
     from .builder import Builder
 
-    repetition.prepare()
     reductions.prepare()
-    launching.prepare()
-    host.prepare()
+    represent_bfloat16()
     TensorHandle.__init__ = _made  # Triton's refuses a bfloat16 of 32 bits
-    replace_builder(replay.told(Builder))
+    replace_builder(Builder)
+    launching.prepare()
 
 
 def _made(self, data, dtype, attr=None) -> None:

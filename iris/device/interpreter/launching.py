@@ -1,16 +1,21 @@
-"""Launches kernels in the interpreter: it reads a signature once, and uses tensors where they are, on the CPU.
+"""Launches kernels in the interpreter on tensors where they are, on the CPU: Triton would copy them, heaps and all.
 
 An error of this library reaches the caller as it is. Triton's launcher would wrap it, and its type would be lost.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
 import inspect
 import itertools
+from typing import Any
 
 import numpy as np
 
+from ... import platform
 from ...errors import IrisError
-from ...triton_private import GridExecutor, InterpreterError, builder, implicit, interpreter
-from . import replay
+from ...triton_private import GridExecutor, InterpreterError, builder, core, implicit, interpreter
 
 
 def prepare() -> None:
@@ -18,20 +23,19 @@ def prepare() -> None:
     interpreter.GridExecutor = Launch
 
 
+@cache
+def fast() -> Any:
+    """What runs the library's own kernels faster, from the first launch on; None where that is off."""
+    packages = platform.replayed_packages()
+    if not packages:
+        return None
+    from .fast import Fast
+
+    return Fast(packages)
+
+
 class Launch(GridExecutor):
     """Triton's launcher, for tensors on the CPU."""
-
-    constexprs: frozenset[str]
-    _known: dict = {}  # by function: the names of its constants, and its defaults
-
-    def __init__(self, fn, arg_names, grid, pre_run_hooks=()):
-        self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
-        if fn not in self._known:
-            super().__init__(fn, arg_names, grid, pre_run_hooks)
-            parameters = inspect.signature(fn).parameters.values()
-            defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-            self._known[fn] = frozenset(self.constexprs), defaults
-        self.constexprs, self.defaults = self._known[fn]
 
     def __call__(self, *args, **kwargs):
         named = {name: value for name, value in kwargs.items() if name in self.arg_names}
@@ -39,23 +43,16 @@ class Launch(GridExecutor):
             return super().__call__(*args, **kwargs)
         for hook in self.pre_run_hooks:
             hook(*args, **named)
-        interpreter._patch_lang(self.fn)
-        given = self.defaults | dict(zip(self.arg_names, args, strict=False)) | named
-        twice = not named.keys().isdisjoint(self.arg_names[: len(args)])
-        if twice or len(args) > len(self.arg_names) or given.keys() != set(self.arg_names):
-            inspect.getcallargs(self.fn, *args, **named)  # says which is missing, or one too many
-        given = {name: value if name in self.constexprs else implicit(value) for name, value in given.items()}
-        grid = self.grid(given) if callable(self.grid) else self.grid
-        assert len(grid) <= 3, "grid must have at most 3 dimensions"
-        columns, rows, layers = (*grid, 1, 1)[:3]
-        builder.set_grid_dim(columns, rows, layers)
-        run = replay.runner(self.fn, given)
-        places = itertools.product(range(columns), range(rows), range(layers))
+        given = inspect.getcallargs(self.fn, *args, **named)
+
+        def arguments() -> dict[str, Any]:
+            return {name: value if name in self.constexprs else implicit(value) for name, value in given.items()}
+
         try:
             with np.errstate(all="ignore"):  # no GPU warns
-                for place in places:
-                    builder.set_grid_idx(*place)
-                    run()
+                own = fast()
+                run = own.run if own and own.serves(self.fn) else _run
+                run(self.fn, arguments, self._places)
         except Exception as error:
             found = error
             while isinstance(found, InterpreterError) and found.__cause__ is not None:  # of functions that are called
@@ -63,3 +60,25 @@ class Launch(GridExecutor):
             if isinstance(found, IrisError):
                 raise found from None
             raise InterpreterError(repr(found)) from error
+
+    def _places(self, given: dict[str, Any]) -> tuple[tuple[int, int, int], Iterator[tuple[int, ...]]]:
+        """The size of the grid, and each place in it."""
+        grid = self.grid(given) if callable(self.grid) else self.grid
+        assert len(grid) <= 3, "grid must have at most 3 dimensions"
+        size = (*grid, 1, 1)[:3]
+        return size, itertools.product(*map(range, size))
+
+
+def _run(fn: Callable, arguments: Callable[[], dict[str, Any]], places: Callable) -> None:
+    scope = interpreter._patch_lang(fn)
+    scope.set_attr(core.dtype, "to_ir", lambda dtype, builder: dtype)  # Triton's knows fewer types
+    scope.set_attr(core.tensor, "__index__", lambda tensor: tensor.handle.data.item())  # Triton 3.6's: no arrays
+    try:
+        given = arguments()
+        size, every = places(given)
+        builder.set_grid_dim(*size)
+        for place in every:
+            builder.set_grid_idx(*place)
+            fn(**given)
+    finally:
+        scope.restore()

@@ -7,6 +7,7 @@ store silu(A @ first) * (A @ second). With one rank it is a product without an e
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -26,13 +27,14 @@ import triton.language as tl
 from ...config import FusedConfig
 from ...planning.waves import gemm_tiles
 from ...problem import Problem
+from ..arguments import World
 from ..descriptors import as_stored
 from ..stream_k import Units
 from ..tile_orders import SourceTiles
-from ..tiles import first_row, known
+from ..tiles import Matrix, first_row, known
 from . import operands
 from .mma import Mma
-from .pipeline import NOWHERE, allocate, await_tile, give_back, multiply_tiles, part_of
+from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -95,8 +97,9 @@ class _Gathered:
 
 
 @gluon.jit
-def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """What the mover warps do: store each tile, or, of a gated product, half as many columns."""
+def _store_tiles(shared, work, C, GATED: gl.constexpr, MOVE: gl.constexpr):
+    """What the mover warps do: store each tile to `C`, or, of a gated product, half as many columns."""
+    units, tiles, out, M = work.units, work.tiles, C.data, C.rows
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
     done = 0
@@ -120,47 +123,41 @@ def _store_tiles(shared, units, tiles, out, M, N, stride_om, GATED: gl.constexpr
                     gate = values.to(gl.float32)
                     values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)
                 r = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
-                place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-                gl.store(out + place, values, mask=((r >= row) & (r < end))[:, None] & (c < N)[None, :])
+                place = (r.to(gl.int64) * C.stride_row)[:, None] + c[None, :]
+                gl.store(out + place, values, mask=((r >= row) & (r < end))[:, None] & (c < C.cols)[None, :])
             done += 1
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows"])
 def hopper_gather_matmul_kernel(
-    a, gathered, b, bias, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    a, gathered, b, epilogue, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows, tile: gl.constexpr,
+    pipeline: gl.constexpr, world: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
 
     Or, `GATED`, of [2, N, K], what gates and what is gated; out is [M, N] then, too. flags: [rank]; passed: what a
     rank's flag holds when its rows have arrived.
     """
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    width: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_m, num_n = gl.cdiv(part_rows, BLOCK_M), gl.cdiv(N, width)
-    rank = ctx.rank % WORLD_SIZE  # alone, any is the first
-    tiles = SourceTiles(rank, part_rows, num_m, num_n, BLOCK_M, width, GROUP_M, WORLD_SIZE)
-    units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
-    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, BLOCK_M)
+    MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    width: gl.constexpr = tile.BLOCK_N // 2 if GATED else tile.BLOCK_N
+    num_m, num_n = gl.cdiv(part_rows, tile.BLOCK_M), gl.cdiv(N, width)
+    rank = ctx.rank % world.WORLD_SIZE  # alone, any is the first
+    tiles = SourceTiles(rank, part_rows, num_m, num_n, tile.BLOCK_M, width, tile.GROUP_M, world.WORLD_SIZE)
+    units = Units(tiles.count(), gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
+    others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, tile.BLOCK_M)
+    work = Work(a, b, others, Mma(a, b, tile, pipeline), units, tiles)
+    shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
+    C = Matrix(out, M, N, stride_om, 1)
     gl.warp_specialize(
         [
-            (
-                multiply_tiles,
-                (
-                    ctx, a, others, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, out, flags, 0, M, N, HAS_BIAS,
-                    WAITER,
-                ),
-            ),
-            (_store_tiles, (shared, units, tiles, out, M, N, stride_om, GATED, MOVE)),
+            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
+            (_store_tiles, (shared, work, C, GATED, MOVE)),
         ],
-        [MOVER_WARPS],
-        [MOVER_REGISTERS],
-    )  # fmt: skip
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 def product(
@@ -184,7 +181,8 @@ def product(
             return
         args = dict(
             flags=flags, passed=passed, ctx_ptr=ctx.get_device_context(), part_rows=problem.part_rows,
-            WORLD_SIZE=problem.world_size, TRACING=traced, **_arguments(problem, config, out, A, gathered, B, bias),
+            world=World(problem.world_size, WAITERS.index(problem.asked), traced),
+            **_arguments(problem, config, out, A, gathered, B, bias),
         )  # fmt: skip
         programs = platform.num_programs(ctx.device)
         grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
@@ -206,7 +204,7 @@ def _arguments(
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
             b=operands.described(both, (2, config.block_n // 2, config.block_k)),
-            MOVE=operands.in_rows(operands.MOVER_WARPS, config.block_n // 2),
+            pipeline=replace(args["pipeline"], MOVE=operands.in_rows(operands.MOVER_WARPS, config.block_n // 2)),
         )
     rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(
@@ -216,10 +214,5 @@ def _arguments(
         N=out.shape[1],
         K=A.shape[1],
         stride_om=out.stride(0),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
         GATED=problem.gated,
-        WAITER=WAITERS.index(problem.asked),
     )

@@ -16,10 +16,11 @@ of all tiles that are waited for, the first is always under way, with any number
 from typing import TYPE_CHECKING
 
 from iris.device import arch
-from iris.device.context import own_context
+from iris.device.context import DeviceContext, own_context
 from iris.device.lamport import load_bases, remote, take, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
+from iris.triton_private import aggregate, base_value
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +29,10 @@ from ...problem import Problem
 from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import PartTiles, by_columns
+from ..tiles import Matrix, known
 from .mma import MMA_WARPS, Mma
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
-from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import NOWHERE, Unshared, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -45,41 +47,71 @@ _UNDER_WAY = 8
 _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 
 
+@aggregate
+class TwoShot:
+    """A call's exchange as the warps of one rank see it.
+
+    `C`: `out`, with the edges of the product. `half`: this epoch's buffer, [source rank, part_rows, ld]; `sums`: what
+    stands behind it, the sums that owners send, [M, ld].
+    """
+
+    ctx: DeviceContext
+    C: Matrix
+    bias: base_value
+    half: base_value
+    sums: base_value
+    part_rows: base_value
+    ld: base_value
+    epoch: base_value
+    MOVE: gl.constexpr
+    WAITER: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, ctx, C, bias, half, sums, part_rows, ld, epoch, MOVE, WAITER):
+        self.ctx, self.C, self.half, self.sums = ctx, C, half, sums
+        self.bias = gl.constexpr(None) if bias is None else bias
+        self.part_rows, self.ld, self.epoch = part_rows, known(ld), epoch
+        self.MOVE, self.WAITER = gl.constexpr(getattr(MOVE, "value", MOVE)), known(WAITER)
+
+    @gluon.jit
+    def step(self):
+        """From one rank's values to the next rank's."""
+        return self.part_rows.to(gl.int64) * self.ld
+
+
 @gluon.jit
-def _multiply_and_take(
-    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld, stride_om, epoch,
-    TAKE: gl.constexpr, WAITER: gl.constexpr,
-):  # fmt: skip
+def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
     """What the MMA warps do: multiply, without the bias, and behind the last tile put all owners' sums into `out`."""
-    multiply_tiles(
-        ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, out, sync, epoch, M, N, False, WAITER,
-    )  # fmt: skip
+    ctx, C, tiles, ld = exchange.ctx, exchange.C, work.tiles, exchange.ld
+    multiply_tiles(ctx, work, shared, Unshared(C.data), epilogue, C, exchange.epoch, False, exchange.WAITER)
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
-    step = part_rows.to(gl.int64) * ld
-    for t in range(gl.program_id(0), units.tiles, gl.num_programs(0)):
+    step = exchange.step()
+    for t in range(gl.program_id(0), work.units.tiles, gl.num_programs(0)):
         row, col, _bias = tiles.place(t)
         c = col + gl.arange(0, tiles.BLOCK_N, layout=gl.SliceLayout(0, TAKE))
         for part in range(tiles.BLOCK_M // ROWS):
             r = row + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TAKE))
-            place = sums + (r.to(gl.int64) * ld)[:, None] + c[None, :]
-            mask = (r < M)[:, None] & (c < ld)[None, :]
-            owner = (r // part_rows)[:, None]
+            place = exchange.sums + (r.to(gl.int64) * ld)[:, None] + c[None, :]
+            mask = (r < C.rows)[:, None] & (c < ld)[None, :]
+            owner = (r // exchange.part_rows)[:, None]
             total, _ok = take(
-                ctx, place, step, mask, owner, epoch, WAITER, out.dtype.element_ty, 1, patience=2, LANES=False
+                ctx, place, step, mask, owner, exchange.epoch, exchange.WAITER, C.data.dtype.element_ty, 1, patience=2,
+                LANES=False,
             )  # fmt: skip
-            target = out + (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-            gl.store(target, total.to(out.dtype.element_ty), mask=(r < M)[:, None] & (c < N)[None, :])
+            target = C.data + (r.to(gl.int64) * C.stride_row)[:, None] + c[None, :]
+            gl.store(target, total.to(C.data.dtype.element_ty), mask=(r < C.rows)[:, None] & (c < C.cols)[None, :])
 
 
 @gluon.jit
-def _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, spread, MOVE: gl.constexpr):
+def _send(exchange, shared, done, bases, row, col, spread):
     """Sends the finished tile's rows to where their owners expect this rank's."""
-    mine = half + (ctx.rank * part_rows).to(gl.int64) * ld
+    ctx, part_rows, ld, M = exchange.ctx, exchange.part_rows, exchange.ld, exchange.C.rows
+    mine = exchange.half + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
-        values = without_sentinel(rows_of(shared, done, part, MOVE).to(gl.float32), shared.product.dtype)
-        r, c, own = places_of(shared, part, row, M, MOVE)
+        values = without_sentinel(rows_of(shared, done, part, exchange.MOVE).to(gl.float32), shared.product.dtype)
+        r, c, own = places_of(shared, part, row, M, exchange.MOVE)
         c = col + c
         for i in gl.static_range(1, ctx.world_size + 1):  # our own too: every rank sums the same numbers
             to = (ctx.rank + i) % ctx.world_size
@@ -91,14 +123,14 @@ def _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, spread, MO
 
 @gluon.jit
 def _sum(
-    ctx, half, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch, spread, dtype: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr,
-    WAITER: gl.constexpr,
+    exchange, bases, row, col, own_rows, spread, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    SUMMED: gl.constexpr,
 ):  # fmt: skip
     """Sums ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; sends the sums to all."""
-    step = part_rows.to(gl.int64) * ld
-    r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, MOVE))
-    c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MOVE))
+    ctx, bias, half, ld, N = exchange.ctx, exchange.bias, exchange.half, exchange.ld, exchange.C.cols
+    step = exchange.step()
+    r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
+    c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, exchange.MOVE))
     place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
     share, tile_n = row // ROWS, col // BLOCK_N
     span = ctx.tracing.record_event_start(SUM, ctx.rank, half, share, tile_n, nbytes=0)
@@ -107,8 +139,10 @@ def _sum(
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
         mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
         values = half + place + i * SUMMED * ld
-        total, ok = take(ctx, values, step, mask, 0, epoch, WAITER, dtype, ctx.world_size, LANES=False)
-        if HAS_BIAS:
+        total, ok = take(
+            ctx, values, step, mask, 0, exchange.epoch, exchange.WAITER, dtype, ctx.world_size, LANES=False
+        )
+        if bias is not None:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         found = found + (without_sentinel(total, dtype),)
         complete = complete & ok
@@ -121,20 +155,18 @@ def _sum(
             pace(begin, spread, i, ROWS // SUMMED)
             mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
             for j in gl.static_range(1, ctx.world_size + 1):
-                target = remote(ctx, sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
+                target = remote(ctx, exchange.sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
                 gl.store(target + place + i * SUMMED * ld, found[i], mask=mask, cache_modifier=".wt")
         ctx.tracing.record_event_end(span)
 
 
 @gluon.jit
-def _move_tiles(
-    ctx, shared, tiles, half, sums, bias, sync, M, N, part_rows, ld, epoch, spread, ROWS: gl.constexpr,
-    SUMMED: gl.constexpr, HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
-):  # fmt: skip
+def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED: gl.constexpr):
     """What the mover warps do: send tiles to their owners, and sum own rows as soon as their columns are complete."""
+    ctx, tiles, M, N = exchange.ctx, work.tiles, exchange.C.rows, exchange.C.cols
     dtype: gl.constexpr = shared.product.dtype
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
-    own_rows = part_at(M, part_rows, ctx.rank)
+    own_rows = part_at(M, exchange.part_rows, ctx.rank)
     shares = gl.cdiv(own_rows, ROWS)
     programs = gl.num_programs(0)
     count = tiles.num_m * tiles.num_n
@@ -146,61 +178,44 @@ def _move_tiles(
         # each row goes to one owner
         nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
-        span = ctx.tracing.record_event_start(PUSH, -1, half, tile_m, tile_n, nbytes=nbytes)
+        span = ctx.tracing.record_event_start(PUSH, -1, exchange.half, tile_m, tile_n, nbytes=nbytes)
         push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
-        _send(ctx, shared, done, half, bases, row, col, M, part_rows, ld, push, MOVE)
+        _send(exchange, shared, done, bases, row, col, push)
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):
             share, tile_n = by_columns(unit, shares)
             row, col = share * ROWS, tile_n * tiles.BLOCK_N
-            _sum(
-                ctx, half, sums, bases, bias, row, col, own_rows, N, part_rows, ld, epoch,
-                push, dtype, tiles.BLOCK_N, ROWS, SUMMED, HAS_BIAS, MOVE, WAITER,
-            )  # fmt: skip
+            _sum(exchange, bases, row, col, own_rows, push, dtype, tiles.BLOCK_N, ROWS, SUMMED)
             unit += programs
-    advance(sync, epoch)  # which all warps have read
+    advance(sync, exchange.epoch)  # which all warps have read
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread"])
 def lamport_two_shot_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, sync, ctx_ptr, M, N, K, stride_om, part_rows, ld, half_elements,
-    spread, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr,
-    PRODUCT: gl.constexpr, MOVE: gl.constexpr, TAKE: gl.constexpr, ROWS: gl.constexpr, OWNED: gl.constexpr,
-    SUMMED: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
-    TRACING: gl.constexpr = False,
+    a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, tile: gl.constexpr,
+    pipeline: gl.constexpr, world: gl.constexpr, TAKE: gl.constexpr, OWNED: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     epoch = gl.load(sync) + 1
-    half = staging + (epoch & 1).to(gl.int64) * half_elements
-    sums = half + WORLD_SIZE * (part_rows.to(gl.int64) * ld)
-    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, _ALL)
-    units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), 0, 0, 0, False)
-    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
+    sums = half + world.WORLD_SIZE * (part_rows.to(gl.int64) * lamport.ld)
+    num_m, num_n = gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N)
+    tiles = PartTiles(num_m, num_n, tile.BLOCK_M, tile.BLOCK_N, _ALL)
+    units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
+    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
+    C = Matrix(out, M, N, stride_om, 1)
+    exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, world.WAITER)
     gl.warp_specialize(
         [
-            (
-                _multiply_and_take,
-                (
-                    ctx, a, b, a_scales, b_scales, mma, shared, units, tiles, sums, out, sync, M, N, part_rows, ld,
-                    stride_om, epoch, TAKE, WAITER,
-                ),
-            ),
-            (
-                _move_tiles,
-                (
-                    ctx, shared, tiles, half, sums, bias, sync, M, N, part_rows, ld, epoch, spread, OWNED, SUMMED,
-                    HAS_BIAS, MOVE, WAITER,
-                ),
-            ),
+            (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
+            (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
         ],
-        [MOVER_WARPS],
-        [MOVER_REGISTERS],
-    )  # fmt: skip
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:

@@ -17,9 +17,10 @@ from ...problem import Problem
 from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tile_orders import PartTiles
+from ..tiles import Matrix
 from .mma import Mma
 from .operands import specialised_arguments
-from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -31,13 +32,9 @@ if TYPE_CHECKING:
 
 
 @gluon.jit
-def _push_tiles(
-    ctx, shared, units, tiles, whole, out, sync, M, N, stride_om, spread, MOVE: gl.constexpr, WAITER: gl.constexpr
-):  # fmt: skip
-    """What the mover warps do: store each tile at every rank.
-
-    `out`: where this rank's part, M by N, begins in the `whole`.
-    """
+def _push_tiles(ctx, shared, work, whole, C, sync, spread, MOVE: gl.constexpr, WAITER: gl.constexpr):
+    """What the mover warps do: store each tile at every rank. `C`: this rank's part in the `whole`."""
+    units, tiles, out = work.units, work.tiles, C.data
     epoch = enter(ctx, sync, whole, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
     targets = ()
@@ -50,7 +47,7 @@ def _push_tiles(
         if complete:
             row, col, _bias = tiles.place(tile)
             await_tile(shared, done)
-            nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, out.dtype.element_ty)
+            nbytes = tile_bytes(C.rows - row, C.cols - col, tiles.BLOCK_M, tiles.BLOCK_N, out.dtype.element_ty)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
             begin = arch.clock()
@@ -58,10 +55,10 @@ def _push_tiles(
                 if unit + programs < units.count(programs):  # nothing is loaded behind the last
                     pace(begin, spread, part, shared.PARTS)
                 values = rows_of(shared, done, part, MOVE)
-                r, c, own = places_of(shared, part, row, M, MOVE)
+                r, c, own = places_of(shared, part, row, C.rows, MOVE)
                 c = col + c
-                place = (r.to(gl.int64) * stride_om)[:, None] + c[None, :]
-                mask = (own & (r < M))[:, None] & (c < N)[None, :]
+                place = (r.to(gl.int64) * C.stride_row)[:, None] + c[None, :]
+                mask = (own & (r < C.rows))[:, None] & (c < C.cols)[None, :]
                 gl.store(out + place, values, mask=mask)
                 if ok:
                     for i in gl.static_range(ctx.world_size - 1):
@@ -73,37 +70,31 @@ def _push_tiles(
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def hopper_matmul_gather_kernel(
-    a, b, bias, out, parts, left, sync, ctx_ptr, M, N, K, stride_om, row_step, col_step, shared_tiles, sharers, skew,
-    spread,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr, ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr,
-    MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr, TRACING: gl.constexpr = False,
+    a, b, epilogue, out, joins, sync, ctx_ptr, M, N, K, stride_om, step, shared_tiles, sharers, skew,
+    spread, tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    num_m = gl.cdiv(max(M, row_step), BLOCK_M)
-    num_n = gl.cdiv(max(N, col_step), BLOCK_N)
-    tiles = PartTiles(num_m, num_n, BLOCK_M, BLOCK_N, GROUP_M)
-    units = Units(num_m * num_n, gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
+    row_step, col_step = step.rows, step.cols
+    MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    num_m = gl.cdiv(max(M, row_step), tile.BLOCK_M)
+    num_n = gl.cdiv(max(N, col_step), tile.BLOCK_N)
+    tiles = PartTiles(num_m, num_n, tile.BLOCK_M, tile.BLOCK_N, tile.GROUP_M)
+    units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
-    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
+    C = Matrix(part, M, N, stride_om, 1)
+    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
-            (
-                multiply_tiles,
-                (
-                    ctx, a, NOWHERE, b, NOWHERE, NOWHERE, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
-                    HAS_BIAS, WAITER,
-                ),
-            ),
-            (_push_tiles, (ctx, shared, units, tiles, out, part, sync, M, N, stride_om, spread, MOVE, WAITER)),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, WAITER)),
+            (_push_tiles, (ctx, shared, work, out, C, sync, spread, MOVE, WAITER)),
         ],
-        [MOVER_WARPS],
-        [MOVER_REGISTERS],
-    )  # fmt: skip
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 def launcher(

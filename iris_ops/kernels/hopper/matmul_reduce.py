@@ -4,6 +4,7 @@ Tiles, their order, and where they are staged and signalled are those of `matmul
 signal, wait and sum, while the MMA warps multiply on.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris.device import arch
@@ -15,13 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...problem import Problem
-from ..launching import NO_SCALES
 from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
+from ..tiles import Matrix
 from .mma import Mma
 from .operands import specialised_arguments
-from .pipeline import NOWHERE, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -79,13 +80,14 @@ def _in_rank_order(ctx, own, others, OTHERS: gl.constexpr):
 
 @gluon.jit
 def _sum(
-    ctx, shared, staging, index, owned, sync, bias, out, stride_om, row, end, M, width, ALL_REDUCE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, done, ok,
+    ctx, shared, staging, index, owned, sync, bias, target, row, end, M, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
+    done, ok,
 ):  # fmt: skip
-    """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `out`.
+    """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `target`.
 
-    Rows to `end`, `width` columns, of which `bias` is.
+    The tile has rows to `end`; `bias` is of its columns.
     """
+    out, width = target.data, target.cols
     ELEMENTS: gl.constexpr = shared.BLOCK_M * shared.BLOCK_N
     OTHERS: gl.constexpr = ctx.world_size - 1
     sources = ()
@@ -105,10 +107,10 @@ def _sum(
         total = _in_rank_order(ctx, rows_of(shared, done, part, MOVE), under_way[0], OTHERS)
         under_way = under_way[1:]
         r, c, own = places_of(shared, part, row, M, MOVE)
-        if HAS_BIAS:
+        if bias is not None:
             total += gl.load(bias + c, mask=c < width, other=0.0).to(gl.float32)[None, :]
         result = total.to(out.dtype.element_ty)
-        place = ((r - row).to(gl.int64) * stride_om)[:, None] + c[None, :]
+        place = ((r - row).to(gl.int64) * target.stride_row)[:, None] + c[None, :]
         mask = (own & (r < end))[:, None] & (c < width)[None, :]
         gl.store(out + place, result, mask=mask)
         if ALL_REDUCE:
@@ -119,10 +121,15 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(
-    ctx, shared, units, tiles, bias, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, MOVE: gl.constexpr, WAITER: gl.constexpr,
+    ctx, shared, work, bias, C, staged_at, sync, spread, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
+    WAITER: gl.constexpr,
 ):  # fmt: skip
-    """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks."""
+    """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks.
+
+    `C`: `out`, with the edges of the whole result.
+    """
+    units, tiles, out, M = work.units, work.tiles, C.data, C.rows
+    staging, flags = staged_at.staging, staged_at.flags
     BLOCK_M: gl.constexpr = shared.BLOCK_M
     BLOCK_N: gl.constexpr = shared.BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_M * BLOCK_N
@@ -164,10 +171,12 @@ def _move_tiles(
                 span = ctx.tracing.record_event_start(SUM, -1, out, tile_m, tile_n, nbytes=nbytes)
                 if ALL_REDUCE:  # part by part, as it is summed
                     push = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
+                target = Matrix(
+                    out + first_row.to(gl.int64) * C.stride_row + first_col, rows - row, cols - col, C.stride_row, 1
+                )
                 _sum(
-                    ctx, shared, staging, index, owned, sync, bias + col if HAS_BIAS else bias,
-                    out + first_row.to(gl.int64) * stride_om + first_col, stride_om, row, rows, M, cols - col,
-                    ALL_REDUCE, HAS_BIAS, MOVE, done, ok,
+                    ctx, shared, staging, index, owned, sync, bias + col if bias is not None else bias, target, row,
+                    rows, M, ALL_REDUCE, MOVE, done, ok,
                 )  # fmt: skip
                 if ALL_REDUCE:
                     ctx.tracing.record_event_end(push)
@@ -178,49 +187,43 @@ def _move_tiles(
 
 @gluon.jit(do_not_specialize=["shared_tiles", "sharers", "skew", "spread"])
 def hopper_matmul_reduce_kernel(
-    a, b, a_scales, b_scales, bias, out, staging, flags, parts, left, sync, ctx_ptr, M, N, K, stride_om, part_rows,
-    part_cols, early, shared_tiles, sharers, skew, spread,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr, WORLD_SIZE: gl.constexpr, BY_COLS: gl.constexpr, ALL_REDUCE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, B_TRANSPOSED: gl.constexpr, ACC: gl.constexpr, PRODUCT: gl.constexpr, MOVE: gl.constexpr,
-    ROWS: gl.constexpr, MOVER_WARPS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, WAITER: gl.constexpr,
-    TRACING: gl.constexpr = False,
+    a, b, epilogue, out, staged, joins, sync, ctx_ptr, M, N, K, stride_om, shared_tiles, sharers, skew, spread,
+    tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel.
-
-    a_scales [M], b_scales [N]: where both are in eight bits, else None.
-    """
-    ctx = own_context(ctx_ptr, WORLD_SIZE, TRACING)
-    tiles = OwnedTiles(ctx.rank, M, N, part_rows, part_cols, early, BLOCK_M, BLOCK_N, GROUP_M, WORLD_SIZE, BY_COLS)
-    mma = Mma(a, b, ACC, BLOCK_M, BLOCK_N, B_TRANSPOSED)
-    shared = allocate(a, b, out.dtype.element_ty, STAGES, BLOCK_M, BLOCK_N, ROWS, PRODUCT)
-    units = Units(tiles.count(), gl.cdiv(K, BLOCK_K), shared_tiles, sharers, skew, SHARED)
+    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    MOVE: gl.constexpr = pipeline.MOVE
+    WAITER: gl.constexpr = world.WAITER
+    ALL_REDUCE: gl.constexpr = form.ALL_REDUCE
+    ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
+    tiles = OwnedTiles(
+        ctx.rank, M, N, staged.part_rows, staged.part_cols, staged.early, tile.BLOCK_M, tile.BLOCK_N, tile.GROUP_M,
+        world.WORLD_SIZE, form.BY_COLS,
+    )  # fmt: skip
+    units = Units(tiles.count(), gl.cdiv(K, tile.BLOCK_K), shared_tiles, sharers, skew, form.SHARED)
+    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
+    C = Matrix(out, M, N, stride_om, 1)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(
         [
-            (
-                multiply_tiles,
-                (
-                    ctx, a, NOWHERE, b, a_scales, b_scales, mma, shared, units, tiles, out, parts, left, epoch, M, N,
-                    False, WAITER,
-                ),
-            ),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
             (
                 _move_tiles,
                 (
-                    ctx, shared, units, tiles, bias, out, staging, flags, sync, M, stride_om, spread, ALL_REDUCE,
-                    HAS_BIAS, MOVE, WAITER,
+                    ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE,
+                    WAITER,
                 ),
             ),
         ],
-        [MOVER_WARPS],
-        [MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
     )  # fmt: skip
 
 
 def launcher(
     rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
 ) -> "Launch":
-    args = reduce_arguments(rank, workspace, problem, config, tensors.out) | NO_SCALES
+    args = reduce_arguments(rank, workspace, problem, config, tensors.out)
     grid, args = specialised_arguments(rank, workspace, problem, config, args, tensors)
+    args["form"] = replace(args["form"], SHARED=args.pop("SHARED"))
     return hopper_matmul_reduce_kernel, grid, args

@@ -71,15 +71,16 @@ class Mma:
     B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a, b, LAYOUT, BLOCK_M, BLOCK_N, B_TRANSPOSED):
-        m, n, k = int(known(BLOCK_M).value), int(known(BLOCK_N).value), int(known(a.block_shape[-1]).value)
-        self.LAYOUT = gl.constexpr(LAYOUT)
+    def __init__(self, a, b, tile, pipeline):
+        tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
+        m, n, k = tile.BLOCK_M, tile.BLOCK_N, int(known(a.block_shape[-1]).value)
+        self.LAYOUT = gl.constexpr(pipeline.ACC)
         # A block of two parts lies in memory as a whole one does.
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([m, k], a.dtype))
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([n, k], b.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.FOLDED, self.GATED = known(len(a.block_shape) == 3), known(len(b.block_shape) == 3)
-        self.B_TRANSPOSED = known(B_TRANSPOSED)
+        self.B_TRANSPOSED = known(tile.B_TRANSPOSED)
 
     @gluon.jit
     def zeros(self):

@@ -21,6 +21,7 @@ from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import FP8, Problem
+from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
@@ -67,19 +68,18 @@ def arguments(
     transposed = stored is not B
     depth = config.depth(A.dtype == FP8)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
+    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),
-        bias=bias,
-        HAS_BIAS=bias is not None,
-        B_TRANSPOSED=transposed,
-        STAGES=config.num_stages,
-        **layouts(config.block_m, config.block_n, A.element_size(), config.num_warps),
+        epilogue=TileEpilogue(bias),
+        tile=Tile(config.block_m, config.block_n, depth, config.group_m, transposed),
+        pipeline=Pipeline(config.num_stages, **pipeline),
     )
 
 
 def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
-    """How a tile lies in the MMA warps' registers, in shared memory and in the mover warps' registers.
+    """How a tile lies in the MMA warps' registers, in shared memory and in the mover warps' registers (`Pipeline`).
 
     `itemsize`: bytes of an operand's element; `warps`: how many multiply.
     """
@@ -124,8 +124,10 @@ def specialised_arguments(
     shared, sharers = shared_tiles(problem, config, programs)
     grid = grid_of(rank.device, config, max(gemm_tiles(problem, config), sharers))
     own = dict(
-        parts=parts_memory(workspace, problem, config, sharers),
-        left=workspace.flags[staged(problem, config)[0] :],
+        joins=SharedTiles(
+            parts_memory(workspace, problem, config, sharers), workspace.flags[staged(problem, config)[0] :]
+        ),
+        stride_om=tensors.out.stride(0),
         shared_tiles=shared,
         sharers=sharers,
         skew=skew_steps(problem, config, programs, tile_us(problem, config, rates)),
@@ -141,4 +143,6 @@ def lamport_specialised_arguments(
     """The grid and the arguments that all warp-specialised Lamport kernels are given."""
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
-    return grid, args | dict(spread=spread, **arguments(tensors.A, tensors.B, tensors.bias, config))
+    return grid, args | dict(
+        spread=spread, stride_om=tensors.out.stride(0), **arguments(tensors.A, tensors.B, tensors.bias, config)
+    )

@@ -40,7 +40,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...sum_tree import LEAVES as TREE_LEAVES
+from ..stream_k import Units
 from ..tiles import first_row, known, rows_from
+from .mma import Mma
 
 _LEAVES = gl.constexpr(TREE_LEAVES)
 NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
@@ -77,18 +79,18 @@ class Shared:
 
 
 @gluon.jit
-def allocate(
-    a, b, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    PRODUCT: gl.constexpr, PLACES: gl.constexpr = 1,
-):  # fmt: skip
+def allocate(a, b, dtype: gl.constexpr, tile: gl.constexpr, pipeline: gl.constexpr):
     """The shared memory of one program, whose operands have the descriptors a and b.
 
-    A finished tile, in `dtype`, lies in parts of ROWS rows. Where `a` has three dimensions its rows are folded
+    A finished tile, in `dtype`, lies in parts of some rows. Where `a` has three dimensions its rows are folded
     (`tiles.first_row`).
     """
+    STAGES: gl.constexpr = pipeline.STAGES
+    PLACES: gl.constexpr = pipeline.PLACES
+    ROWS: gl.constexpr = pipeline.ROWS
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    product = gl.allocate_shared_memory(dtype, [PLACES * BLOCK_M // ROWS, ROWS, BLOCK_N], PRODUCT)
+    product = gl.allocate_shared_memory(dtype, [PLACES * tile.BLOCK_M // ROWS, ROWS, tile.BLOCK_N], pipeline.PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
@@ -125,53 +127,86 @@ def _halves_behind(leaf):
     return (~leaf & leaf + 1).bit_length() - 1
 
 
+@aggregate
+class Work:
+    """What the MMA warps of a program multiply: `units` of `tiles`, of the operands that a and b describe.
+
+    `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
+    dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each.
+    """
+
+    a: base_value
+    b: base_value
+    gathered: base_value
+    mma: Mma
+    units: Units
+    tiles: base_value
+
+    @triton.constexpr_function
+    def __init__(self, a, b, gathered, mma, units, tiles):
+        self.a, self.b = a, b
+        self.gathered = gl.constexpr(None) if gathered is None else gathered
+        self.mma, self.units, self.tiles = mma, units, tiles
+
+
+@aggregate
+class Unshared:
+    """In place of `arguments.SharedTiles` where programs share no tiles. `parts`: what events name."""
+
+    parts: base_value
+
+    @triton.constexpr_function
+    def __init__(self, parts):
+        self.parts = parts
+
+
 @gluon.jit
-def load_block(ctx, a, gathered, b, mma, shared, stage, row, col, k):
+def load_block(ctx, work, shared, stage, row, col, k):
     loaded = shared.loaded.index(stage)
-    mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
+    mbarrier.expect(loaded, work.a.block_type.nbytes + work.b.block_type.nbytes)
     rows = shared.a_parts.index(stage)
-    if gathered is not None:
-        gathered.load(ctx, a, row, k, loaded, rows)
+    if work.gathered is not None:
+        work.gathered.load(ctx, work.a, row, k, loaded, rows)
     elif shared.FOLDED:
-        async_load(a, [0, 0, k], loaded, rows)
+        async_load(work.a, [0, 0, k], loaded, rows)
     else:
-        async_load(a, [row, k], loaded, rows)
-    if mma.GATED:
-        async_load(b, [0, col, k], loaded, shared.b_parts.index(stage))
-    elif mma.B_TRANSPOSED:
-        async_load(b, [col, k], loaded, shared.b_parts.index(stage))
+        async_load(work.a, [row, k], loaded, rows)
+    if work.mma.GATED:
+        async_load(work.b, [0, col, k], loaded, shared.b_parts.index(stage))
+    elif work.mma.B_TRANSPOSED:
+        async_load(work.b, [col, k], loaded, shared.b_parts.index(stage))
     else:
-        async_load(b, [k, col], loaded, shared.b_parts.index(stage))
+        async_load(work.b, [k, col], loaded, shared.b_parts.index(stage))
 
 
 @gluon.jit
-def begin_unit(units, tiles, a, gathered, unit, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+def begin_unit(work, unit):
     """The first unit from `unit` on that has steps: (unit, row, column, where along K it begins, where it ends).
 
     The row is the first that is loaded for the unit's tile.
     """
     programs = gl.num_programs(0)
-    tile, first, steps, _ = units.at(unit, programs)
-    if units.SHARED:
+    tile, first, steps, _ = work.units.at(unit, programs)
+    if work.units.SHARED:
         for _i in gl.static_range(2):  # a head and a body may be empty
             if (steps == 0) & (unit < 2 * programs):
                 unit += programs
-                tile, first, steps, _complete = units.at(unit, programs)
-    row, col, _bias = tiles.place(tile)
-    if gathered is not None:
-        row = gathered.first(row)
-    elif len(a.block_shape) == 2:
-        row = first_row(row, a.shape[0], BLOCK_M)
-    return unit, row, col, first * BLOCK_K, (first + steps) * BLOCK_K
+                tile, first, steps, _complete = work.units.at(unit, programs)
+    row, col, _bias = work.tiles.place(tile)
+    if work.gathered is not None:
+        row = work.gathered.first(row)
+    elif len(work.a.block_shape) == 2:
+        row = first_row(row, work.a.shape[0], work.mma.BLOCK_M)
+    return unit, row, col, first * work.mma.BLOCK_K, (first + steps) * work.mma.BLOCK_K
 
 
 @gluon.jit
-def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
+def _join(ctx, units, joins, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
     """Joins a unit of a shared tile with what other programs computed of the tile; other units pass unchanged.
 
     A program that has the tile's last steps adds what the others left. Else it leaves its own sum and signals it.
-    `parts`: fp32 [program, BLOCK_M, BLOCK_N]; `left`: a flag for each; both are this rank's own memory. A wait that
-    failed has marked the rank, which then vouches for nothing (`sync.leave`).
+    `joins`: `SharedTiles`, this rank's own memory. A wait that failed has marked the rank, which then vouches for
+    nothing (`sync.leave`).
     """
     programs = gl.num_programs(0)
     if units.SHARED:
@@ -181,12 +216,12 @@ def _join(ctx, units, parts, left, epoch, unit, tile, steps, complete, acc, WAIT
                 q = p
                 while units.begin(q) > tile * units.steps:  # the program before had earlier steps of this tile
                     q -= 1
-                    wait(ctx, left + q, epoch, ctx.rank, WAITER, exact=True)
-                    acc += gl.load(_place_of(acc, parts, q), cache_modifier=".cg")
+                    wait(ctx, joins.left + q, epoch, ctx.rank, WAITER, exact=True)
+                    acc += gl.load(_place_of(acc, joins.parts, q), cache_modifier=".cg")
             else:
                 if steps > 0:
-                    gl.store(_place_of(acc, parts, p), acc)
-                    signal(ctx, left + p, epoch, ctx.rank)
+                    gl.store(_place_of(acc, joins.parts, p), acc)
+                    signal(ctx, joins.left + p, epoch, ctx.rank)
     return acc
 
 
@@ -201,84 +236,80 @@ def _place_of(acc, parts, number):
 
 
 @gluon.jit
-def _multiply_steps(
-    ctx, a, gathered, b, mma, shared, units, tiles, count, steps, unit, row, col, k, end, ready, stage, phase,
-    WAITER: gl.constexpr,
-):  # fmt: skip
-    """The sum of the next `steps` blocks along K, and where loads and waits go on: all behind `steps`, anew."""
+def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
+    """Loads the block that comes next, if there is one, and says what comes after it.
+
+    `at`: the unit, the row and the column of the block, where along K it is, where the unit ends, how many ranks' rows
+    are here. `count`: of units.
+    """
+    unit, row, col, k, end, ready = at
+    if unit < count:
+        load_block(ctx, work, shared, stage, row, col, k)
+        k += work.mma.BLOCK_K
+        if k >= end:
+            unit, row, col, k, end = begin_unit(work, unit + gl.num_programs(0))
+            if work.gathered is not None:
+                ready = work.gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+    return unit, row, col, k, end, ready
+
+
+@gluon.jit
+def _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER: gl.constexpr):
+    """The sum of the next `steps` blocks along K, and where loads and waits go on: all after `steps`, anew."""
+    mma = work.mma
     acc = mma.begin(mma.zeros())
     for _i in range(steps):
         mbarrier.wait(shared.loaded.index(stage), phase)
         acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
         acc = mma.await_last_but_one(acc)
-        if unit < count:
+        if at[0] < count:
             program_barrier()  # all warps have multiplied the step before, whose place is free now
             free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
-            load_block(ctx, a, gathered, b, mma, shared, free, row, col, k)
-            k += mma.BLOCK_K
-            if k >= end:
-                unit, row, col, k, end = begin_unit(
-                    units, tiles, a, gathered, unit + gl.num_programs(0), shared.BLOCK_M, mma.BLOCK_K
-                )
-                if gathered is not None:
-                    ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+            at = _load_next(ctx, work, shared, free, at, count, WAITER)
         last = stage == shared.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-    return mma.result(acc), unit, row, col, k, end, ready, stage, phase
+    return mma.result(acc), at, stage, phase
 
 
 @gluon.jit
 def multiply_tiles(
-    ctx, a, gathered, b, a_scales, b_scales, mma, shared, units, tiles, bias, parts, left, epoch, M, N,
-    HAS_BIAS: gl.constexpr, WAITER: gl.constexpr, leaves=None, LEAVES: gl.constexpr = 1,
+    ctx, work, shared, joins, epilogue, C, epoch, ADDS_BIAS: gl.constexpr, WAITER: gl.constexpr, leaves=None,
+    LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
     """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
 
-    `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
-    dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each. `a_scales`, `b_scales`:
-    of the product's rows and columns where the operands are in eight bits, or None. `leaves`: a `Leaves` where a tile's
-    sum is that of so many LEAVES (`sum_tree.py`), a power of two; those that wait for their other half do so, rounded,
-    in registers.
+    `epilogue`: with scales where the operands are in eight bits; the bias where this `ADDS_BIAS`. `C`: `out` as a
+    matrix. `leaves`: a `Leaves` where a tile's sum is that of so many LEAVES (`sum_tree.py`), a power of two; those
+    that wait for their other half do so, rounded, in registers.
     """
-    BLOCK_M: gl.constexpr = shared.BLOCK_M
-    BLOCK_N: gl.constexpr = shared.BLOCK_N
-    BLOCK_K: gl.constexpr = mma.BLOCK_K
+    tiles, units = work.tiles, work.units
     STAGES: gl.constexpr = shared.STAGES
     finished = reinterpret(
-        shared.product, shared.product.dtype, [shared.PLACES, BLOCK_M, BLOCK_N], shared.product.layout
+        shared.product, shared.product.dtype, [shared.PLACES, shared.BLOCK_M, shared.BLOCK_N], shared.product.layout
     )
     programs = gl.num_programs(0)
     count = units.count(programs)
     # what is loaded next
-    unit, row, col, k, end = begin_unit(units, tiles, a, gathered, gl.program_id(0), BLOCK_M, BLOCK_K)
+    unit, row, col, k, end = begin_unit(work, gl.program_id(0))
     ready = 0
-    if gathered is not None:
-        ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+    if work.gathered is not None:
+        ready = work.gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+    at = (unit, row, col, k, end, ready)
     for i in gl.static_range(STAGES - 1):
-        if unit < count:
-            load_block(ctx, a, gathered, b, mma, shared, i, row, col, k)
-            k += BLOCK_K
-            if k >= end:
-                unit, row, col, k, end = begin_unit(units, tiles, a, gathered, unit + programs, BLOCK_M, BLOCK_K)
-                if gathered is not None:
-                    ready = gathered.await_rows(ctx, row, ready, unit < count, WAITER)
+        at = _load_next(ctx, work, shared, i, at, count, WAITER)
     stage = 0
     phase = 0
     done = 0
     for u in range(gl.program_id(0), count, programs):
         tile, _, steps, complete = units.at(u, programs)
-        span = ctx.tracing.record_event_start(PRODUCT, -1, parts, tile, nbytes=0)
-        product, unit, row, col, k, end, ready, stage, phase = _multiply_steps(
-            ctx, a, gathered, b, mma, shared, units, tiles, count, leaves.steps(0) if LEAVES > 1 else steps, unit, row,
-            col, k, end, ready, stage, phase, WAITER,
-        )  # fmt: skip
+        span = ctx.tracing.record_event_start(PRODUCT, -1, joins.parts, tile, nbytes=0)
+        steps = leaves.steps(0) if LEAVES > 1 else steps
+        product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
         if LEAVES > 1:
             waiting = (product.to(finished.dtype),)
             for leaf in gl.static_range(1, LEAVES):
-                product, unit, row, col, k, end, ready, stage, phase = _multiply_steps(
-                    ctx, a, gathered, b, mma, shared, units, tiles, count, leaves.steps(leaf), unit, row, col, k, end,
-                    ready, stage, phase, WAITER,
-                )  # fmt: skip
+                steps = leaves.steps(leaf)
+                product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
                 total = product.to(finished.dtype)
                 for _j in gl.static_range(_halves_behind(leaf)):
                     total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)
@@ -286,12 +317,13 @@ def multiply_tiles(
                 waiting = (total,) + waiting
             product = waiting[0]
         ctx.tracing.record_event_end(span)
-        product = _join(ctx, units, parts, left, epoch, u, tile, steps, complete, product, WAITER)
+        product = _join(ctx, units, joins, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
-            if b_scales is not None:
-                product = _scaled(product, tiles, tile, a_scales, b_scales, M, N, shared.FOLDED)
-            if HAS_BIAS:
-                product += _bias_of(product, tiles, tile, bias, N, mma.GATED)
+            if epilogue.b_scales is not None:
+                product = _scaled(product, tiles, tile, epilogue, C, shared.FOLDED)
+            if ADDS_BIAS:
+                if epilogue.bias is not None:
+                    product += _bias_of(product, tiles, tile, epilogue.bias, C.cols, work.mma.GATED)
             place = done % shared.PLACES
             mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
             finished.index(place).store(product.to(finished.dtype))
@@ -301,15 +333,15 @@ def multiply_tiles(
 
 
 @gluon.jit
-def _scaled(product, tiles, tile, a_scales, b_scales, M, N, FOLDED: gl.constexpr):
+def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
     """The product of a tile whose operands were in eight bits, times their scales, as `tiles.scale_transposed` does."""
     ACC: gl.constexpr = product.type.layout
     row, col, _own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
-    r, _own = rows_from(first_row(row, M, product.shape[0]), row, M, i, product.shape[0], FOLDED)
+    r, _own = rows_from(first_row(row, C.rows, product.shape[0]), row, C.rows, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
-    product *= gl.load(a_scales + r, mask=r < M, other=0.0)[:, None]
-    return product * gl.load(b_scales + c, mask=c < N, other=0.0)[None, :]
+    product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
+    return product * gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
 
 
 @gluon.jit

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from .rules import GATHER, HEAD, LLAMA, LLAMA_PLAN, SLICE, attention, below, gathered, mlp
+from .rules import COLUMN, GATHER, HEAD, LLAMA, LLAMA_PLAN, SLICE, attention, below, gathered, mlp
 
 _FC = mlp("", ("fc1",), "fc2")
-# BART's decoder, and those that are built as it is.
+# BART, and those that are built as it is, or as its decoder.
 _BART_LAYER = {**attention(output="out_proj"), **attention("encoder_attn", output="out_proj"), **_FC}
-_BART = {**below(("model.decoder.layers.*", "model.layers.*", "biogpt.layers.*"), _BART_LAYER), **HEAD}
+_BART = {
+    **below(("model.encoder.layers.*", "model.decoder.layers.*", "model.layers.*", "biogpt.layers.*"), _BART_LAYER),
+    **HEAD,
+}
 _GPT2 = {
     **below("transformer.h.*", attention("attn", ("c_attn",), "c_proj"), mlp("mlp", ("c_fc",), "c_proj")),
     **HEAD,
 }
+# T5 and those that are built as it is; their relative positions have a bias for each head.
+_T5_LAYER = {
+    **attention("layer.*.SelfAttention", ("q", "k", "v"), "o"),
+    **attention("layer.*.EncDecAttention", ("q", "k", "v"), "o"),
+    "layer.*.SelfAttention.relative_attention_bias.weight": COLUMN,
+    **mlp("layer.*.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo"),
+}
+_T5 = {
+    **below(("encoder.block.*", "decoder.block.*", "transformer.encoder.block.*", "transformer.decoder.block.*"),
+            _T5_LAYER),
+    "lm_head": GATHER,
+}  # fmt: skip
 _4H = mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h")
 
 PLANS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "opt",
-                     "pegasus", "plbart", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp",
+                     "opt", "pegasus", "plbart", "whisper", "xglm", "biogpt", "musicgen", "musicgen_decoder",
                      "musicgen_melody", "musicgen_melody_decoder"), _BART),
     **dict.fromkeys(("stablelm", "hunyuan_v1_dense", "emu3", "emu3_text_model", "mllama", "mllama_text_model"),
                     LLAMA_PLAN),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    # The text's layers; the vision tower stays whole.
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"),
+                    {**below(("model.language_model.layers.*", "model.layers.*", "layers.*"), LLAMA), **HEAD}),
     "bitnet": {  # norms stand before the second products
         **below("model.layers.*", gathered("self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
                 gathered("mlp", ("gate_proj", "up_proj"), ("down_proj",))),

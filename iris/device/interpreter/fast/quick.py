@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ...triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
-from . import replay
+from ....triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
+from .replay import Tape
+from .scope import Scope
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _NUMBERS = _INTEGERS | {"fp32": np.float32}
@@ -52,45 +53,44 @@ _REVERSED = ("add", "sub", "mul", "and", "or", "xor")
 _WIDER = {("int32", "int64"), ("int32", "fp32"), ("int1", "int32"), ("int1", "int64"), ("bf16", "fp32")}
 
 
-def prepare() -> None:
+def prepare(scope: Scope, tape: Tape) -> None:
     """Replaces operators, once `interpreter._patch_lang` has put Triton's own in place."""
     tensor = core.tensor
+
+    def replace(owner: Any, name: str, made: Callable) -> None:
+        scope.set(owner, name, made(getattr(owner, name), tape))
+
     for name, (ufunc, kinds) in _OPERATORS.items():
-        _replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
+        replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
     for name in _REVERSED:
         ufunc, kinds = _OPERATORS[name]
-        _replace(tensor, f"__r{name}__", partial(_operator, ufunc=_swapped(ufunc), kinds=kinds))
-    _replace(tensor, "__getitem__", _with_axes)
-    _replace(tensor, "to", _cast)
-    _replace(Semantic, "broadcast_impl_value", _of_one_shape)
-    _replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
-    _replace(Semantic, "to_tensor", _a_tensor)
-    _replace(core, "_unwrap_if_constexpr", _plain)
-    tensor.__index__ = _number
-    tensor.__bool__ = _truth
-    tensor.T = property(_transposed)
+        replace(tensor, f"__r{name}__", partial(_operator, ufunc=_swapped(ufunc), kinds=kinds))
+    replace(tensor, "__getitem__", _with_axes)
+    replace(tensor, "to", _cast)
+    replace(Semantic, "broadcast_impl_value", _of_one_shape)
+    replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
+    replace(Semantic, "to_tensor", _a_tensor)
+    replace(core, "_unwrap_if_constexpr", _plain)
 
+    def truth(tensor):
+        data = tensor.handle.data
+        return tape.read(data, bool) if data.size == 1 else True  # Triton answers so
 
-def _number(tensor):
-    return replay.read(tensor.handle.data, _item)
+    def transposed(tensor):
+        data, (*others, rows, columns) = tape.computed(np.transpose, tensor.handle.data), tensor.type.shape
+        made = core.block_type(tensor.dtype, [*others, columns, rows])
+        return core.tensor(TensorHandle(data, tensor.handle.dtype), made)
+
+    scope.set(tensor, "__index__", lambda tensor: tape.read(tensor.handle.data, _item))
+    scope.set(tensor, "__bool__", truth)
+    scope.set(tensor, "T", property(transposed))
 
 
 def _item(data):
     return data.item()
 
 
-def _truth(tensor):
-    data = tensor.handle.data
-    return replay.read(data, bool) if data.size == 1 else True  # Triton answers so
-
-
-def _transposed(tensor):
-    data = replay.computed(np.transpose, tensor.handle.data)
-    *others, rows, columns = tensor.type.shape
-    return core.tensor(TensorHandle(data, tensor.handle.dtype), core.block_type(tensor.dtype, [*others, columns, rows]))
-
-
-def direct_builtins() -> None:
+def direct_builtins(scope: Scope) -> None:
     """Passes `_semantic` to functions of the language at once; Triton first looks at each argument."""
 
     def patch(obj, name, member, builder, scope):
@@ -102,18 +102,10 @@ def direct_builtins() -> None:
 
         scope.set_attr(obj, name, direct)
 
-    interpreter._patch_attr = patch
+    scope.set(interpreter, "_patch_attr", patch)
 
 
-def _replace(owner, name: str, made: Callable) -> None:
-    whole = getattr(owner, name)
-    if not getattr(whole, "is_quick", False):
-        method = made(whole)
-        method.is_quick = True
-        setattr(owner, name, method)
-
-
-def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
+def _operator(whole: Callable, tape: Tape, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
     known: dict = {}  # by the operands' types, what `_remembered` returned
 
     def quick(self, other):
@@ -128,15 +120,15 @@ def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool 
         else:
             return whole(self, other)
         if key not in known:
-            known[key] = _remembered(self, other, kind, replay.apart(whole, self, other))
+            known[key] = _remembered(self, other, kind, tape.apart(whole, self, other))
         found = known[key]
         if found is None or kind is int and not -(2**31) <= other < 2**31:
             return whole(self, other)
         type_, scalar, width = found
         if width:
-            moved = replay.computed(_moved, self.handle.data, data, width)
+            moved = tape.computed(_moved, self.handle.data, data, width)
             return core.tensor(TensorHandle(moved, self.handle.dtype), type_)
-        return core.tensor(TensorHandle(replay.computed(ufunc, self.handle.data, data), scalar), type_)
+        return core.tensor(TensorHandle(tape.computed(ufunc, self.handle.data, data), scalar), type_)
 
     def _remembered(self, other, kind, result):
         """(type of the result, its scalar type, bytes of an element if the result is an address), None for Triton's."""
@@ -166,25 +158,24 @@ def _moved(addresses, steps, width):
     return addresses + steps
 
 
-def _of_one_shape(whole: Callable) -> Callable:
+def _of_one_shape(whole: Callable, tape: Tape) -> Callable:
     """Broadcasts two values to the one shape that has room for both."""
     known: dict = {}  # by both types, the results' types and shape
+
+    def seen(value, type_, shape):
+        if value.type.name == type_.name:
+            return value
+        return core.tensor(TensorHandle(tape.computed(_spread, value.handle.data, shape), value.handle.dtype), type_)
 
     def quick(self, lhs, rhs):
         key = lhs.type.name, rhs.type.name
         if key not in known:
-            left, right = replay.apart(whole, self, lhs, rhs)
+            left, right = tape.apart(whole, self, lhs, rhs)
             known[key] = left.type, right.type, tuple(size.value for size in left.shape)
         left, right, shape = known[key]
-        return _seen(lhs, left, shape), _seen(rhs, right, shape)
+        return seen(lhs, left, shape), seen(rhs, right, shape)
 
     return quick
-
-
-def _seen(value, type_, shape):
-    if value.type.name == type_.name:
-        return value
-    return core.tensor(TensorHandle(replay.computed(_spread, value.handle.data, shape), value.handle.dtype), type_)
 
 
 def _spread(data, shape):
@@ -196,7 +187,7 @@ def _spread(data, shape):
     return view
 
 
-def _of_one_type(whole: Callable) -> Callable:
+def _of_one_type(whole: Callable, tape: Tape) -> Callable:
     """Prepares two values for an operation: if their types are one that `_OPERATORS` serves, only shapes can differ."""
 
     def quick(self, lhs, rhs, *options, **named):
@@ -209,14 +200,14 @@ def _of_one_type(whole: Callable) -> Callable:
     return quick
 
 
-def _a_tensor(whole: Callable) -> Callable:
+def _a_tensor(whole: Callable, tape: Tape) -> Callable:
     def quick(self, x, check_type=True):
         return x if type(x) is core.tensor else whole(self, x, check_type)
 
     return quick
 
 
-def _plain(whole: Callable) -> Callable:
+def _plain(whole: Callable, tape: Tape) -> Callable:
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, str, bool, type(None)}
 
     def quick(x):
@@ -225,7 +216,7 @@ def _plain(whole: Callable) -> Callable:
     return quick
 
 
-def _with_axes(whole: Callable) -> Callable:
+def _with_axes(whole: Callable, tape: Tape) -> Callable:
     """Serves indices such as `x[:, None]`, of whole axes and new ones."""
     known: dict = {}
 
@@ -234,8 +225,8 @@ def _with_axes(whole: Callable) -> Callable:
             return whole(self, slices)
         key = self.type.name, tuple(each is None for each in slices)
         if key not in known:
-            known[key] = replay.apart(whole, self, slices).type
-        data = replay.computed(getitem, self.handle.data, slices)
+            known[key] = tape.apart(whole, self, slices).type
+        data = tape.computed(getitem, self.handle.data, slices)
         return core.tensor(TensorHandle(data, self.handle.dtype), known[key])
 
     return quick
@@ -245,7 +236,7 @@ def _as_kind(data, kind):
     return data.astype(kind, copy=False)
 
 
-def _cast(whole: Callable) -> Callable:
+def _cast(whole: Callable, tape: Tape) -> Callable:
     known: dict = {}
 
     def quick(self, dtype, *options, **named):
@@ -259,8 +250,8 @@ def _cast(whole: Callable) -> Callable:
         if (self.dtype.name, dtype.name) not in _WIDER:
             return whole(self, dtype)
         if key not in known:
-            known[key] = replay.apart(whole, self, dtype).type, numpy_type(dtype)
+            known[key] = tape.apart(whole, self, dtype).type, numpy_type(dtype)
         type_, kind = known[key]
-        return core.tensor(TensorHandle(replay.computed(_as_kind, self.handle.data, kind), dtype), type_)
+        return core.tensor(TensorHandle(tape.computed(_as_kind, self.handle.data, kind), dtype), type_)
 
     return quick

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import platform
-from ...triton_private import TensorHandle, core
+from ....triton_private import TensorHandle, core
 from . import operations
 from .operations import ARRAYS
 
@@ -33,13 +32,36 @@ _MOST_STRETCHES = 500  # a recording holds no more; the interpreter runs in Pyth
 _MOST_OPERATIONS = 5000  # a kernel whose run has more is not recorded
 _MOST_BYTES = 128 << 20  # nor is one whose arrays take more, for they stay until the run ends
 _MOST_KEPT_BYTES = 1 << 16  # a replay computes larger constants anew, so that a recording stays small
-_MOST_RECORDINGS = 256  # the oldest is dropped first
-_PACKAGES = ("iris", "iris_ops", "layers")
 # A replay always does these operations, although they take no array: their results differ, or their effect is wanted.
 _EFFECTS = {"create_get_program_id", "create_get_num_programs", "create_print", "create_assert", "create_assume"}
 
-current: Recorder | None = None
-"""The recorder that is told of each operation, or None while nothing is recorded."""
+
+class Tape:
+    """Passes each operation to its `recorder`; None while nothing is recorded."""
+
+    recorder: Recorder | None = None
+
+    def called(self, function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
+        """Returns `function(*args, **named)` of values of the language."""
+        if self.recorder is None:
+            return function(*args, **named)
+        return self.recorder.call(function, args, named, effect)
+
+    def computed(self, function: Callable, *operands: Any) -> Any:
+        """Returns `function(*operands)` of numpy arrays."""
+        return function(*operands) if self.recorder is None else self.recorder.numpy(function, *operands)
+
+    def apart(self, function: Callable, *args: Any) -> Any:
+        """Calls `function` while nothing is recorded, to learn something that is the same in each run."""
+        recorder, self.recorder = self.recorder, None
+        try:
+            return function(*args)
+        finally:
+            self.recorder = recorder
+
+    def read(self, array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
+        """Returns `how(array)`, by which Python decides, and records the choice."""
+        return how(array) if self.recorder is None else self.recorder.read(array, how)
 
 
 class Stretch:
@@ -68,7 +90,8 @@ class Step:
 class Recording:
     """The tree of stretches of one kernel, for arguments of given types and for given constants."""
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
         self.plain_runs, self.stretches = 0, 0
         self.root: Stretch | None = None
         self.refused = False
@@ -102,15 +125,14 @@ class Recording:
             stretch = stretch.ways[found]
 
     def _record(self, fn: Callable, given: dict[str, Any], recorder: Recorder) -> None:
-        global current
-        current = recorder
+        self.tape.recorder = recorder
         try:
             fn(**given)
         except BaseException:
             self.refuse()  # the rest of this run is unknown
             raise
         finally:
-            current = None
+            self.tape.recorder = None
 
     def refuse(self) -> None:
         self.refused, self.root = True, None
@@ -135,7 +157,7 @@ class Recorder:
         if self.ahead:
             return self._known(function)
         slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, ARRAYS) else -1 for each in operands]
-        result = apart(function, *operands)
+        result = self.recording.tape.apart(function, *operands)
         if None in slots:
             return self._stop(result)
         arrays = [slot for slot in slots if slot != -1]
@@ -166,7 +188,7 @@ class Recorder:
             return self._known(function)
         holders: list[tuple[TensorHandle, int]] = []
         held = operations.held(args, self.slots, holders), operations.held(named, self.slots, holders)
-        result = apart(partial(function, **named) if named else function, *args)
+        result = self.recording.tape.apart(partial(function, **named) if named else function, *args)
         if any(slot is None for _, slot in holders) or not operations.can_be_kept(result):
             return self._stop(result)
         run = operations.run_of(function, *held, holders, len(self.values), result)
@@ -195,9 +217,8 @@ class Recorder:
 
     def _go_on(self, found: Any) -> None:
         """Begins the stretch that follows the value `found`, which no run has read at this choice before."""
-        global current
         if self.recording.stretches >= _MOST_STRETCHES:
-            current = None
+            self.recording.tape.recorder = None
             return
         self.recording.stretches += 1
         self.stretch.ways[found] = self.stretch = Stretch()
@@ -245,78 +266,28 @@ class Recorder:
 
     def _stop(self, result: Any) -> Any:
         """Gives the recording up; the kernel's Python runs on."""
-        global current
-        current = None
+        self.recording.tape.recorder = None
         self.recording.refuse()
         return result
 
 
-def told(builder: type) -> type:
-    """Returns a subclass of Triton's `builder` that tells `current` of each operation."""
+def recorded(builder: type, tape: Tape) -> type:
+    """Returns a subclass of Triton's `builder` whose operations go through `tape`."""
     names = [name for name in dir(builder) if name.startswith(("create_", "get_")) and not name.endswith("_ty")]
     names = [name for name in names if name != "get_cache_policy"]
-    return type(builder.__name__, (builder,), {name: _telling(getattr(builder, name), name) for name in names})
+    return type(builder.__name__, (builder,), {name: _through(getattr(builder, name), name, tape) for name in names})
 
 
-def _telling(method: Callable, name: str) -> Callable:
+def _through(method: Callable, name: str, tape: Tape) -> Callable:
     effect = name in _EFFECTS
 
-    def tell(self, *args, **named):
-        return called(method, (self, *args), named, effect)
+    def operation(self, *args, **named):
+        return tape.called(method, (self, *args), named, effect)
 
-    return tell
-
-
-def called(function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
-    return function(*args, **named) if current is None else current.call(function, args, named, effect)
+    return operation
 
 
-def computed(function: Callable, *operands: Any) -> Any:
-    """Returns `function(*operands)` of numpy arrays, and tells `current` of it."""
-    return function(*operands) if current is None else current.numpy(function, *operands)
-
-
-def apart(function: Callable, *args: Any) -> Any:
-    """Calls `function` while nothing is recorded, to learn something that is the same in each run."""
-    global current
-    recorder, current = current, None
-    try:
-        return function(*args)
-    finally:
-        current = recorder
-
-
-def read(array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
-    """Returns `how(array)`, by which Python decides, and tells `current` of the choice."""
-    return how(array) if current is None else current.read(array, how)
-
-
-recordings: dict[Any, Recording] = {}
-
-
-def serves(fn: Callable) -> bool:
-    """Whether the library has this kernel, or this device function."""
-    return fn.__module__.partition(".")[0] in _PACKAGES
-
-
-def runner(fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
-    """Returns the call that runs one program of a kernel with these arguments."""
-    if not serves(fn) or not platform.replaying():
-        return partial(fn, **given)
-    arrays: list = []
-    key = fn, *[_kind_of(value, arrays) for value in given.values()]
-    try:
-        found = recordings.get(key)
-    except TypeError:  # a constant that cannot be hashed
-        return partial(fn, **given)
-    if found is None:
-        if len(recordings) >= _MOST_RECORDINGS:
-            del recordings[next(iter(recordings))]
-        found = recordings[key] = Recording()
-    return partial(found.run, fn, given, arrays)
-
-
-def _kind_of(value: Any, arrays: list) -> Any:
+def kind_of(value: Any, arrays: list) -> Any:
     """Appends an argument's arrays to `arrays`, and returns all else that a recording depends on."""
     kind = type(value)
     if kind is core.tensor:
@@ -334,5 +305,5 @@ def _kind_of(value: Any, arrays: list) -> Any:
             getattr(handle, "round_f32_to_tf32", False),
         )
     if isinstance(value, (tuple, list, core.tuple)):
-        return tuple([_kind_of(each, arrays) for each in value])
+        return tuple([kind_of(each, arrays) for each in value])
     return kind, value

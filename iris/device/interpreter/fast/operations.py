@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...triton_private import TensorDescHandle, TensorHandle, core
+from ....triton_private import TensorDescHandle, TensorHandle, core
 
 ARRAYS = np.ndarray, np.generic
 

@@ -7,56 +7,29 @@ numpy's dtypes, and the names of the value's type and shape.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
-
-from ...triton_private import builder, core, interpreter
-from . import quick
+from ....triton_private import core, interpreter
+from .scope import Scope
 
 
-def prepare() -> None:
+def prepare(scope: Scope) -> None:
     """Replaces these parts of the interpreter."""
-    quick.direct_builtins()
-    interpreter._patch_lang = _once_a_module(interpreter._patch_lang)
-    interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
-    core.block_type.__init__ = _once_a_type(core.block_type.__init__, core)
-    core.block_type.to_ir = core.pointer_type.to_ir = _itself
-    core.block_type.with_element_ty = _once_an_element(core.block_type.with_element_ty)
-    core.tensor.__init__ = _once_a_kind(core.tensor.__init__)
-    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    scope.set(interpreter, "_patch_lang", lambda fn: None)  # the language is patched already
+    scope.set(interpreter, "_get_np_dtype", _once_a_name(interpreter._get_np_dtype))
+    scope.set(core.block_type, "__init__", _once_a_type(core.block_type.__init__, core))
+    for kind in (core.block_type, core.pointer_type):
+        scope.set(kind, "to_ir", itself)
+    scope.set(core.block_type, "with_element_ty", _once_an_element(core.block_type.with_element_ty))
+    scope.set(core.tensor, "__init__", _once_a_kind(core.tensor.__init__))
 
 
-def _itself(dtype, builder):
+def itself(dtype, builder):
     """Returns the language's own type, which is what the interpreter's builder works with."""
     return dtype
 
 
-class _Kept:
-    """Keeps the patched language when a launch ends: a process with the interpreter on compiles nothing."""
-
-    @staticmethod
-    def restore() -> None:
-        pass
-
-
-def _once_a_module(patch: Callable) -> Callable:
-    known = {}
-
-    def patched(fn):
-        names = fn.__globals__
-        if id(names) not in known:
-            known[id(names)] = names  # kept, so that the id stays its own
-            patch(fn)
-            core.dtype.to_ir = _itself  # Triton's knows fewer types
-            quick.prepare()
-        return _Kept
-
-    return patched
-
-
 def _once_a_name(np_dtype: Callable) -> Callable:
-    known = {"bf16": np.dtype(np.float32)}  # in which `floats` keeps bfloat16
+    known = {}
 
     def found(dtype):
         element = dtype.scalar

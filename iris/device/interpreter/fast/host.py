@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import inspect
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from ...triton_private import InterpretedFunction, TensorHandle, core
-from . import replay
+from ....triton_private import TensorHandle, core
+from .replay import Tape
+from .scope import Scope
 
 _TYPES = {int: (core.int64, np.int64), bool: (core.int1, np.bool_)}
 
 
-def prepare() -> None:
-    """Does so for all device functions that are made from now on."""
-    InterpretedFunction.__init__ = _noting(InterpretedFunction.__init__)
-
-
-def _noting(init: Callable) -> Callable:
-    def made(self, fn, **options):
-        init(self, fn, **options)
-        if replay.serves(fn):
-            for name in fn.__code__.co_names:
-                function = fn.__globals__.get(name)
-                if _asks_the_host(function, fn.__module__):
-                    fn.__globals__[name] = _operation(function)
-
-    return made
+def prepare(scope: Scope, tape: Tape, modules: Sequence[ModuleType]) -> None:
+    """Does so for the functions of these modules."""
+    for module in modules:
+        for name, function in list(vars(module).items()):
+            if _asks_the_host(function, module.__name__):
+                scope.set(module, name, _operation(function, tape))
 
 
 def _asks_the_host(function: Any, module: str) -> bool:
     """Whether `module` has made `function` a builtin of the language, which Triton calls and does not compile."""
     marked = inspect.isfunction(function) and getattr(function, "__triton_builtin__", False)
-    return marked and function.__module__ == module and not hasattr(function, "is_operation")
+    return marked and function.__module__ == module
 
 
-def _operation(function: Callable) -> Callable:
+def _operation(function: Callable, tape: Tape) -> Callable:
     """Wraps `function`: its result, a number or None, becomes a value of the language."""
 
     def computed(*args: Any) -> Any:
@@ -48,7 +41,6 @@ def _operation(function: Callable) -> Callable:
         return core.tensor(TensorHandle(np.array([result], kind), made), made)
 
     def asked(*args: Any) -> Any:
-        return replay.called(computed, args, {}, effect=True)
+        return tape.called(computed, args, {}, effect=True)
 
-    asked.is_operation = True  # type: ignore[attr-defined]
     return asked

@@ -1,0 +1,227 @@
+"""What kernels are given, in groups: constants as frozen dataclasses, values of one call as named tuples.
+
+A kernel gives a field of a constant a name of its own (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
+tuple, such as a shape, to `static_range` or to `warp_specialize`: the field alone is a plain number there.
+
+Triton compiles a kernel once for each set of constants. Integers in a named tuple are specialised as arguments of their
+own are: on 1, and on multiples of 16. So a size that must not be, such as M of a decode step, stays an argument of its
+own (`do_not_specialize`). Tensor descriptors do, too: triton before 3.8 launches none inside a tuple.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The block of a product that a program computes: BLOCK_M x BLOCK_N, BLOCK_K at a time along K.
+
+    GROUP_M: row blocks that follow each other (`tile_orders.grouped`). B_TRANSPOSED: B's descriptor is of [N, K].
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int = 1
+    B_TRANSPOSED: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """How many ranks take part, who waits (`iris.device.waits.WAITERS`), and whether the kernel records events."""
+
+    WORLD_SIZE: int
+    WAITER: int
+    TRACING: bool = False
+
+
+class Strides(NamedTuple):
+    """Elements from row to row, and from column to column, of A [M, K], B [K, N] and `out` [M, N]."""
+
+    am: Any
+    ak: Any
+    bk: Any
+    bn: Any
+    om: Any
+    on: Any
+
+
+class TileEpilogue(NamedTuple):
+    """What ends a tile; None for each step that there is not.
+
+    `bias` [N]. `a_scales` [M], `b_scales` [N]: of operands in eight bits. `residual`, `weight`, `scaled`, `squares`: of
+    an all-reduce that ends with the first half of an RMSNorm (`rmsnorm_epilogue.py`).
+    """
+
+    bias: Any = None
+    a_scales: Any = None
+    b_scales: Any = None
+    residual: Any = None
+    weight: Any = None
+    scaled: Any = None
+    squares: Any = None
+
+
+class LamportMemory(NamedTuple):
+    """Two buffers of `half_elements` Lamport values each, in rows of `ld`; a rank's part has `part_cols` columns."""
+
+    staging: Any
+    half_elements: Any
+    part_cols: Any
+    ld: Any
+
+
+class Staged(NamedTuple):
+    """Where owners' tiles are staged and signalled, and how the result is divided (`tile_orders.OwnedTiles`).
+
+    At each owner `staging` is [source rank, owned tile, BLOCK_M, BLOCK_N], `flags` [source rank, owned tile].
+    """
+
+    staging: Any
+    flags: Any
+    part_rows: Any
+    part_cols: Any
+    early: Any
+
+
+@dataclass(frozen=True)
+class TreeSums:
+    """An order of sums over all ranks' K, as lists in text (`sum_orders.py`).
+
+    OWN: leaves of this rank; OWN_ROOTS: of each of its roots the leaves' list; JOINS, SOURCES: of all ranks' roots.
+    PAIR: one or two ranks have one root each. ROOTLESS: a rank has none.
+    """
+
+    OWN: int
+    OWN_ROOTS: str
+    JOINS: str
+    SOURCES: str
+    PAIR: bool
+    ROOTLESS: bool = False
+
+
+class Tree(NamedTuple):
+    """Where a rank puts the sums of its leaves: `sums` [programs, OWN, BLOCK_M * BLOCK_N], its own memory.
+
+    All ranks' K has `blocks` blocks in `leaves` leaves.
+    """
+
+    sums: Any
+    blocks: Any
+    leaves: Any
+
+
+@dataclass(frozen=True)
+class LamportForm:
+    """Who gets a tile (`lamport_matmul.py`), whether ranks divide columns, and the order of sums: None, by ranks.
+
+    ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
+    """
+
+    EXCHANGE: str
+    BY_COLS: bool
+    ONE_TILE: bool
+    SUMS: TreeSums | None = None
+
+
+class Gathered(NamedTuple):
+    """Where all ranks' parts of A meet: `data` [rank, part_rows, part_cols], rows `ld` apart.
+
+    This rank's part is a_rows x a_cols.
+    """
+
+    data: Any
+    a_rows: Any
+    a_cols: Any
+    part_rows: Any
+    part_cols: Any
+    ld: Any
+
+
+@dataclass(frozen=True)
+class Moves:
+    """How A is gathered: along K or by rows, by the grid's first PROGRAMS, PIECES for each of its row blocks.
+
+    SPLITS: parts along K of the tiles that fill no wave (`stream_k.unit_tile`).
+    """
+
+    BY_K: bool
+    PROGRAMS: int
+    PIECES: int
+    SPLITS: int
+
+
+class Rows(NamedTuple):
+    """A matrix whose rows stand `ld` elements apart."""
+
+    data: Any
+    ld: Any
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How A is gathered before it is multiplied: in pieces PIECE_M x PIECE_K, along K or by rows."""
+
+    PIECE_M: int
+    PIECE_K: int
+    BY_K: bool
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """How a program streams weights in eight bits (`fp8/weight_stream.py`): T tiles at a time, by SLICES warps.
+
+    TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of
+    the sums of squares, a power of two at least as many.
+    """
+
+    BLOCK_M: int
+    T: int
+    STAGES: int
+    SLICES: int
+    TAKE: Any = None
+    GATED: bool = False
+    SPANS: int = 1
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a warp-specialised program lays out its tile (`hopper/operands.layouts`), and what its warps have.
+
+    STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
+    thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
+    """
+
+    STAGES: int
+    ACC: Any
+    PRODUCT: Any
+    MOVE: Any
+    ROWS: int
+    MOVER_WARPS: int
+    MOVER_REGISTERS: int
+    PLACES: int = 1
+
+
+class SharedTiles(NamedTuple):
+    """Where programs leave the sums of tiles that they share: fp32 `parts` of tiles, and `left`, a flag for each."""
+
+    parts: Any
+    left: Any
+
+
+@dataclass(frozen=True)
+class ReduceForm:
+    """Who gets the owners' sums, whether owners have columns, and whether programs share tiles along K."""
+
+    ALL_REDUCE: bool
+    BY_COLS: bool
+    SHARED: bool = False
+
+
+class PartStep(NamedTuple):
+    """From one rank's part of a gathered matrix to the next rank's."""
+
+    rows: Any
+    cols: Any

@@ -1,0 +1,113 @@
+"""What the kernels of a mixture are given, in groups; see `iris_ops/kernels/arguments.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .routing import Routing
+
+
+class Choice(NamedTuple):
+    """`chosen` [pairs]: each pair's expert. `order`, `offsets`: pairs by expert, where they are sorted."""
+
+    chosen: Any
+    order: Any
+    offsets: Any
+
+
+class ExpertStrides(NamedTuple):
+    """Elements from row to row, and from column to column, of A and of the result; and B's [experts, K, N]."""
+
+    am: Any
+    ak: Any
+    be: Any
+    bk: Any
+    bn: Any
+    om: Any
+    on: Any
+
+
+class ExpertBias(NamedTuple):
+    """The experts' biases, `stride` elements apart; `data` is None where there are none."""
+
+    data: Any
+    stride: Any
+
+
+class Combine(NamedTuple):
+    """How a token's pairs are added up: `weights` [tokens, TOP_K], and `shared` [tokens, N] or None."""
+
+    weights: Any
+    stride_wt: Any
+    shared: Any
+    stride_st: Any
+    stride_sn: Any
+
+
+class Between(NamedTuple):
+    """What programs of a rank leave to each other: `products` [pairs, ld]; `counts`, zero, one a block of columns."""
+
+    products: Any
+    counts: Any
+
+
+@dataclass(frozen=True)
+class GroupedForm:
+    """Which rows a program multiplies, and what becomes of the product.
+
+    SORTED: by order and offsets; else by chosen. SEARCHED: experts or pairs, as a power of two. GATE: "halves", "turns"
+    or None. TOGETHER: a tile's columns of gate and of up, in halves, are loaded as one.
+    """
+
+    SORTED: bool
+    SEARCHED: int
+    GATE: str | None = None
+    TOGETHER: bool = False
+
+
+@dataclass(frozen=True)
+class DownForm:
+    """`GroupedForm` of `moe_lamport_down_kernel`, which adds up BLOCK_T tokens of TOP_K pairs at once.
+
+    ONE_TILE: those are all; this rank's sums then stay in registers.
+    """
+
+    SORTED: bool
+    SEARCHED: int
+    TOP_K: int
+    ONE_TILE: bool
+    BLOCK_T: int
+
+
+@dataclass(frozen=True)
+class TokenForm:
+    """How a program sums a token's TOP_K experts: CHOICES, a power of two, of BLOCK_N columns, BLOCK_K at a time."""
+
+    TOP_K: int
+    CHOICES: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+
+
+def choice_of(where: torch.Tensor | Routing) -> Choice:
+    """`where`: experts as they were chosen, or sorted."""
+    if isinstance(where, torch.Tensor):
+        return Choice(where, where, where)
+    return Choice(where.chosen, where.rows, where.offsets)
+
+
+def strides_of(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> ExpertStrides:
+    return ExpertStrides(*A.stride(), *B.stride(), *out.stride())
+
+
+def bias_of(bias: torch.Tensor | None) -> ExpertBias:
+    return ExpertBias(bias, 0 if bias is None else bias.stride(0))
+
+
+def combine_of(weights: torch.Tensor, shared: torch.Tensor | None) -> Combine:
+    return Combine(weights, weights.stride(0), shared, *((0, 0) if shared is None else shared.stride()))

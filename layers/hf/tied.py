@@ -1,0 +1,71 @@
+"""Heads whose weight is an embedding's: one parameter in a split model, as in the unsplit one.
+
+The embedding stays whole on every rank, for it looks any word up. The head multiplies by this rank's rows of it. The
+head registers the embedding's own parameter, so `parameters()` yields the matrix once and `state_dict()` lists it under
+both names, whole. Its attribute `weight` is the view of this rank's rows. A second parameter over those rows would
+change twice when a caller changes all parameters in place, and every rank would change other rows twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from iris.errors import ArgumentError, ShapeError
+import torch
+from torch import nn
+
+from ..linear import ColumnParallelLinear
+from ..shard import Shard, fill
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+
+class TiedColumnParallelLinear(ColumnParallelLinear):
+    """A head that multiplies by its rows of `embedding`, the name of a parameter that `retie` registers here."""
+
+    def __init__(
+        self, linear: nn.Linear, embedding: str, gather_output: bool, *, ctx: Iris, parts: tuple[Shard, ...] | None
+    ):
+        sizes = (linear.in_features, linear.out_features)
+        super().__init__(*sizes, linear.bias is not None, gather_output, ctx=ctx, parts=parts,
+                         dtype=linear.weight.dtype, device="meta")  # fmt: skip
+        self.tied_to = embedding
+        if linear.bias is not None and not linear.bias.is_meta:
+            self.load_shard("bias", linear.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows of the embedding; until `retie` has registered that, an empty tensor of their size."""
+        held = self._parameters.get("weight")
+        if held is None:
+            raise AttributeError("weight")
+        return held if len(held) != self.out_features else self.parts[0].view(held, dim=0)
+
+    @torch.no_grad()
+    def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
+        """As of any layer; a `source` of the weight fills the embedding, whole, unless that is still to be loaded."""
+        if name != "weight":
+            return super().load_shard(name, source, part)
+        held = self._parameters["weight"]
+        assert held is not None
+        given = list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        if part not in (None, 0):
+            raise ArgumentError(f"part is {part!r}: expected None or 0, for the head has one output")
+        if given != [self.out_features, self.in_features]:
+            raise ShapeError(
+                f"source of weight has shape {given}: expected {[self.out_features, self.in_features]}, the unsplit"
+                " tensor"
+            )
+        if not held.is_meta:
+            fill(held, source)
+
+    def store_as_fp8(self) -> None:
+        raise ArgumentError(f"the layer's weight is {self.tied_to}: expected a weight of its own, for fp8")
+
+
+def retie(model: nn.Module) -> None:
+    """Registers with each tied head the parameter that its embedding holds now: a load or a move may replace it."""
+    for module in model.modules():
+        if isinstance(module, TiedColumnParallelLinear):
+            module._parameters["weight"] = model.get_parameter(module.tied_to)

@@ -1,0 +1,342 @@
+"""The calls whose kernels are compiled ahead of time: `CASES` has a call for each form that a kernel takes.
+
+A call is the library's own on the tensors of a fake GPU (`tests/fake_gpu.py`), so the library chooses kernel, constants
+and signature. A case bears the name of the last kernel that its call launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from iris import platform
+from iris.ccl import Config
+from iris_ops import FusedConfig
+from iris_ops.fp8 import scaled_matmul
+from iris_ops.local import decode_attention, norm, skinny_matmul
+from iris_ops.moe.activation import GPT_OSS
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from benchmarks.cases import rma_kernels as benchmark
+from examples import tile_all_reduce, tile_all_reduce_hopper
+from examples.all_scatter import common, fused_store_warp
+from tests import gluon_kernels, rma_kernels, tile_kernels
+
+Case = tuple[str, Callable[[Any], None], dict]  # name, call, what kind of rank makes it
+WORLD_SIZE = 4
+BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+# Of a portable tile, the stages for which shared memory has room: block_m, block_n, block_k, warps.
+TILES = {(128, 256, 64, 8): 3, (16, 64, 256, 4): 5, (64, 64, 128, 4): 6, (64, 64, 128, 8): 6, (64, 32, 128, 4): 8,
+         (32, 64, 256, 4): 4, (128, 128, 64, 8): 6, (32, 64, 128, 4): 8, (128, 64, 128, 4): 4}  # fmt: skip
+SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+
+
+def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = BF16, transposed: bool = False, pad: int = 0) -> torch.Tensor:
+    """[rows, cols], whose rows, or columns if `transposed`, stand `pad` elements apart."""
+    shape = (cols, rows) if transposed else (rows, cols)
+    found = new(shape[0], shape[1] + pad, dtype=dtype)[:, : shape[1]]
+    return found.t() if transposed else found
+
+
+def fused(op: str, M: int = 4096, N: int = 4096, K: int = 4096, form: str = "rows", pad: int = 0, config: Any = None,
+          transposed: bool = True, biased: bool = True, fp8: bool = False, normed: bool = False, dtype: Any = BF16,
+          **options: Any) -> Callable[[Any], None]:  # fmt: skip
+    """A call of `ctx.ops.<op>`. M, N, K: as in `iris_ops.problem.Problem`."""
+
+    def call(ctx: Any) -> None:
+        w, m, n, k, rows, cols = ctx.num_ranks, M, N, K, M, N
+        if op.startswith("all_gather_matmul"):
+            m, k = (M // w, K) if form == "rows" else (M, K // w)
+            cols = N // 2 if "gated" in op else N
+        elif op == "matmul_all_gather":
+            m, n = (M // w, N) if form == "rows" else (M, N // w)
+        elif op == "matmul_reduce_scatter":
+            rows, cols = (M // w, N) if form == "rows" else (M, N // w)
+        depth = K if op.startswith("all_gather_matmul") else k
+        out, A, B = new(rows, cols, dtype=dtype), matrix(m, k, dtype, pad=pad), matrix(depth, n, dtype, transposed, pad)
+        if fp8:
+            B, options["scale"] = matrix(depth, n, FP8, True), new(n, dtype=FP32)
+        bias = new(n, dtype=dtype) if biased else None
+        tensors = [A, B, new(M, N), new(N)] if normed else [A, B]
+        first = [new(M, N), new(-(-N // 64), M, dtype=FP32)] if normed else []
+        getattr(ctx.ops, op)(out, *first, *tensors, bias, config=config, **options)
+
+    return call
+
+
+def tile(target: GPUTarget, m: int, n: int, k: int, warps: int, algorithm: str = "overlapped", **options: Any) -> Any:
+    stages = TILES[m, n, k, warps]
+    if target.arch in SHARED:
+        stages = max(2, min(stages, SHARED[target.arch] // (2 * (m + n) * k)))
+    return FusedConfig(m, n, k, num_warps=warps, num_stages=stages, algorithm=algorithm, **options)
+
+
+def cases(target: GPUTarget) -> Iterator[Case]:
+    for group in (overlapped, few_rows, local, mixtures, collectives, users):
+        for name, call, *rank in group(target):
+            yield name, call, dict(*rank)
+    if target.arch == 90:
+        for name, call, *rank in hopper():
+            yield name, call, dict(*rank)
+
+
+def overlapped(target: GPUTarget) -> Iterator[Any]:
+    """Portable kernels whose tiles travel while others are multiplied."""
+    cuda, of = target.backend == "cuda", partial(tile, target, 128, 256, 64, 8)
+    kind = "tma" if cuda else "pointers"
+    yield f"all_reduce_{kind}", fused("matmul_all_reduce", config=of())
+    yield f"traced_all_reduce_{kind}", fused("matmul_all_reduce", config=of()), dict(recording=True)
+    yield f"reduce_scatter_{kind}", fused("matmul_reduce_scatter", config=of())
+    yield f"matmul_all_gather_{kind}", fused("matmul_all_gather", config=of())
+    yield f"all_gather_matmul_rows_{kind}", fused("all_gather_matmul", config=of(splits=2))
+    yield f"all_gather_matmul_k_{kind}", fused("all_gather_matmul", form="k", config=of())
+    if cuda:  # rows that begin between vectors of 16 bytes
+        yield "all_reduce_pointers", fused("matmul_all_reduce", config=of(), pad=1)
+        yield "all_gather_matmul_k_pointers", fused("all_gather_matmul", form="k", config=of(), pad=1)
+    if not cuda:  # what ops launch by themselves
+        for op, M, dtype in (("matmul_all_reduce", 16, BF16), ("matmul_all_reduce", 4096, BF16),
+                             ("all_gather_matmul", 4096, torch.float16), ("matmul_all_gather", 64, BF16),
+                             ("matmul_reduce_scatter", 2048, FP32)):  # fmt: skip
+            yield f"planned_{op}_{M}", fused(op, M=M, dtype=dtype)
+
+
+def few_rows(target: GPUTarget) -> Iterator[Any]:
+    """Kernels whose values say themselves that they have arrived."""
+    one, two = partial(tile, target, algorithm="one_shot"), partial(tile, target, algorithm="two_shot")
+    reduce, scatter, gather = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_gather"
+    low, owners = one(16, 64, 256, 4), two(64, 64, 128, 8)
+    yield "lamport_all", fused(reduce, M=16, config=low)
+    yield "lamport_all_norm", fused("matmul_all_reduce_norm", M=16, normed=True, config=low)
+    yield "lamport_all_turns", fused(reduce, M=64, N=16384, config=low)
+    yield "lamport_owners", fused(reduce, M=256, config=owners)
+    yield "lamport_scatter", fused(scatter, M=256, config=one(64, 64, 128, 4))
+    yield "lamport_gather", fused(gather, M=128, config=one(32, 64, 256, 4))
+    yield "lamport_gather_first", fused("all_gather_matmul", M=16, config=low)
+    yield "lamport_narrow_of_two", fused(reduce, M=64, N=2048, config=one(64, 32, 128, 4)), dict(world_size=2)
+    yield "first_half", fused("matmul_all_reduce_norm", M=4096, normed=True, config=tile(target, 128, 256, 64, 8))
+    for name, op, M, config, ranks in (
+        ("all", reduce, 16, low if target.backend == "cuda" else one(32, 64, 256, 4), 2), ("narrow", reduce, 64, one(64, 32, 128, 4), 2), ("owners", reduce, 192, two(64, 64, 128, 4), 3),
+        ("scatter", scatter, 192, one(64, 64, 128, 8), 3),
+    ):  # fmt: skip
+        depths = dict(depths=(2048, 2048) if ranks == 2 else (1536, 1024, 1536))
+        call = fused(op, M=M, N=2048, K=depths["depths"][1], config=config, **depths)
+        yield f"tree_{name}", call, dict(world_size=ranks, invariant="ranks")
+
+
+def local(target: GPUTarget) -> Iterator[Any]:
+    """Kernels without ranks."""
+    yield "norm", lambda ctx: norm.normed(new(64, 4096), new(4096), 1e-5)
+    yield "norm_sum", lambda ctx: norm.normed(new(64, 4096), new(4096), 1e-5, new(64, 4096))
+    yield "gate", fused("all_gather_matmul_gated", config=tile(target, 128, 256, 64, 8))
+    for name, length, dtype, dim, invariant in (
+        ("step_whole", 64, BF16, 128, False), ("step_weigh", 4096, BF16, 128, False), ("step_weigh_pairs", 65536, BF16, 128, True),
+        ("step_wide", 64, FP32, 512, False),
+    ):  # fmt: skip
+        yield name, partial(_attend, length, dtype, dim, invariant)
+    yield "step_stretch", partial(_attend, 4096, BF16, 128, False), dict(launch=0)
+    if target.backend == "cuda":  # AMD's e4m3 is another one
+        yield "round_rows", lambda ctx: scaled_matmul.round_rows(new(64, 16384))
+    for name, rows, outputs, gated, spans in (
+        ("", 8, 4096, False, 0), ("_norm", 8, 4096, False, 64), ("_gated_32", 32, 28672, True, 0),
+        ("_gated_64_norm", 64, 28672, True, 64), ("_64", 64, 16384, False, 0), ("_64_narrow", 64, 8192, False, 64),
+    ):  # fmt: skip
+        yield f"skinny_matmul{name}", partial(_skinny, rows, outputs, gated, spans)
+    yield "arrived", fused("all_gather_matmul", config=FusedConfig(algorithm="copy_gather"))
+
+
+def _attend(length: int, dtype: torch.dtype, dim: int, invariant: bool, ctx: Any) -> None:
+    cache = new(2, 8, length, dim, dtype=dtype)
+    decode_attention.decode_attention(
+        new(2, 32, dim, dtype=dtype), cache, cache, new(2, length, dtype=torch.bool), 0.1, invariant
+    )
+
+
+def _skinny(rows: int, outputs: int, gated: bool, spans: int, ctx: Any) -> None:
+    squares = new(spans, rows, dtype=FP32) if spans else None
+    skinny_matmul.skinny_matmul(new(rows, 4096), new(outputs, 4096), new(outputs), gated=gated, squares=squares)
+
+
+def mixtures(target: GPUTarget) -> Iterator[Any]:
+    for name, tokens, transposed, options, launch in (
+        ("moe_gate_up_few", 8, True, {}, -1),
+        ("moe_gate_up_turns", 8, False, dict(interleaved=True, activation=GPT_OSS), -1), 
+        ("moe_gate_up_halves", 8192, True, {}, -1), ("moe_route", 16, True, {}, 1), ("moe_count", 8192, True, {}, 1),
+        ("moe_route_counted", 8192, True, {}, 2),
+    ):  # fmt: skip
+        yield name, partial(_gate_up, tokens, transposed, options), dict(launch=launch)
+    for name, op, tokens, ranks, launch in (
+        ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1), ("moe_lamport_down_few", "moe_down_all_reduce", 8, 2, -1),
+        ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1), ("moe_down_sorted", "moe_down_all_reduce", 1024, 2, -2),
+        ("moe_lamport_combine_owners", "moe_down_all_reduce", 1024, 4, -1),
+    ):  # fmt: skip
+        yield name, partial(_down, op, tokens), dict(world_size=ranks, launch=launch)
+    yield (
+        "moe_combine",
+        partial(_down, "moe_down_all_reduce", 64, config=FusedConfig(algorithm="sequential")),
+        dict(kernel="moe_combine_kernel"),
+    )
+
+
+def _experts(ctx: Any, tokens: int) -> torch.Tensor:
+    return new(tokens, 8, dtype=torch.int32)
+
+
+def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any) -> None:
+    B = new(128, 2048, 2048).transpose(1, 2) if transposed else new(128, 2048, 2048)
+    ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, _experts(ctx, tokens), **options)
+
+
+def _down(op: str, tokens: int, ctx: Any, **options: Any) -> None:
+    out = new(tokens // (ctx.num_ranks if "scatter" in op else 1), 2048)
+    weights, shared = new(tokens, 8, dtype=FP32), new(tokens, 2048)
+    B = new(128, 2048, 1024).transpose(1, 2)
+    getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, _experts(ctx, tokens), weights, shared=shared, **options)
+
+
+def collectives(target: GPUTarget) -> Iterator[Any]:
+    def call(op: str, rows: int, cols: int, dtype: torch.dtype = BF16, gap: int = 0, **config: Any) -> Callable:
+        def made(ctx: Any) -> None:
+            w = ctx.num_ranks
+            shapes = {"all_reduce": (1, 1, 1, 1), "reduce_scatter": (1, 1, w, 1), "all_gather": (w, 1, 1, 1)}
+            a, b, c, d = shapes.get(op, (1, 1, 1, 1))
+            out, inp = matrix(a * rows, b * cols, dtype, pad=gap), matrix(c * rows, d * cols, dtype, pad=gap)
+            getattr(ctx.ccl, op)(out, inp, config=Config(**config))
+
+        return made
+
+    def lamport(block: int) -> dict:
+        return dict(protocol="lamport", block_size_m=1, block_size_n=block)
+
+    def flags(block: int) -> dict:
+        return dict(protocol="flags", block_size_m=1, block_size_n=block)
+
+    yield "ccl_lamport_one_shot", call("all_reduce", 64, 4096, **lamport(1024), all_reduce_variant="one_shot")
+    yield "ccl_lamport_two_shot", call("all_reduce", 64, 4096, gap=64, **lamport(1024), all_reduce_variant="two_shot")
+    two = dict(world_size=2)
+    yield (
+        "ccl_lamport_one_shot_of_two",
+        call("all_reduce", 64, 4096, **lamport(2048), all_reduce_variant="one_shot"),
+        two,
+    )
+    yield "ccl_lamport_scatter_of_two", call("reduce_scatter", 64, 4096, **lamport(2048)), two
+    yield "ccl_flags_two_shot", call("all_reduce", 4096, 4096, gap=64, **flags(8192), all_reduce_variant="two_shot")
+    yield "ccl_flags_scatter", call("reduce_scatter", 4096, 4096, **flags(8192))
+    yield "ccl_flags_gather", call("all_gather", 4096, 4096, **flags(8192))
+    yield "ccl_flags_gather_bytes", call("all_gather", 4096, 4096, torch.uint8, **flags(16384))
+    yield "ccl_flags_exchange", call("all_to_all", 4096, 4096, gap=64, **flags(8192))
+    yield "ccl_ring", call("all_reduce", 4096, 4096, all_reduce_variant="ring", all_reduce_num_rings=2)
+    yield "ccl_atomic", call("all_reduce", 64, 4096, all_reduce_variant="atomic")
+    yield "ccl_spinlock", call("all_reduce", 64, 4096, all_reduce_variant="spinlock")
+    yield "ccl_messages", lambda ctx: ctx.ccl.broadcast(new(64, 4096, dtype=torch.int32), src=1)
+    yield "ccl_reduce", lambda ctx: ctx.ccl.reduce(new(64, 4096), dst=1)
+    yield "device_barrier", lambda ctx: ctx.device_barrier()
+
+
+def users(target: GPUTarget) -> Iterator[Any]:
+    """Kernels of tests, examples and benchmarks, as users write them."""
+    cuda, lane = target.backend == "cuda", target.warp_size
+
+    def launch(
+        kernel: Any, ctx: Any, *, dtype: torch.dtype = BF16, number: torch.dtype = torch.int32, **options: Any
+    ) -> None:
+        known = dict(src=new(1 << 16, dtype=dtype), dst=new(1 << 16, dtype=dtype), inp=new(1 << 16), out=new(1 << 16, dtype=FP32),
+                     flags=new(1 << 12, dtype=number), sums=new(64, dtype=torch.int64), ctx_ptr=ctx.get_device_context(), rank=1, peer=2,
+                     n=4096, num_tiles=16, rows=64, first_owner=0, owners=4, heap_bases=ctx.get_heap_bases(), WORLD_SIZE=WORLD_SIZE)  # fmt: skip
+        if "sync" in kernel.arg_names or "tiles" in kernel.fn.__name__:
+            known["sync"] = known["flags"] = ctx.ccl.tile_space(16, 64 * 128, BF16)
+        wanted = {name: known[name] for name in kernel.arg_names if name in known}
+        kernel[(1,)](**wanted | options)
+
+    for name, kernel in rma_kernels.ALL.items():
+        yield name, partial(launch, kernel, num_warps=4, BLOCK=2048)
+    for name in ("rma_load", "rma_store"):
+        yield f"{name}_bytes", partial(launch, rma_kernels.ALL[name], dtype=torch.uint8, num_warps=4, BLOCK=4096)
+    for op in ("store", "put"):
+        options = benchmark.options(op, torch.device("cuda", 0))
+        yield f"benchmark_{op}", partial(launch, benchmark.move_kernel, dtype=torch.int32, **options)
+    for name, block, per_thread in (
+        ("put_and_signal", 2048, 8),
+        ("copies", 2048, 8),
+        ("recorded_put", 2048, 8),
+        ("atomics", 128, 1),
+    ):
+        layout = gl.BlockedLayout([per_thread], [lane], [4], [0])
+        kernel = getattr(gluon_kernels, f"gluon_{name}_kernel")
+        yield f"gluon_{name}", partial(launch, kernel, num_warps=4, BLOCK=block, LAYOUT=layout)
+    rows = gl.BlockedLayout([1, 8], [lane // 16, 16], [4, 1], [1, 0])
+    for suffix, two_shot in (("", False), ("_two_shot", True)):
+        size = dict(M=64, N=128, TWO_SHOT=two_shot, num_warps=4)
+        yield f"tile_reduce{suffix}", partial(launch, tile_kernels.tile_reduce_kernel, FLAT=False, **size)
+        yield f"gluon_tiles{suffix}", partial(launch, gluon_kernels.gluon_tiles_kernel, LAYOUT=rows, **size)
+    for which in ("scatter", "gather", "exchange"):
+        yield f"tile_{which}", partial(launch, getattr(tile_kernels, f"tile_{which}_kernel"), M=64, N=128, num_warps=4)
+    yield "example_matmul", _example
+    if target.arch == 90:
+        yield "example_matmul_hopper", _example_hopper
+        yield (
+            "example_store_warp",
+            lambda ctx: fused_store_warp.all_scatter(
+                common.Case(ctx, new(4096, 4096), new(4096, 4096), common.Blocks())
+            ),
+        )
+
+
+def _example(ctx: Any) -> None:
+    a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
+    tile_all_reduce.tile_matmul_kernel[(8,)](
+        ctx.get_device_context(), ctx.ccl.tile_space(64, 4096), a, b, new(512, 512), 512, 512, 512, 64, 64, 32, WORLD_SIZE,
+        ONE_TILE=True, **platform.beside(ctx.device),
+    )  # fmt: skip
+
+
+def _example_hopper(ctx: Any) -> None:
+    space = tile_all_reduce_hopper.space_for(ctx, 4096, 4096, BF16)
+    tile_all_reduce_hopper.tile_matmul_hopper(ctx, space, new(4096, 4096), new(4096, 4096), new(4096, 4096))
+
+
+def hopper() -> Iterator[Any]:
+    """Warp-specialised kernels, and weights in eight bits."""
+    of, reduce, scatter = partial(FusedConfig, warp_specialised=True), "matmul_all_reduce", "matmul_reduce_scatter"
+    wide, narrow = of(128, 256, 64, num_stages=3), of(128, 128, 64, num_stages=5, splits=2)
+    yield "all_reduce_hopper_256", fused(reduce, config=wide)
+    yield "traced_all_reduce_hopper_256", fused(reduce, config=wide), dict(recording=True)
+    yield "all_reduce_hopper_128", fused(reduce, config=narrow)
+    yield "all_reduce_hopper_128_fp8", fused(reduce, config=narrow, fp8=True)
+    yield "reduce_scatter_hopper_256", fused(scatter, config=wide, transposed=False)
+    yield "matmul_all_gather_hopper_128", fused("matmul_all_gather", config=narrow)
+    for n, op, stages in ((128, "all_gather_matmul", 5), (256, "all_gather_matmul_gated", 3)):
+        brought = of(128, n, 64, num_stages=stages, algorithm="copy_gather")
+        yield f"all_gather_matmul_hopper_{n}", fused(op, config=brought)
+    pair, two = partial(of, algorithm="one_shot"), dict(world_size=2)
+    high, low = pair(128, 128, 64, num_stages=4), pair(64, 128, 64, num_warps=4, num_stages=8)
+    for prefix, kind in (("", two), ("traced_", dict(two, recording=True))):
+        yield f"{prefix}lamport_pair_128", fused(reduce, M=1024, config=high), kind
+        yield f"{prefix}lamport_pair_scatter_128", fused(scatter, M=1024, config=high), kind
+    yield "lamport_pair_64_of_four", fused(reduce, M=1024, config=low), two
+    yield "lamport_pair_128_fp8", fused(reduce, M=1024, config=high, fp8=True), two
+    leaves = fused(reduce, M=1024, K=2048, config=high, depths=(2048, 2048))
+    yield "lamport_pair_leaves_128", leaves, dict(two, invariant="ranks")
+    shots = fused(reduce, M=1024, config=of(128, 128, 64, num_stages=5, algorithm="two_shot"))
+    yield "lamport_two_shot", shots
+    yield "traced_lamport_two_shot", shots, dict(recording=True)
+    streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
+    yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
+    yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
+    rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
+    yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
+    yield (
+        "fp8_tiles",
+        lambda ctx: scaled_matmul.product(new(64, 4096), new(16384, 4096, dtype=FP8), new(16384, dtype=FP32), None),
+    )
+
+
+def _skinny_fp8(M: int, N: int, ctx: Any) -> None:
+    skinny_matmul.skinny_matmul(new(M, 4096), new(N, 4096, dtype=FP8), new(N), scale=new(N, dtype=FP32))
