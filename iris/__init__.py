@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import platform, requirements
 
+requirements.warn_of_namesake()
 requirements.check_triton()  # before anything imports it
 platform.prepare_triton()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 import os
 from typing import Any
 
@@ -64,8 +65,24 @@ def _difference(call: str, number: int, said: dict[int, tuple[str, dict[str, str
     for name in dict.fromkeys(name for _, facts in said.values() for name in facts):
         values = {peer: facts.get(name) for peer, (_, facts) in said.items()}
         if len(set(values.values())) > 1:
-            return f"{call}: {name} differs between ranks: {by_rank(values)}; {_EXPECTED}"
+            return f"{call}: {name} differs between ranks: {by_rank(_where_they_differ(values))}; {_EXPECTED}"
     return None
 
 
+def _where_they_differ(values: dict[int, str | None]) -> dict[int, str | None]:
+    """Return each rank's item, of values that are long lists of items, at the first place where two ranks differ."""
+    if all(len(value or "") <= _LONGEST for value in values.values()):
+        return values
+    items = {rank: (value or "none").split(_BETWEEN) for rank, value in values.items()}
+    columns = zip_longest(*items.values(), fillvalue="nothing more")
+    first = next(column for column in columns if len(set(column)) > 1)
+    if any(len(item) > _LONGEST for item in first):  # one long text on some rank: it is cut where it begins to differ
+        same = len(os.path.commonprefix([value or "" for value in values.values()]))
+        begin = max(0, same - _LONGEST // 2)
+        return {rank: f"...{(value or '')[begin : begin + _LONGEST]}..." for rank, value in values.items()}
+    return dict(zip(items, first, strict=True))
+
+
+_LONGEST = 80  # characters of a value that a message has whole
+_BETWEEN = ", "  # the items of a value, as `repr` writes them
 _EXPECTED = "expected the same calls in the same order on all of them"

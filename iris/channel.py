@@ -30,6 +30,7 @@ import tempfile
 import time
 from typing import Any
 
+from .descriptors import is_lacking, lacking, remedy
 from .device.arch import has_ended
 from .errors import ArgumentError, PeerLostError, PlatformError, VersionError
 from .meeting import Absent, gather
@@ -40,6 +41,7 @@ _HELLO = struct.Struct("!32sI")  # nonce, rank
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_STRANGERS = 64  # that have connected and not said who they are
 _STORE_S = 0.5  # that an answer of the store may come late
+_DESCRIPTORS = 8  # beside one for each rank's connection: a listener, a heap, what is passed and closed
 _ENDS_S = 0.3  # for a killed process to have ended, whose connections end before
 _LOOK_S = 0.1  # between two looks at whether awaited processes live
 _LOST, _LEFT = "lost", "left"
@@ -70,13 +72,14 @@ class Channel:
         self.lost: int | None = None
         """A rank that this one has given up on."""
         deadline = time.monotonic() + timeout_s
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener: socket.socket | None = None
         told: list[dict] = []
         nonce, failure = secrets.token_hex(16), ""
         # All have read its name before it is made, so that the others can remove what a killed rank leaves.
         folder = os.path.join(tempfile.gettempdir(), f"iris-{secrets.token_hex(8)}")
         try:
-            own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce, failure="")
+            own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce)
+            own["failure"] = lacking(size + _DESCRIPTORS)
             own["versions"] = versions()
             told = self._meet(store, what, own, timeout_s, (), broken)
             self.pids = [int(each["pid"]) for each in told]
@@ -84,6 +87,8 @@ class Channel:
                 self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
             finally:  # by now the others have read this rank's, too
                 _check_versions(told)
+            _raise_failures([each["failure"] for each in told])
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 os.mkdir(folder, 0o700)
                 listener.bind(os.path.join(folder, "socket"))
@@ -109,7 +114,8 @@ class Channel:
             _remove_sockets_of_ended(told)
             raise
         finally:
-            listener.close()
+            if listener is not None:
+                listener.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     # --- making the connections --------------------------------------------------------------------------------------
@@ -150,7 +156,7 @@ class Channel:
         missing = set(range(self.rank + 1, self.size))
         strangers: list[socket.socket] = []
         listener.setblocking(False)
-        with selectors.DefaultSelector() as ready:
+        with selectors.PollSelector() as ready:
             ready.register(listener, selectors.EVENT_READ)
             try:
                 while missing:
@@ -160,11 +166,14 @@ class Channel:
                         raise self._loss((gone or sorted(missing))[0], "the creation of a context", reason)
                     for key, _ in ready.select(_LOOK_S):
                         if key.fileobj is listener:
-                            with suppress(OSError):
+                            try:
                                 caller, _ = listener.accept()
                                 caller.setblocking(False)
                                 strangers.append(caller)
                                 ready.register(caller, selectors.EVENT_READ, caller)
+                            except OSError as error:
+                                if is_lacking(error):
+                                    raise
                             if len(strangers) > _MAX_STRANGERS:
                                 ready.unregister(strangers[0])
                                 strangers.pop(0).close()
@@ -278,7 +287,7 @@ class Channel:
         sending = {peer: [next(packets, None), packets, list(fds)] for peer, packets in outgoing.items()}
         buffers: dict[int, tuple[int, bytearray, list[int]]] = {}
         missing = set(peers)
-        selector = selectors.DefaultSelector()
+        selector = selectors.PollSelector()  # which takes no descriptor, so that a rank without one can still say so
 
         def events(peer: int) -> int:
             read = selectors.EVENT_READ if peer in missing else 0
@@ -295,6 +304,8 @@ class Channel:
                     try:
                         message = receive(self._peers[peer], buffers, peer) if ready & selectors.EVENT_READ else None
                     except OSError as error:
+                        if is_lacking(error):
+                            raise self._own_failure(what, f"{error.strerror}; {remedy()}") from None
                         closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
                         ended[peer] = "its process ended, or it closed the context" if closed else str(error)
                         continue
@@ -339,6 +350,12 @@ class Channel:
                     f"rank {self.rank} comes too late to {what}: rank {peer} has given up on it. {_REMEDY}"
                 )
             raise self._loss(lost, what, reason if "as rank" in reason else f"{reason}, as rank {peer} found")
+
+    def _own_failure(self, what: str, reason: str) -> PlatformError:
+        """The error of this rank, of which the others are told, for they wait for it."""
+        error = PlatformError(f"rank {self.rank} cannot go on in {what}: {reason}")
+        self.leave(f"PlatformError: {error}")
+        return error
 
     def _loss(self, peer: int, what: str, reason: str = "") -> PeerLostError:
         """The error of a lost peer, of which the others are told before this rank ends, too."""

@@ -7,11 +7,13 @@ through which a failed wait reaches the host.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Integral
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import torch
 
 from . import agreement, aliases, invariance, platform, registry
 from .barrier import DeviceBarrier
-from .device import waits
+from .device import bounds, waits
 from .device.context import HEADER, pack
 from .errors import (
     ArgumentError,
@@ -59,9 +61,10 @@ def iris(
     mapped when it is needed, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
     variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, else a world of one. `invariant`: with "batch"
-    a row of a result has the same bits however many rows there are and wherever it stands among them, with "ranks"
-    also on any number of ranks; None takes whatever is fastest (docs/concepts/determinism.md).
+    process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
+    of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
+    stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
+    (docs/concepts/determinism.md).
     `copy_engine`: None, for code written for ROCm/iris.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
@@ -130,7 +133,9 @@ class Iris(PeerMethods):
         # both in one block, for they are small
         memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
         self._status = memory[-1:]
-        self._record = torch.zeros(waits.RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record = torch.zeros(
+            waits.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
+        )
         self._record_view = self._record.numpy().data
         fields = pack(
             self.cur_rank,
@@ -143,6 +148,7 @@ class Iris(PeerMethods):
         self._context_tensor = torch.tensor(fields, dtype=torch.int64, device=self.device)
         self._barrier = DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory[:-1])
         self.heap_bases = self._context_tensor[HEADER.value : HEADER.value + self.num_ranks].view(torch.uint64)
+        bounds.add(self._segment.bases, self._segment.span)
         self.heap.heap_bases = self.heap_bases
         self._difference = ""  # between heaps, once it is known
         self._handed_out = fields[-1]
@@ -266,26 +272,32 @@ class Iris(PeerMethods):
         self._pool = None
         del self._barrier  # it does, too
         self.agreement = None
+        bounds.remove(self._segment.bases)
         self.hosts.close()
         self._segment.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once.
+        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once."""
+        self._await_thread()
+        self._say_that_it_leaves(error)
+        self._end()
+
+    def _say_that_it_leaves(self, error: BaseException) -> None:
+        """Ends the other ranks' waits for this one, which makes no further call because of `error`.
 
         The word that ends them goes behind what this rank has launched, so whatever a peer still needs of it arrives.
         """
-        self._await_thread()
-        if not self._record_view[0]:
-            self.hosts.leave(error)
-            left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32)
-            left = left.pin_memory() if self.device.type == "cuda" else left
-            bases = self._segment.bases
-            for rank in range(self.num_ranks):
-                if rank != self.cur_rank:
-                    theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
-                    theirs.copy_(left, non_blocking=True)
-            platform.synchronize(self.device)
-        self._end()
+        if self._record_view[0]:
+            return  # they have lost this context, too
+        self.hosts.leave(error)
+        left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32, device="cpu")
+        left = left.pin_memory() if self.device.type == "cuda" else left
+        bases = self._segment.bases
+        for rank in range(self.num_ranks):
+            if rank != self.cur_rank:
+                theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
+                theirs.copy_(left, non_blocking=True)
+        platform.synchronize(self.device)
 
     def __enter__(self) -> Iris:
         self.check()
@@ -326,6 +338,21 @@ class Iris(PeerMethods):
         if self.device.type == "cpu":
             return None
         return str(torch.cuda.get_device_properties(self.device).uuid)
+
+
+@atexit.register
+def _leave_by_exception() -> None:
+    """Ends the peers' waits where an exception ends this process outside of any `with` block of an open context.
+
+    Python keeps the exception that ended the main program in `sys.last_value`, before exit functions run; it keeps no
+    `SystemExit`. By now all threads but daemons have ended, so no call of this rank is under way.
+    """
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        for ctx in registry.opened():
+            if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
+                with suppress(Exception):  # the error that ends the process may be the device's
+                    ctx._say_that_it_leaves(error)
 
 
 @dataclass(frozen=True)

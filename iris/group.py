@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import platform
+from . import launchers, platform
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from .meeting import gloo_watch, join_world
@@ -244,7 +244,7 @@ def _unpack(
 
 
 def _resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
-    """A process group from what the user gave, or from the environment; None is a world of one."""
+    """A process group from what the user gave, or from the launcher's environment; None is a world of one."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group"):  # DeviceMesh
@@ -260,7 +260,7 @@ def _resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.Pr
         raise ArgumentError(f"group is {type(group).__name__}; expected a ProcessGroup or a one-dimensional DeviceMesh")
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launchers.adopt():
         if platform.name() != "cpu":
             torch.cuda.set_device(platform.device(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
         join_world(platform.backend(), limit_s)

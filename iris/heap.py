@@ -309,9 +309,9 @@ def _meets_itself(t: torch.Tensor) -> bool:
         (narrow, columns), (wide, rows) = dims
         common = math.gcd(narrow, wide)
         return wide // common < columns and narrow // common < rows  # as far by the one as by the other
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        places = (places[:, None] + torch.arange(size) * stride).flatten().unique()
+        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten().unique()
     return len(places) < t.numel()
 
 

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .descriptors import lacking
 from .device.arch import has_ended
 from .errors import PeerLostError, PlatformError
 
 _PAUSE_S = 2e-3
 _NOTE_S = 0.1  # for a rank to say whom it has lost, before others see that it ends by that
+_DESCRIPTORS = 16  # of a store and of what serves it
 _STALE_S = 1.0  # a look takes this long only where the store's process is stopped
 
 
@@ -227,6 +229,8 @@ def _store_of_environment(rank: int, limit_s: float) -> Any:
     try:
         return dist.TCPStore(address, int(port), is_master=rank == 0, wait_for_workers=False, timeout=limit)
     except dist.DistError as error:
+        if reason := lacking(_DESCRIPTORS):
+            raise PlatformError(f"rank {rank} cannot reach the store at {address}:{port}: {reason}") from None
         if rank == 0:
             raise PlatformError(f"no store can be at {address}:{port}: {str(error).splitlines()[0]}") from None
         raise PeerLostError(

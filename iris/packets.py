@@ -8,6 +8,7 @@ descriptors come with it, and the kernel hands the descriptors over with that pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+import errno
 import os
 import pickle
 import socket
@@ -49,7 +50,10 @@ def send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
 
 
 def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple | None:
-    """(where the sender is, what it says, descriptors), once all of its message has come."""
+    """(where the sender is, what it says, descriptors), once all of its message has come.
+
+    Raises `OSError` for a lost peer; with EMFILE where this process cannot take the descriptors.
+    """
     reset = False
     while True:
         try:
@@ -67,7 +71,7 @@ def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple 
             length, descriptors = _HEAD.unpack_from(data)
             if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != descriptors:
                 close_all(fds)
-                raise ConnectionError(f"{descriptors} file descriptors were sent, {len(fds)} came; raise `ulimit -n`")
+                raise OSError(errno.EMFILE, f"{descriptors} file descriptors were sent to it and {len(fds)} came")
             buffers[rank] = length, bytearray(data[_HEAD.size :]), list(fds)
         else:
             buffers[rank][1].extend(data)

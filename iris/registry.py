@@ -28,5 +28,10 @@ def find(name: str) -> Any:
     return ctx
 
 
+def opened() -> list[Any]:
+    """Return the open contexts of this process."""
+    return list(_contexts.values())
+
+
 def remove(name: str) -> None:
     _contexts.pop(name, None)

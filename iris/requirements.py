@@ -8,10 +8,12 @@ on PYTHONPATH, in front of the installed one, has no such note.
 from __future__ import annotations
 
 import functools
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 import re
 import sys
+import warnings
 
 import torch
 
@@ -19,6 +21,7 @@ from .errors import VersionError
 from .version import __version__
 
 LEAST, BELOW = (3, 6), (3, 10)  # of triton, as pyproject.toml has them
+_NAMESAKE = "scitools-iris"
 SUPPORTED = "triton>={}.{},<{}.{}".format(*LEAST, *BELOW)
 
 
@@ -33,6 +36,26 @@ def check_triton() -> None:
             f"triton is {found}, beside torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
             f"Each CUDA build of torch requires one triton, so take both: pip install 'torch>=2.10,<2.16' '{SUPPORTED}'"
         )
+
+
+def namesake() -> str:
+    """Return what to say of the other package called `iris`, SciTools', where it is installed; else nothing.
+
+    pip puts both into one folder, and the one that is installed last replaces files of the other.
+    """
+    try:
+        other = metadata.version(_NAMESAKE)
+    except metadata.PackageNotFoundError:
+        return ""
+    return (
+        f"{_NAMESAKE} {other} is installed beside iris-tp {__version__}: both have a package `iris`, and files of one "
+        f"may have replaced the other's. Give each an environment of its own, and install iris-tp again in its own"
+    )
+
+
+def warn_of_namesake() -> None:
+    if text := namesake():
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 @functools.cache

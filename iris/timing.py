@@ -52,7 +52,8 @@ def do_bench(
     barrier_fn()
     if quantiles is None:
         return _SUMMARIES[return_mode](times)
-    found = torch.quantile(torch.tensor(times, dtype=torch.float64), torch.tensor(quantiles, dtype=torch.float64))
+    measured, fractions = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in (times, quantiles))
+    found = torch.quantile(measured, fractions)
     return found.tolist() if len(quantiles) > 1 else found.item()
 
 

@@ -225,7 +225,7 @@ class Tracing:
 
     def _announce(self, address: int, capacity: int) -> None:
         self._ctx.forget_launches()
-        entries = torch.tensor([address, capacity], dtype=torch.int64)
+        entries = torch.tensor([address, capacity], dtype=torch.int64, device="cpu")
         self._ctx.get_device_context()[TRACING_WORDS].copy_(entries)
 
     def _clock_memory(self) -> tuple[torch.Tensor, ...]:

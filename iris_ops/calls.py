@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from iris import transforms
 from iris.launch import relaunch
 import torch
 
@@ -71,6 +72,8 @@ def key_of(
 ) -> tuple | None:  # fmt: skip
     """What a call comes down to: one with the same key passes the same checks and launches the same."""
     try:
+        if transforms.any_hides(out, A, B, bias, scale, *(epilogue or ())):
+            return None
         if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
             return None
         lazy = out.dtype in relaunch.LAZY

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from iris import platform, transforms
 from iris.aliases import PAGE
 from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor, check_written
 import torch
 
 from .problem import DTYPES, FP8, SCALED
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
 
 _MAX_SIZE = 2**31 - 1
 
@@ -77,8 +81,21 @@ def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> N
 
 
 def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
+    """Raises `ArgumentError` for a tensor through which autograd, or a transform of torch.func, differentiates."""
+    transforms.check_plain(op, name, t)
     if t.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
+
+
+def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
+    """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
+    if out.dtype == torch.float16 and not platform.is_capturing(out.device):
+        finite = [bool(t.float().isfinite().all()) for t in (out, A, B)]
+        if finite == [False, True, True]:
+            rank.log.warning(
+                f"{op}: out holds inf or nan though A and B do not. A rank's partial sum may exceed 65504, the largest "
+                f"number of torch.float16, where the sum over ranks does not; use torch.bfloat16 or torch.float32."
+            )
 
 
 def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from . import launch
 from .calls import NAMES, Prepared, key_of
-from .checks import check_bias, check_overlap, check_tensors
+from .checks import check_bias, check_overlap, check_tensors, warn_of_overflow
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import Epilogue
@@ -59,9 +59,12 @@ class Ops(MixtureOps):
     """The fused operations of one context. All are collective, and every rank makes the same calls in the same order.
 
     `out`, `A`, `B`, `bias`: device tensors of one dtype (bf16, fp16, fp32); sums are kept in fp32 in a fixed order, so
-    results are the same bits on all ranks and in each run. `bias` is added once. B may be contiguous or the transpose
-    of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a `FusedConfig`,
-    the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass one.
+    results are the same bits on all ranks and in each run. Between ranks partial sums may travel in that dtype, so in
+    fp16 each rank's must fit, up to 65504. `bias` is added once: either all ranks pass one or none does, and ranks
+    that differ in it return different sums without an error, unless IRIS_DEBUG=1 compares them. B may be contiguous or
+    the transpose of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a
+    `FusedConfig`, the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass
+    one.
     `workspace`: what an earlier call returned. w is the number of ranks; parts are split as `torch.chunk` does.
 
     Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
@@ -321,6 +324,8 @@ class Ops(MixtureOps):
         else:
             ctx.side.join()
             go()
+            if ctx.agreement is not None:
+                warn_of_overflow(ctx, op, out, A, B)
         ctx.check()
         return workspace
 

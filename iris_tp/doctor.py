@@ -51,9 +51,9 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything there is to say about this machine and this environment."""
-    checks = [versions, pair, launcher, gpus, peers, links, virtual_memory, memory, environment]
+    checks = [versions, namesake, pair, launcher, gpus, peers, links, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
-        checks = [versions, pair, memory, environment]
+        checks = [versions, namesake, pair, memory, environment]
     return [finding for check in checks for finding in check()]
 
 
@@ -79,6 +79,13 @@ def versions() -> Iterator[Finding]:
     for required, wanted in ((True, REQUIRED), (False, OPTIONAL)):
         for name, (least, below) in wanted.items():
             yield _version(name, least, below, required, "Hugging Face models")
+
+
+def namesake() -> Iterator[Finding]:
+    """Whether the other package that is imported as `iris` is installed, whose files then lie among ours."""
+    if other := _installed("scitools-iris"):
+        remedy = "an environment for each; in this one: pip uninstall scitools-iris, then install iris-tp again"
+        yield Finding(FIX, f"scitools-iris {other} is installed, whose package is called iris, too", remedy)
 
 
 def _version(

@@ -1,4 +1,4 @@
-"""Ranks for the demo and the examples: processes of this machine, or those that torchrun already started.
+"""Ranks for the demo and the examples: processes of this machine, or those that a launcher already started.
 
 `run(rank_main, ranks, *args)` calls `rank_main(*args)` once per rank with torchrun's environment set, so that a rank
 needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from iris import platform
+from iris import launchers, platform
 from iris.errors import IrisError
 import torch
 from torch import distributed, multiprocessing
@@ -31,7 +31,7 @@ class RankError(Exception):
 
 def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
     """As many ranks as there are GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
-    if "WORLD_SIZE" in os.environ:
+    if launchers.adopt():
         return int(os.environ["WORLD_SIZE"])
     each_its_own = torch.cuda.is_available() and not platform.sharing_gpus()
     return min(torch.cuda.device_count(), most) if each_its_own else on_cpu
@@ -53,7 +53,7 @@ def check_ranks(ranks: int) -> None:
 
 def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) -> None:
     """Runs `rank_main(*args)` on every rank and returns when all have; raises if one fails."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launchers.adopt():
         rank_main(*args)
         return
     ranks = default_ranks() if ranks is None else ranks
@@ -103,7 +103,7 @@ def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[
 
 def import_ahead(ranks: int, *modules: str) -> None:
     """Has the server of later ranks import what they need, and `modules`, while the caller goes on; not with GPUs."""
-    if "RANK" in os.environ or torch.cuda.is_available():
+    if launchers.adopt() or torch.cuda.is_available():
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["iris.device", *modules, f"{__package__}.preloaded"]

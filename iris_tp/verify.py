@@ -63,8 +63,8 @@ def batch(
     """
     config: Any = model.config
     words = config.get_text_config().vocab_size
-    draw = torch.Generator().manual_seed(0)
-    prompt = torch.randint(3, words, (length,), generator=draw).tolist()
+    draw = torch.Generator("cpu").manual_seed(0)
+    prompt = torch.randint(3, words, (length,), generator=draw, device="cpu").tolist()
     room = length + LONGER + steps + 1
     paddings = (0, LONGER) if thorough and _passes_over_padding(model, room) else (0,)
     found = []
@@ -73,7 +73,7 @@ def batch(
         for size in batches:
             for place in sorted({0, size // 2, size - 1}) if thorough else [size // 2]:
                 for padding in paddings if size > 1 else (0,):
-                    others = torch.randint(3, words, (size, length + padding), generator=draw).tolist()
+                    others = torch.randint(3, words, (size, length + padding), generator=draw, device="cpu").tolist()
                     others[place] = prompt
                     logits, seen = run_batch(model, ctx, mode, others, place, room, steps, compile)
                     differing = sum(unlike(a, b) for a, b in zip(alone[0], logits, strict=True))
@@ -86,7 +86,7 @@ def _passes_over_padding(model: torch.nn.Module, room: int) -> bool:
     from layers.serving.served import check_padding
 
     try:
-        check_padding(model, torch.tensor([[False, True]]), room)
+        check_padding(model, torch.tensor([[False, True]], device="cpu"), room)
     except ArgumentError:
         return False
     return True

@@ -62,8 +62,10 @@ def read(
 ) -> list[tuple[str, int, list[torch.Tensor], _Seen]]:
     """(mode, batch, logits of a prompt and its steps, what modules gave for it) of each batch."""
     config: Any = model.config
-    draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, config.get_text_config().vocab_size, (max(batches), length), generator=draw).tolist()
+    draw = torch.Generator("cpu").manual_seed(0)
+    prompts = torch.randint(
+        3, config.get_text_config().vocab_size, (max(batches), length), generator=draw, device="cpu"
+    ).tolist()
     found = []
     for mode in modes or modes_on(ctx.device):
         for batch in batches:

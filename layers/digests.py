@@ -82,8 +82,9 @@ def digest(value: Any, depth: int = 3) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {digest(held, depth - 1)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        each = [digest(held, depth) for held in ordered]
+        each = [digest(held, depth) for held in value]
+        if isinstance(value, (set, frozenset)):
+            each.sort()  # its own order differs by process
         text = ", ".join(each)
         return f"{type(value).__name__}({text})" if len(text) < 200 else f"{len(each)} with checksum {_crc(each)}"
     if callable(getattr(value, "get_seq_length", None)):  # a cache, whose heads are this rank's

@@ -2,6 +2,9 @@
 
 `run_fresh` is for bodies that make their context or die on purpose, `run_benchmark` for the benchmarks' own commands;
 the workers of `harness.py` are forked so, too. `outcomes.py` has how results come back.
+
+`run_apart` starts an interpreter for each rank instead, as torchrun, mpirun and srun do: ranks then share no hash seed,
+and each ends as a program ends.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 from typing import Any
@@ -104,14 +108,7 @@ def run_fresh(
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **(env or {}),
-        }
+        variables = {**_torchrun_variables(rank, world_size, port), **(env or {})}
         message = dumps((body, (rank, world_size, *args)))
         process = context.Process(target=_fresh, args=(message, variables, theirs), daemon=True)
         process.start()
@@ -135,6 +132,44 @@ def run_fresh(
         else:
             ended.append(Ended(code, outcome))
         pipe.close()
+    return ended
+
+
+def run_apart(
+    world_size: int,
+    program: str,
+    env: dict[str, str | None] | None = None,
+    each: Callable[[int], dict[str, str]] = lambda rank: {},
+    timeout: float = 120.0,
+) -> list[subprocess.CompletedProcess]:
+    """Run the text `program` in one new interpreter per rank; return exit codes and output in rank order.
+
+    The environment is torchrun's, changed by `env` (None removes a variable) and by `each(rank)`. A rank that does not
+    end within `timeout` seconds is killed, and its exit code is negative.
+    """
+    port = free_port()
+    started = []
+    for rank in range(world_size):
+        variables = {**_torchrun_variables(rank, world_size, port), "PYTHONHASHSEED": str(rank + 1), **(env or {})}
+        variables |= each(rank)
+        environment = {**_child_environment(), **os.environ, **{k: v for k, v in variables.items() if v is not None}}
+        for name in (name for name, value in variables.items() if value is None):
+            environment.pop(name, None)
+        command = [sys.executable, "-c", program]
+        started.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    deadline = time.monotonic() + patient(timeout)
+    ended = []
+    for process in started:
+        try:
+            out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return ended
 
 
@@ -172,6 +207,16 @@ def _fresh(message: bytes, variables: dict[str, str | None], reply: Connection) 
     outcome = attempt(body, *args)
     reply.send_bytes(dumps(outcome))
     os._exit(1 if isinstance(outcome, Failure) else 0)
+
+
+def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str | None]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:

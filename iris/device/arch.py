@@ -44,6 +44,8 @@ def has_ended(pid: int) -> bool:
         descriptor = os.pidfd_open(int(pid))
     except ProcessLookupError:
         return True
+    except OSError:  # no descriptor is left here, which says nothing of that process: the time-out bounds the wait
+        return False
     try:
         return bool(select.select([descriptor], [], [], 0)[0])  # readable once the process has ended
     finally:

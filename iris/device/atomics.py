@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .function import device_function
-from .rma import hinted, translate
+from .rma import check, hinted, translate
 
 
 @triton.constexpr_function
@@ -34,6 +34,7 @@ def atomic_cas(
     `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
     is right between ranks. The same holds for every atomic here.
     """
+    check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
 
@@ -51,6 +52,7 @@ def atomic_add(
     hint: tl.constexpr = None,
 ):
     """Adds `val` at `pointer` on `to_rank`; returns what stood there. fp16 and bf16 round at each addition."""
+    check("atomic_add", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -68,6 +70,7 @@ def atomic_xchg(
     hint: tl.constexpr = None,
 ):
     """Stores `val` at `pointer` on `to_rank`; returns what stood there."""
+    check("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -85,6 +88,7 @@ def atomic_xor(
     hint: tl.constexpr = None,
 ):
     """Exclusive-ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    check("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -102,6 +106,7 @@ def atomic_and(
     hint: tl.constexpr = None,
 ):
     """Ands `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    check("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -119,6 +124,7 @@ def atomic_or(
     hint: tl.constexpr = None,
 ):
     """Ors `val` into `pointer` on `to_rank`; returns what stood there. Integers only."""
+    check("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -136,6 +142,7 @@ def atomic_min(
     hint: tl.constexpr = None,
 ):
     """Leaves the smaller of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
+    check("atomic_min", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -153,5 +160,6 @@ def atomic_max(
     hint: tl.constexpr = None,
 ):
     """Leaves the larger of `val` and what stands at `pointer` on `to_rank`; returns what stood there."""
+    check("atomic_max", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))

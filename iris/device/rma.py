@@ -9,6 +9,7 @@ block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.si
 import triton
 import triton.language as tl
 
+from . import bounds
 from .arch import INTERPRET, is_cuda
 from .function import device_function
 
@@ -42,12 +43,26 @@ def is_modifier(value):
     return value is None or isinstance(value, str)
 
 
+def _host_check(*args) -> None:
+    bounds.check(*args)
+
+
+_host_check.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
 @device_function
 def translate(pointer, from_rank, to_rank, heap_bases):
     """`from_rank`'s address `pointer`, scalar or block, as the address of the same bytes at `to_rank`."""
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     target, base = tl.load(heap_bases + to_rank), tl.load(heap_bases + from_rank)
     return moved(pointer, base.to(tl.int64), target.to(tl.int64))
+
+
+@device_function
+def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
+    """In the interpreter: raises where an access of `call` leaves the heaps (`bounds.py`)."""
+    if INTERPRET:
+        _host_check(call, pointer, mask, tl.load(heap_bases + own_rank), tl.load(heap_bases + other_rank), either)
 
 
 @device_function
@@ -115,6 +130,7 @@ def load(
     A load that is `volatile` passes all caches. So its `cache_modifier` has no effect on NVIDIA GPUs, whose assembler
     refuses the two together.
     """
+    check("load", pointer, mask, to_rank, from_rank, heap_bases)
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
     if volatile and is_cuda():
         return tl.load(remote, mask=mask, other=other, volatile=True)
@@ -134,6 +150,7 @@ def store(
     hint: tl.constexpr = None,
 ):
     """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
+    check("store", pointer, mask, from_rank, to_rank, heap_bases)
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, value, mask=mask, cache_modifier=cache_modifier)
@@ -157,6 +174,7 @@ def get(
     The two ranks may stand in either order, for code written for ROCm/iris has both: the caller is the one in whose
     heap `from_ptr` lies. `DeviceContext.get` need not look.
     """
+    check("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
     remote = hinted(across(from_ptr, to_rank, from_rank, heap_bases), hint)
     data = tl.load(remote, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
@@ -183,6 +201,7 @@ def put(
     """
     tl.static_assert(not use_copy_engine, NO_COPY_ENGINE)
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+    check("put", to_ptr, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(to_ptr, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
 
@@ -202,6 +221,8 @@ def copy(
     hint: tl.constexpr = None,
 ):
     """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
+    check("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
+    check("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
     source = hinted(translate(src_ptr, cur_rank, from_rank, heap_bases), hint)
     data = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
     remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)

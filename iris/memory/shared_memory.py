@@ -12,6 +12,7 @@ import os
 
 import torch
 
+from ..descriptors import is_lacking, remedy
 from ..errors import PlatformError
 from ..group import Ranks
 from .base import ALIGNMENT, FixedSegment, allocating
@@ -49,7 +50,7 @@ class SharedMemorySegment(FixedSegment):
 
     def close(self) -> None:
         self._maps.clear()
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _address(region: mmap.mmap) -> int:
@@ -73,6 +74,8 @@ def _map_peer(rank: int, size: int, pid: int, peer_fd: int, inode: int) -> tuple
     try:
         fd = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR)
     except OSError as error:
+        if is_lacking(error):
+            raise PlatformError(f"no file descriptor is left for the heap of a peer: {remedy()}") from None
         raise PlatformError(
             f"cannot open the heap of rank {rank} (process {pid}): {error}. All ranks must run on one host, as one "
             f"user and in one process namespace."

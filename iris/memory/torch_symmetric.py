@@ -45,7 +45,7 @@ class TorchSymmetricSegment(FixedSegment):
 
     def close(self) -> None:
         self._handle = None
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _symmetric(size: int, device: torch.device) -> torch.Tensor:

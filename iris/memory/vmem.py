@@ -259,7 +259,7 @@ class VirtualSegment:
     def close(self) -> None:
         self._pages.idle()
         self._unmap_peers()
-        self._regions, self.local, self.span = [], torch.empty(0, dtype=torch.uint8), 0
+        self._regions, self.local, self.span = [], torch.empty(0, dtype=torch.uint8, device="cpu"), 0
 
     def _unmap_peers(self) -> None:
         for rank, region in enumerate(self._regions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from iris import platform
+from iris import platform, transforms
 from iris.launch import relaunch
 import torch
 import triton
@@ -78,6 +78,8 @@ class Steps:
 
 def key_of(op: str, parts: Parts) -> tuple | None:
     """What a call comes down to: one with the same key passes the same checks and launches the same. None: unknown."""
+    if transforms.any_hides(*(part for part in parts if isinstance(part, torch.Tensor))):
+        return None
     key: list[Any] = [op]
     for part in parts:
         if not isinstance(part, torch.Tensor):

@@ -229,7 +229,8 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
         module._is_hf_initialized = name not in computed
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    type(model).initialize_weights(model)  # this instance's own refuses
+    with torch.device("cpu"):  # whatever device the caller has made the default, which may hold no values
+        type(model).initialize_weights(model)  # this instance's own refuses
     for owner, key, part, dim in parts:
         split_parameter(owner, key, part, dim)
 

@@ -58,12 +58,12 @@ class _Held:
 def _kind_of(held: _Held) -> bool | None:
     """Whether the class of a module stores the transpose; None if it computes something else."""
     random = torch.Generator("cpu").manual_seed(0)
-    x, bias = (torch.randn(*size, generator=random) for size in ((4, 2, _IN), (_OUT,)))
+    x, bias = (torch.randn(*size, generator=random, device="cpu") for size in ((4, 2, _IN), (_OUT,)))
     for transposed in (False, True):
         tiny: Any = copy.copy(held.module)
         if list(tiny._modules) or tiny._buffers or set(tiny._parameters) - {"weight", "bias"}:
             return None
-        weight = torch.randn(_OUT, _IN, generator=random)
+        weight = torch.randn(_OUT, _IN, generator=random, device="cpu")
         tiny._parameters = {"weight": nn.Parameter(weight.t().contiguous() if transposed else weight)}
         tiny._parameters["bias"] = None if held.module._parameters.get("bias") is None else nn.Parameter(bias)
         for name, size in (("in_features", _IN), ("out_features", _OUT), ("nx", _IN), ("nf", _OUT)):

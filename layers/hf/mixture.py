@@ -224,7 +224,7 @@ def _tiny(module: Any, dims: dict[str, tuple[int, bool]] | None = None) -> Any:
         if dims is not None and key not in dims and parameter.dim() == 3:
             return None
         tiny._parameters[key] = nn.Parameter(
-            torch.randn(_tiny_shape(module, key, parameter, dims)), requires_grad=False
+            torch.randn(_tiny_shape(module, key, parameter, dims), device="cpu"), requires_grad=False
         )
     return tiny
 
@@ -251,12 +251,12 @@ def _arguments(module: Any) -> tuple[torch.Tensor, ...]:
     experts = next(each.shape[0] for each in module._parameters.values() if each is not None)
     experts = getattr(module, "total_experts", experts)  # with those that pass tokens on
     if count == 1:
-        return (torch.randn(_CHOSEN * experts, _HIDDEN) * 3,)
-    hidden = torch.randn(_TOKENS, _HIDDEN) * 3
+        return (torch.randn(_CHOSEN * experts, _HIDDEN, device="cpu") * 3,)
+    hidden = torch.randn(_TOKENS, _HIDDEN, device="cpu") * 3
     if count == 2:
-        return hidden, torch.rand(_TOKENS, experts)
-    chosen = torch.stack([torch.randperm(experts)[:_CHOSEN] for _ in range(_TOKENS)])
-    return hidden, chosen, torch.rand(chosen.shape)
+        return hidden, torch.rand(_TOKENS, experts, device="cpu")
+    chosen = torch.stack([torch.randperm(experts, device="cpu")[:_CHOSEN] for _ in range(_TOKENS)])
+    return hidden, chosen, torch.rand(chosen.shape, device="cpu")
 
 
 def _call(module: Any, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

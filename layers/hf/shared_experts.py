@@ -84,7 +84,7 @@ class _StandIn(nn.Module):
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self.given.append(x)
-        self.gave.append(torch.randn(x.shape, generator=self._random))
+        self.gave.append(torch.randn(x.shape, generator=self._random, device="cpu"))
         return self.gave[-1]
 
 
@@ -107,12 +107,12 @@ def _is_sum(block: Any, name: str) -> bool:
                 trial._modules[child] = _drawn(module, random)
         for key, parameter in block._parameters.items():
             if parameter is not None:
-                trial._parameters[key] = nn.Parameter(torch.rand(parameter.shape, generator=random))
+                trial._parameters[key] = nn.Parameter(torch.rand(parameter.shape, generator=random, device="cpu"))
         for key, buffer in block._buffers.items():
             if buffer is not None:
-                trial._buffers = {**trial._buffers, key: torch.rand(buffer.shape, generator=random)}
+                trial._buffers = {**trial._buffers, key: torch.rand(buffer.shape, generator=random, device="cpu")}
         trial._modules |= {"experts": experts, name: shared}
-        x = torch.randn(_BATCH, _TOKENS, hidden, generator=random)
+        x = torch.randn(_BATCH, _TOKENS, hidden, generator=random, device="cpu")
         result = type(block).forward(trial, x)
         trial._modules[name] = _Nothing()
         without = type(block).forward(trial, x)
@@ -135,5 +135,5 @@ def _drawn(module: nn.Module, random: torch.Generator) -> nn.Module:
     own = copy.deepcopy(module).to_empty(device="cpu").float()
     for tensor in (*own.parameters(), *own.buffers()):
         if tensor.is_floating_point():
-            tensor.copy_(torch.rand(tensor.shape, generator=random))
+            tensor.copy_(torch.rand(tensor.shape, generator=random, device="cpu"))
     return own

@@ -64,6 +64,13 @@ def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
 
     Whose batch it holds says its `holder`. Raises `ArgumentError` for a layer that keeps anything else.
     """
+    with torch.device("cpu"):  # the layers' counts go to the device of the keys later; the default may hold no values
+        cache = _with_our_layers(model, max_length)
+    cache.shape, cache.holder = shape_of(model, ranks), None
+    return cache
+
+
+def _with_our_layers(model: Any, max_length: int) -> StaticCache:
     from transformers import StaticCache, cache_utils
 
     try:
@@ -88,7 +95,6 @@ def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
                 " tokens, to the latest or to those that an indexer chooses, or keep a state of fixed size; use the"
                 " model's generate()"
             )
-    cache.shape, cache.holder = shape_of(model, ranks), None
     return cache
 
 

@@ -30,7 +30,7 @@ def tokens_of(prompts: Any, words: int) -> list[list[int]]:
         rows = [row.tolist() if isinstance(row, torch.Tensor) else list(row) for row in rows]
         tokens = torch.tensor([token for row in rows for token in row], device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        tokens = torch.tensor(0.0)
+        tokens = torch.tensor(0.0, device="cpu")
     if tokens.dim() != 1 or (tokens.numel() and tokens.dtype != torch.long):
         raise ArgumentError(
             f"prompts are a {type(prompts).__name__}: expected integers, as a tensor [rows, tokens] or a list for each"

@@ -43,8 +43,21 @@ IN_TURN = [
 @pytest.mark.parametrize(("state", "how", "victim"), IN_TURN)
 def test_a_fault_in_each_state(state: str, how: str, victim: int, model: Path, tmp_path: Path) -> None:
     case = Case(state, how, victim, delay_s=0.1)
-    found = faults.run_case(case, model, tmp_path, TIMEOUT_S)
+    found, _ = faults.run_to_the_fault(case, model, tmp_path, TIMEOUT_S)
     assert not found["wrong"], f"{case}: {found['wrong']}"
+
+
+def test_a_case_waits_for_its_fault_not_for_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks that are too late for each other before the fault get twice as long; what goes wrong later stays wrong."""
+    limits: list[float] = []
+
+    def run_case(case: Case, model: Path, folder: Path, timeout_s: float) -> dict:
+        limits.append(timeout_s)
+        return {"seconds": None, "wrong": ["something"], "early": timeout_s < 10}
+
+    monkeypatch.setattr(faults, "run_case", run_case)
+    found, repeated = faults.run_to_the_fault(Case("loading", "SIGSTOP", 1, 0.1), tmp_path, tmp_path, 3.0)
+    assert limits == [3.0, 6.0, 12.0] and repeated == 2 and found["wrong"]
 
 
 def test_random_calls_of_late_ranks() -> None:

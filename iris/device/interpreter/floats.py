@@ -64,7 +64,7 @@ def converts(name: str) -> bool:
 
 def from_fp8(bits: np.ndarray, name: str) -> np.ndarray:
     """Converts bytes of an fp8 type to float32, which holds each exactly."""
-    return torch.arange(256, dtype=torch.uint8).view(_FP8[name]).float().numpy()[bits.view(np.uint8)]
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(_FP8[name]).float().numpy()[bits.view(np.uint8)]
 
 
 def to_fp8(x: np.ndarray, name: str) -> np.ndarray:

@@ -1,0 +1,33 @@
+"""Tells a process without a free file descriptor from a lost peer: either may be why the two cannot connect."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+
+def lacking(least: int) -> str:
+    """Return why this process cannot open `least` more files; nothing where it can."""
+    opened: list[int] = []
+    try:
+        while len(opened) < least:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return f"{least} more files are needed and {len(opened)} can be opened; {remedy()}"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return ""
+
+
+def is_lacking(error: BaseException) -> bool:
+    """Whether this process failed for want of a descriptor."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def remedy() -> str:
+    """What helps."""
+    return f"too many are open: raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"

@@ -1,0 +1,129 @@
+"""Reads the world that the launcher of this process describes: torchrun, or on one host srun or mpirun.
+
+A launcher gives each rank its number in environment variables, under names of its own. `adopt` translates them into
+torchrun's, which everything below reads, torch.distributed included. A description that is incomplete, or that spans
+hosts without an address where ranks can meet, is an error: a rank that overlooks it would compute alone, and silently
+return its own part as the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+import os
+import zlib
+
+from .errors import PlatformError
+
+_TORCHRUN = "torchrun --nproc-per-node N script.py"
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below those that Linux gives to outgoing connections
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables of one launcher. `job`: of those that name the job, the ones that are set are taken together."""
+
+    name: str
+    rank: str
+    size: tuple[str, ...]  # the first that is set counts
+    local_rank: str
+    local_size: str | None
+    num_hosts: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+
+
+_OPEN_MPI = _Launcher(
+    "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)  # fmt: skip
+_MVAPICH = _Launcher(
+    "mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+# SLURM_NTASKS is the job's: a shell of salloc has it, and the script of sbatch, which is one process. srun's is the
+# step's.
+_SLURM = _Launcher(
+    "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", None,
+    ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)  # fmt: skip
+_PMI = _Launcher(
+    "mpirun (PMI)", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job=("PMI_PORT",),
+)  # fmt: skip
+# mpirun may start its daemons by srun, whose variables the ranks then inherit: so Slurm's come after MPI's own.
+_LAUNCHERS = _OPEN_MPI, _MVAPICH, _SLURM, _PMI
+
+
+def adopt() -> bool:
+    """Return whether a launcher describes a world, whose variables are then torchrun's; False for a world of one.
+
+    Raises `PlatformError` that names the variables found where they do not describe one.
+    """
+    if _set(("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _torchrun()
+    for launcher in _LAUNCHERS:
+        found = _set((launcher.rank, *launcher.size))
+        size = next((found[name] for name in launcher.size if name in found), "")
+        is_shell = launcher is _SLURM and launcher.rank not in found  # of salloc
+        if found and size != "1" and not is_shell:
+            _translate(launcher, found, size)
+            return True
+    return False
+
+
+def _torchrun() -> bool:
+    found = _set(("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if "RANK" in found and "WORLD_SIZE" in found:
+        _check(found["RANK"], found["WORLD_SIZE"], found)
+        return True
+    if found in ({"WORLD_SIZE": "1"}, {"LOCAL_RANK": "-1"}):  # as some programs say that there is one process
+        return False
+    raise PlatformError(f"{_listed(found)}; expected RANK and WORLD_SIZE too, or none of them: start with {_TORCHRUN}")
+
+
+def _translate(launcher: _Launcher, found: dict[str, str], size: str) -> None:
+    known = found | _set(filter(None, (launcher.local_rank, launcher.local_size, *launcher.num_hosts)))
+    if launcher is _SLURM and not _set(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")):
+        raise PlatformError(
+            f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start "
+            f"ranks with `srun python script.py` or `{_TORCHRUN}`, or one process with `env -u SLURM_PROCID ...`"
+        )
+    _check(found.get(launcher.rank, ""), size, known)
+    address = os.environ.get("MASTER_ADDR")
+    if not address and not _on_one_host(launcher, known, size):
+        raise PlatformError(
+            f"{_listed(known)}: {size} ranks, not known to share one host, and no MASTER_ADDR; expected ranks of one "
+            f"host, or MASTER_ADDR and MASTER_PORT where they meet. On one host: {_TORCHRUN}"
+        )
+    os.environ.update(
+        RANK=found[launcher.rank],
+        WORLD_SIZE=size,
+        LOCAL_RANK=known.get(launcher.local_rank, found[launcher.rank]),
+        MASTER_ADDR=address or "127.0.0.1",
+        MASTER_PORT=os.environ.get("MASTER_PORT") or str(_port(launcher)),
+    )
+
+
+def _on_one_host(launcher: _Launcher, known: dict[str, str], size: str) -> bool:
+    hosts = next((known[name] for name in launcher.num_hosts if name in known), None)
+    return hosts == "1" or launcher.local_size is not None and known.get(launcher.local_size) == size
+
+
+def _port(launcher: _Launcher) -> int:
+    """Return the port that all ranks derive from the job or, where nothing names it, from their parent process."""
+    job = _set(launcher.job) or {"parent": str(os.getppid())}
+    return _FIRST_PORT + zlib.crc32(repr(sorted(job.items())).encode()) % _NUM_PORTS
+
+
+def _check(rank: str, size: str, found: dict[str, str]) -> None:
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise PlatformError(
+            f"{_listed(found)}; expected a number of ranks, and a rank from 0 below it: start with {_TORCHRUN}"
+        )
+
+
+def _set(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _listed(found: dict[str, str]) -> str:
+    return "the environment has " + ", ".join(f"{name}={value}" for name, value in found.items())
