@@ -1,8 +1,8 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
 A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/compilation.py`). What
-an answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each check
-can fail.
+an answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each
+check can fail.
 """
 
 from __future__ import annotations

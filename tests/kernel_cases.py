@@ -31,6 +31,7 @@ WORLD_SIZE = 4
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 # Of a portable tile, the stages for which shared memory has room: block_m, block_n, block_k, warps.
 TILES = {
+    (16, 64, 128, 4): 5,
     (128, 256, 64, 8): 3,
     (16, 64, 256, 4): 5,
     (64, 64, 128, 4): 6,
@@ -143,7 +144,7 @@ def few_rows(target: GPUTarget) -> Iterator[Any]:
     yield "lamport_owners", fused(reduce, M=256, config=owners)
     yield "lamport_scatter", fused(scatter, M=256, config=one(64, 64, 128, 4))
     yield "lamport_gather", fused(gather, M=128, config=one(32, 64, 256, 4))
-    yield "lamport_gather_first", fused("all_gather_matmul", M=16, config=low)
+    yield "lamport_gather_first", fused("all_gather_matmul", M=64, config=low)
     yield "lamport_narrow_of_two", fused(reduce, M=64, N=2048, config=one(64, 32, 128, 4)), dict(world_size=2)
     yield "first_half", fused("matmul_all_reduce_norm", M=4096, normed=True, config=tile(target, 128, 256, 64, 8))
     for name, op, M, config, ranks in (
@@ -213,11 +214,9 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_lamport_combine_owners", "moe_down_all_reduce", 1024, 4, -1),
     ):
         yield name, partial(_down, op, tokens), dict(world_size=ranks, launch=launch)
-    few, torch_ = (
-        FusedConfig(16, 64, 128, num_warps=4, num_stages=5, algorithm="one_shot"),
-        FusedConfig(algorithm="sequential"),
-    )
-    yield "moe_lamport_down_few", partial(_down, "moe_down_all_reduce", 8, config=few), dict(world_size=2)
+    few, torch_ = tile(target, 16, 64, 128, 4, "one_shot"), FusedConfig(algorithm="sequential")
+    first = dict(world_size=2, number=0)  # which adds the bias
+    yield "moe_lamport_down_few", partial(_down, "moe_down_all_reduce", 8, config=few, bias=(128, 2048)), first
     yield "moe_combine", partial(_down, "moe_down_all_reduce", 64, config=torch_), dict(kernel="moe_combine_kernel")
 
 
@@ -234,6 +233,8 @@ def _down(op: str, tokens: int, ctx: Any, **options: Any) -> None:
     out = new(tokens // (ctx.num_ranks if "scatter" in op else 1), 2048)
     weights, shared = new(tokens, 8, dtype=FP32), new(tokens, 2048)
     B = new(128, 2048, 1024).transpose(1, 2)
+    if "bias" in options:
+        options = options | dict(bias=new(*options["bias"]))
     getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, _experts(ctx, tokens), weights, shared=shared, **options)
 
 
@@ -306,6 +307,9 @@ def users(target: GPUTarget) -> Iterator[Any]:
         wanted = {name: known[name] for name in kernel.arg_names if name in known}
         kernel[(1,)](**wanted | options)
 
+    def gluon_tiles(ctx: Any, **options: Any) -> None:
+        launch(gluon_kernels.gluon_tiles_kernel, ctx, out=new(1 << 16), **options)
+
     for name, kernel in rma_kernels.ALL.items():
         yield name, partial(launch, kernel, num_warps=4, BLOCK=2048)
     for name in ("rma_load", "rma_store"):
@@ -326,7 +330,7 @@ def users(target: GPUTarget) -> Iterator[Any]:
     for suffix, two_shot in (("", False), ("_two_shot", True)):
         size = dict(M=64, N=128, TWO_SHOT=two_shot, num_warps=4)
         yield f"tile_reduce{suffix}", partial(launch, tile_kernels.tile_reduce_kernel, FLAT=False, **size)
-        yield f"gluon_tiles{suffix}", partial(launch, gluon_kernels.gluon_tiles_kernel, LAYOUT=rows, **size)
+        yield f"gluon_tiles{suffix}", partial(gluon_tiles, LAYOUT=rows, **size)
     for which in ("scatter", "gather", "exchange"):
         yield f"tile_{which}", partial(launch, getattr(tile_kernels, f"tile_{which}_kernel"), M=64, N=128, num_warps=4)
     yield "example_matmul", _example
