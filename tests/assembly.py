@@ -1,8 +1,8 @@
 """What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
 
-A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/compilation.py`). What an
-answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each check
-can fail.
+A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/compilation.py`). What
+an answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each
+check can fail.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_scatter")
 KEPT = ("lamport_all", "lamport_all_norm")  # reductions whose own part stays in registers
 OF_TWO = ("lamport_narrow_of_two", "tree_all", "tree_narrow")
 TREES = ("tree_owners", "tree_scatter")  # which take one root after the other
+OTHERS = dict.fromkeys(OF_TWO, 1) | dict.fromkeys(TREES, 2)  # peers, of fewer ranks than the rest
 EXCHANGES = (*REDUCTIONS, *TREES, *KEPT, *OF_TWO, "lamport_gather", "lamport_gather_first")
 WORLD_SIZE = 4  # of most of kernel_cases.py
 

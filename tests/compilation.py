@@ -1,8 +1,8 @@
 """Compiled kernels for tests, and what is recorded of them in `tests/compiled/<target>.json`.
 
 `tests/compile_kernels.py` compiles in processes of its own, a target once, from the first test on. Compiling takes
-minutes, so the record keeps the answers to what tests ask of each kernel's code, by the kernel's key. A run compiles only
-kernels whose keys are not recorded; all others answer from the record, and tests judge these answers like fresh ones.
+minutes, so the record keeps the answers to what tests ask of each kernel's code, by the kernel's key. A run compiles
+only kernels whose keys are not recorded; all others answer from the record, and tests judge these like fresh ones.
 `make compiled` writes the record anew. `make test-all` compiles everything and compares the answers.
 """
 

@@ -68,8 +68,8 @@ def pretend(name: str) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_rank(world_size: int = 4, invariant: str | None = None, recording: bool = False) -> Any:
-    """A context of rank 1 of so many, whose peers never come; its `ops`, `ccl` and heap are the library's own."""
+def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None, recording: bool = False) -> Any:
+    """A context of rank `number` whose peers never come; its `ops`, `ccl` and heap are the library's own."""
     from iris.barrier import DeviceBarrier
     from iris.context import Iris
     from iris.device.context import pack
@@ -91,9 +91,9 @@ def fake_rank(world_size: int = 4, invariant: str | None = None, recording: bool
     memory = torch.empty(size, dtype=torch.uint8, device="cuda:0")
     bases = [memory.data_ptr()] * world_size
     segment = SimpleNamespace(local=memory, span=size, bases=bases, back=lambda *_: None)
-    rank.cur_rank, rank.num_ranks, rank.group_name, rank.heap_size = 1, world_size, "fake", size
+    rank.cur_rank, rank.num_ranks, rank.group_name, rank.heap_size = number, world_size, "fake", size
     rank.device, rank.gpu_id, rank.heap, rank._segment = memory.device, 0, Heap(segment), segment
-    rank.hosts = SimpleNamespace(members=lambda group: ranks, rank=1, size=world_size)
+    rank.hosts = SimpleNamespace(members=lambda group: ranks, rank=number, size=world_size)
     rank.agreement, rank.invariant, rank.recording, rank._handed_out, rank._pool = (
         None,
         invariant,
@@ -101,7 +101,7 @@ def fake_rank(world_size: int = 4, invariant: str | None = None, recording: bool
         1 << 60,
         None,
     )
-    rank._context_tensor = torch.tensor(pack(1, bases, bases, 0, 0, 1), dtype=torch.int64, device=rank.device)
+    rank._context_tensor = torch.tensor(pack(number, bases, bases, 0, 0, 1), dtype=torch.int64, device=rank.device)
     rank.heap_bases = rank._context_tensor[:world_size].view(torch.uint64)
     counts = rank.heap.reserve((DeviceBarrier.WORDS * world_size,), torch.int32)
     rank._barrier = DeviceBarrier(rank.device, rank._context_tensor, world_size, counts)

@@ -30,8 +30,18 @@ Case = tuple[str, Callable[[Any], None], dict]  # name, call, what kind of rank 
 WORLD_SIZE = 4
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 # Of a portable tile, the stages for which shared memory has room: block_m, block_n, block_k, warps.
-TILES = {(128, 256, 64, 8): 3, (16, 64, 256, 4): 5, (64, 64, 128, 4): 6, (64, 64, 128, 8): 6, (64, 32, 128, 4): 8,
-         (32, 64, 256, 4): 4, (128, 128, 64, 8): 6, (32, 64, 128, 4): 8, (128, 64, 128, 4): 4}  # fmt: skip
+TILES = {
+    (16, 64, 128, 4): 5,
+    (128, 256, 64, 8): 3,
+    (16, 64, 256, 4): 5,
+    (64, 64, 128, 4): 6,
+    (64, 64, 128, 8): 6,
+    (64, 32, 128, 4): 8,
+    (32, 64, 256, 4): 4,
+    (128, 128, 64, 8): 6,
+    (32, 64, 128, 4): 8,
+    (128, 64, 128, 4): 4,
+}
 SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 
 
@@ -46,9 +56,21 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = BF16, transposed: bool = F
     return found.t() if transposed else found
 
 
-def fused(op: str, M: int = 4096, N: int = 4096, K: int = 4096, form: str = "rows", pad: int = 0, config: Any = None,
-          transposed: bool = True, biased: bool = True, fp8: bool = False, normed: bool = False, dtype: Any = BF16,
-          **options: Any) -> Callable[[Any], None]:  # fmt: skip
+def fused(
+    op: str,
+    M: int = 4096,
+    N: int = 4096,
+    K: int = 4096,
+    form: str = "rows",
+    pad: int = 0,
+    config: Any = None,
+    transposed: bool = True,
+    biased: bool = True,
+    fp8: bool = False,
+    normed: bool = False,
+    dtype: Any = BF16,
+    **options: Any,
+) -> Callable[[Any], None]:
     """A call of `ctx.ops.<op>`. M, N, K: as in `iris_ops.problem.Problem`."""
 
     def call(ctx: Any) -> None:
@@ -100,11 +122,14 @@ def overlapped(target: GPUTarget) -> Iterator[Any]:
     yield f"all_gather_matmul_k_{kind}", fused("all_gather_matmul", form="k", config=of())
     if cuda:  # rows that begin between vectors of 16 bytes
         yield "all_reduce_pointers", fused("matmul_all_reduce", config=of(), pad=1)
-        yield "all_gather_matmul_k_pointers", fused("all_gather_matmul", form="k", config=of(), pad=1)
     if not cuda:  # what ops launch by themselves
-        for op, M, dtype in (("matmul_all_reduce", 16, BF16), ("matmul_all_reduce", 4096, BF16),
-                             ("all_gather_matmul", 4096, torch.float16), ("matmul_all_gather", 64, BF16),
-                             ("matmul_reduce_scatter", 2048, FP32)):  # fmt: skip
+        for op, M, dtype in (
+            ("matmul_all_reduce", 16, BF16),
+            ("matmul_all_reduce", 4096, BF16),
+            ("all_gather_matmul", 4096, torch.float16),
+            ("matmul_all_gather", 64, BF16),
+            ("matmul_reduce_scatter", 2048, FP32),
+        ):
             yield f"planned_{op}_{M}", fused(op, M=M, dtype=dtype)
 
 
@@ -119,13 +144,15 @@ def few_rows(target: GPUTarget) -> Iterator[Any]:
     yield "lamport_owners", fused(reduce, M=256, config=owners)
     yield "lamport_scatter", fused(scatter, M=256, config=one(64, 64, 128, 4))
     yield "lamport_gather", fused(gather, M=128, config=one(32, 64, 256, 4))
-    yield "lamport_gather_first", fused("all_gather_matmul", M=16, config=low)
+    yield "lamport_gather_first", fused("all_gather_matmul", M=64, config=low)
     yield "lamport_narrow_of_two", fused(reduce, M=64, N=2048, config=one(64, 32, 128, 4)), dict(world_size=2)
     yield "first_half", fused("matmul_all_reduce_norm", M=4096, normed=True, config=tile(target, 128, 256, 64, 8))
     for name, op, M, config, ranks in (
-        ("all", reduce, 16, low if target.backend == "cuda" else one(32, 64, 256, 4), 2), ("narrow", reduce, 64, one(64, 32, 128, 4), 2), ("owners", reduce, 192, two(64, 64, 128, 4), 3),
+        ("all", reduce, 16, low if target.backend == "cuda" else one(32, 64, 256, 4), 2),
+        ("narrow", reduce, 64, one(64, 32, 128, 4), 2),
+        ("owners", reduce, 192, two(64, 64, 128, 4), 3),
         ("scatter", scatter, 192, one(64, 64, 128, 8), 3),
-    ):  # fmt: skip
+    ):
         depths = dict(depths=(2048, 2048) if ranks == 2 else (1536, 1024, 1536))
         call = fused(op, M=M, N=2048, K=depths["depths"][1], config=config, **depths)
         yield f"tree_{name}", call, dict(world_size=ranks, invariant="ranks")
@@ -137,17 +164,23 @@ def local(target: GPUTarget) -> Iterator[Any]:
     yield "norm_sum", lambda ctx: norm.normed(new(64, 4096), new(4096), 1e-5, new(64, 4096))
     yield "gate", fused("all_gather_matmul_gated", config=tile(target, 128, 256, 64, 8))
     for name, length, dtype, dim, invariant in (
-        ("step_whole", 64, BF16, 128, False), ("step_weigh", 4096, BF16, 128, False), ("step_weigh_pairs", 65536, BF16, 128, True),
+        ("step_whole", 64, BF16, 128, False),
+        ("step_weigh", 4096, BF16, 128, False),
+        ("step_weigh_pairs", 65536, BF16, 128, True),
         ("step_wide", 64, FP32, 512, False),
-    ):  # fmt: skip
+    ):
         yield name, partial(_attend, length, dtype, dim, invariant)
     yield "step_stretch", partial(_attend, 4096, BF16, 128, False), dict(launch=0)
     if target.backend == "cuda":  # AMD's e4m3 is another one
         yield "round_rows", lambda ctx: scaled_matmul.round_rows(new(64, 16384))
     for name, rows, outputs, gated, spans in (
-        ("", 8, 4096, False, 0), ("_norm", 8, 4096, False, 64), ("_gated_32", 32, 28672, True, 0),
-        ("_gated_64_norm", 64, 28672, True, 64), ("_64", 64, 16384, False, 0), ("_64_narrow", 64, 8192, False, 64),
-    ):  # fmt: skip
+        ("", 8, 4096, False, 0),
+        ("_norm", 8, 4096, False, 64),
+        ("_gated_32", 32, 28672, True, 0),
+        ("_gated_64_norm", 64, 28672, True, 64),
+        ("_64", 64, 16384, False, 0),
+        ("_64_narrow", 64, 8192, False, 64),
+    ):
         yield f"skinny_matmul{name}", partial(_skinny, rows, outputs, gated, spans)
     yield "arrived", fused("all_gather_matmul", config=FusedConfig(algorithm="copy_gather"))
 
@@ -167,22 +200,24 @@ def _skinny(rows: int, outputs: int, gated: bool, spans: int, ctx: Any) -> None:
 def mixtures(target: GPUTarget) -> Iterator[Any]:
     for name, tokens, transposed, options, launch in (
         ("moe_gate_up_few", 8, True, {}, -1),
-        ("moe_gate_up_turns", 8, False, dict(interleaved=True, activation=GPT_OSS), -1), 
-        ("moe_gate_up_halves", 8192, True, {}, -1), ("moe_route", 16, True, {}, 1), ("moe_count", 8192, True, {}, 1),
+        ("moe_gate_up_turns", 8, False, dict(interleaved=True, activation=GPT_OSS), -1),
+        ("moe_gate_up_halves", 8192, True, {}, -1),
+        ("moe_route", 16, True, {}, 1),
+        ("moe_count", 8192, True, {}, 1),
         ("moe_route_counted", 8192, True, {}, 2),
-    ):  # fmt: skip
+    ):
         yield name, partial(_gate_up, tokens, transposed, options), dict(launch=launch)
     for name, op, tokens, ranks, launch in (
-        ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1), ("moe_lamport_down_few", "moe_down_all_reduce", 8, 2, -1),
-        ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1), ("moe_down_sorted", "moe_down_all_reduce", 1024, 2, -2),
+        ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
+        ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1),
+        ("moe_down_sorted", "moe_down_all_reduce", 1024, 2, -2),
         ("moe_lamport_combine_owners", "moe_down_all_reduce", 1024, 4, -1),
-    ):  # fmt: skip
+    ):
         yield name, partial(_down, op, tokens), dict(world_size=ranks, launch=launch)
-    yield (
-        "moe_combine",
-        partial(_down, "moe_down_all_reduce", 64, config=FusedConfig(algorithm="sequential")),
-        dict(kernel="moe_combine_kernel"),
-    )
+    few, torch_ = tile(target, 16, 64, 128, 4, "one_shot"), FusedConfig(algorithm="sequential")
+    first = dict(world_size=2, number=0)  # which adds the bias
+    yield "moe_lamport_down_few", partial(_down, "moe_down_all_reduce", 8, config=few, bias=(128, 2048)), first
+    yield "moe_combine", partial(_down, "moe_down_all_reduce", 64, config=torch_), dict(kernel="moe_combine_kernel")
 
 
 def _experts(ctx: Any, tokens: int) -> torch.Tensor:
@@ -198,6 +233,8 @@ def _down(op: str, tokens: int, ctx: Any, **options: Any) -> None:
     out = new(tokens // (ctx.num_ranks if "scatter" in op else 1), 2048)
     weights, shared = new(tokens, 8, dtype=FP32), new(tokens, 2048)
     B = new(128, 2048, 1024).transpose(1, 2)
+    if "bias" in options:
+        options = options | dict(bias=new(*options["bias"]))
     getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, _experts(ctx, tokens), weights, shared=shared, **options)
 
 
@@ -242,18 +279,36 @@ def collectives(target: GPUTarget) -> Iterator[Any]:
 
 def users(target: GPUTarget) -> Iterator[Any]:
     """Kernels of tests, examples and benchmarks, as users write them."""
-    cuda, lane = target.backend == "cuda", target.warp_size
+    lane = target.warp_size
 
     def launch(
         kernel: Any, ctx: Any, *, dtype: torch.dtype = BF16, number: torch.dtype = torch.int32, **options: Any
     ) -> None:
-        known = dict(src=new(1 << 16, dtype=dtype), dst=new(1 << 16, dtype=dtype), inp=new(1 << 16), out=new(1 << 16, dtype=FP32),
-                     flags=new(1 << 12, dtype=number), sums=new(64, dtype=torch.int64), ctx_ptr=ctx.get_device_context(), rank=1, peer=2,
-                     n=4096, num_tiles=16, rows=64, first_owner=0, owners=4, heap_bases=ctx.get_heap_bases(), WORLD_SIZE=WORLD_SIZE)  # fmt: skip
+        known = dict(
+            src=new(1 << 16, dtype=dtype),
+            dst=new(1 << 16, dtype=dtype),
+            inp=new(1 << 16),
+            out=new(1 << 16, dtype=FP32),
+            flags=new(1 << 12, dtype=number),
+            sums=new(64, dtype=torch.int64),
+            ctx_ptr=ctx.get_device_context(),
+            rank=2,
+            peer=3,
+            n=4096,
+            num_tiles=16,
+            rows=64,
+            first_owner=0,
+            owners=4,
+            heap_bases=ctx.get_heap_bases(),
+            WORLD_SIZE=WORLD_SIZE,
+        )
         if "sync" in kernel.arg_names or "tiles" in kernel.fn.__name__:
             known["sync"] = known["flags"] = ctx.ccl.tile_space(16, 64 * 128, BF16)
         wanted = {name: known[name] for name in kernel.arg_names if name in known}
         kernel[(1,)](**wanted | options)
+
+    def gluon_tiles(ctx: Any, **options: Any) -> None:
+        launch(gluon_kernels.gluon_tiles_kernel, ctx, out=new(1 << 16), **options)
 
     for name, kernel in rma_kernels.ALL.items():
         yield name, partial(launch, kernel, num_warps=4, BLOCK=2048)
@@ -275,7 +330,7 @@ def users(target: GPUTarget) -> Iterator[Any]:
     for suffix, two_shot in (("", False), ("_two_shot", True)):
         size = dict(M=64, N=128, TWO_SHOT=two_shot, num_warps=4)
         yield f"tile_reduce{suffix}", partial(launch, tile_kernels.tile_reduce_kernel, FLAT=False, **size)
-        yield f"gluon_tiles{suffix}", partial(launch, gluon_kernels.gluon_tiles_kernel, LAYOUT=rows, **size)
+        yield f"gluon_tiles{suffix}", partial(gluon_tiles, LAYOUT=rows, **size)
     for which in ("scatter", "gather", "exchange"):
         yield f"tile_{which}", partial(launch, getattr(tile_kernels, f"tile_{which}_kernel"), M=64, N=128, num_warps=4)
     yield "example_matmul", _example
@@ -292,9 +347,21 @@ def users(target: GPUTarget) -> Iterator[Any]:
 def _example(ctx: Any) -> None:
     a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
     tile_all_reduce.tile_matmul_kernel[(8,)](
-        ctx.get_device_context(), ctx.ccl.tile_space(64, 4096), a, b, new(512, 512), 512, 512, 512, 64, 64, 32, WORLD_SIZE,
-        ONE_TILE=True, **platform.beside(ctx.device),
-    )  # fmt: skip
+        ctx.get_device_context(),
+        ctx.ccl.tile_space(64, 4096),
+        a,
+        b,
+        new(512, 512),
+        512,
+        512,
+        512,
+        64,
+        64,
+        32,
+        WORLD_SIZE,
+        ONE_TILE=True,
+        **platform.beside(ctx.device),
+    )
 
 
 def _example_hopper(ctx: Any) -> None:

@@ -40,12 +40,8 @@ QUICK = (
     "iris_ops/test_lamport_matmul.py",
     "layers/test_linear.py",
 )
-QUICK_KERNELS = (
-    "reduce_scatter_tma|lamport_all|lamport_fp8_8_1|step_whole|device_barrier|all_reduce_hopper_128|rma_store"
-)
-QUICK_KERNELS = (
-    f"^({QUICK_KERNELS}|lamport_pair_64|lamport_two_shot|ccl_lamport_one_shot|all_gather_matmul_k_pointers)$"
-)
+QUICK_KERNELS = "reduce_scatter_tma|lamport_all|lamport_fp8|step_whole|device_barrier|all_reduce_hopper_128|rma_store"
+QUICK_KERNELS = f"^({QUICK_KERNELS}|lamport_pair_128|lamport_two_shot|ccl_lamport_one_shot|all_reduce_pointers)$"
 TIMES = RESULTS.with_name("triton_versions_h200_x2.json")
 OLDEST, TIMED = "3.6.0", ("3.7.1", "3.8.0", "3.9.0")
 _MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.S)

@@ -1,4 +1,6 @@
-"""The benchmark tells the truth: floors as measured elsewhere, wrong results named, and it runs from end to end."""
+"""Benchmarks run from end to end on CPUs, refuse what they cannot do, and leave a wrong result without a time."""
+
+from __future__ import annotations
 
 import argparse
 from dataclasses import replace
@@ -6,7 +8,6 @@ import json
 import math
 from pathlib import Path
 import sys
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,56 +16,146 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks are run from the checkout, they are not installed
 
+import iris  # noqa: E402
 from iris_tp.bench import timing  # noqa: E402
 from iris_tp.bench.inputs import Inputs  # noqa: E402
 from iris_tp.bench.rows import Row  # noqa: E402
-from iris_tp.bench.team import Team, describe  # noqa: E402
+from iris_tp.bench.team import Team  # noqa: E402
 
-from benchmarks import ccl, ops  # noqa: E402
-from benchmarks.cases import ccl_case, ccl_rivals  # noqa: E402
-from benchmarks.measuring import shapes  # noqa: E402
-from benchmarks.measuring.report import command  # noqa: E402
-from benchmarks.plots import ops_plots, step_plots  # noqa: E402
+from benchmarks import all_scatter, ccl, fp8, litmus, llm, moe, norms, ops, rma, rooted, stress, timeline  # noqa: E402
+from benchmarks.cases import ccl_case, ccl_rivals, engines, whole_models  # noqa: E402
+from benchmarks.plots import (  # noqa: E402
+    all_scatter_plots,
+    llm_plots,
+    ops_plots,
+    rma_plots,
+    step_plots,
+    timeline_plots,
+)  # fmt: skip
 from benchmarks.rivals.contender import GEMM, OURS, RIVAL, Contender  # noqa: E402
-from benchmarks.tables import ops_table, step_table  # noqa: E402
+from benchmarks.tables import ops_table, rma_table, step_table  # noqa: E402
+from tests.harness import run_ranks  # noqa: E402
 from tests.processes import run_benchmark  # noqa: E402
 
-# Four H200s: product alone, then the floor with its collective, µs.
-REDUCE_FLOORS = {  # size: (product, all-reduce, reduce-scatter)
-    (8192, 8192, 7168): (1313, 1313, 1313),
-    (8192, 8192, 2048): (371, 518, 371),
-    (2048, 8192, 7168): (311, 311, 311),
-    (2048, 8192, 2048): (95, 129, 95),
-    (512, 8192, 7168): (81, 81, 81),
-    (512, 8192, 2048): (26, 32, 26),
-    (64, 8192, 7168): (33, 33, None),
-    (1, 8192, 2048): (8.0, 8.0, None),
-    (4096, 4096, 3584): (158, 158, 158),
-    (128, 4096, 3584): (12, 12, 12),
-}
-GATHER_FLOORS = {  # size: (product of the whole, gather first, product of a quarter and floor of gather last)
-    (8192, 14336, 8192): (2802, 2802, 656),
-    (8192, 2560, 8192): (455, 455, 120),
-    (2048, 14336, 8192): (621, 621, 180),
-    (2048, 2560, 8192): (112, 112, 32),
-    (512, 14336, 8192): (173, 173, 64),
-    (512, 2560, 8192): (31, 31, 18),
-}
+# --- from end to end --------------------------------------------------------------------------------------------------
+
+# Benchmark, ranks, arguments, how many rows, what draws its picture. A row's results are right, or they have no times.
+RUNS = (
+    ("ops", 2, ["--rows", "16,48,32", "--vary", "block_m=16;num_programs=1"], 4, None),
+    ("ccl", 2, ["--sizes", "2048", "--ops", "all_reduce,all_to_all"], 2, None),
+    ("ccl", 2, ["--sizes", "2048", "--ops", "all_gather", "--sweep"], 1, None),
+    ("fp8", 1, [], 1, None),
+    ("fp8", 2, [], 1, None),
+    ("step", 1, [], 3, step_plots.draw),
+    ("chain", 2, ["--rows", "1,3"], 2, None),
+    ("tiles", 2, ["--dtype", "float32"], 5, None),
+    ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
+    ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
+    ("timeline", 2, ["--op", "rs,ga", "--rows", "32,32,32"], 2, timeline_plots.draw_all),
+)
+SLOW_RUNS = (
+    ("ops", 3, ["--shapes", "tiny-forms", "--dtype", "float16"], None, None),
+    ("moe", 2, ["--shapes", "tiny-gpt-oss", "--tokens", "2,30"], 2, None),
+    ("llm", 2, ["--model", "tiny", "--contenders", "ours,nccl,transformers,ours-fp8", "--rounds", "1", "--batches", "2",
+                "--prompts", "3", "--name", "llm_tiny"], 1, llm_plots.draw),
+    ("llm", 2, ["--model", "tiny-gpt-oss-20b", "--contenders", "ours,nccl", "--rounds", "1", "--batches", "1",
+                "--prompts", "5", "--output", "3"], 1, None),
+)  # fmt: skip
+_ALL = [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)]
 
 
-@pytest.mark.parametrize("size", REDUCE_FLOORS)
-def test_reduce_floors(size):
-    gemm, reduced, scattered = REDUCE_FLOORS[size]
-    assert Row("ar", *size).floor_us(gemm, 4) == pytest.approx(reduced, rel=0.03)
-    if scattered:
-        assert Row("rs", *size).floor_us(gemm, 4) == pytest.approx(scattered, rel=0.03)
+@pytest.mark.parametrize("name, ranks, arguments, rows, draw", _ALL)
+def test_it_runs_from_end_to_end(name: str, ranks: int, arguments: list[str], rows: int | None, draw, tmp_path: Path):
+    printed = run_benchmark(name, ranks, *arguments, "--out", str(tmp_path))
+    (file,) = tmp_path.glob("*.json")
+    report = json.loads(file.read_text())
+    assert printed and str(tmp_path) not in file.read_text()
+    assert len(report["rows"]) == rows or rows is None and report["rows"]
+    for row in report["rows"]:
+        for result in row.get("results", ()):
+            assert result["status"] == "ok", (row, result)
+            assert any(value > 0 for key, value in result.items() if key.endswith(("_us", "_ms"))), result
+        assert not row.get("failed") and not row.get("wrong"), row
+        times = [us for us in row.get("us", {}).values() if us is not None]
+        assert all(us > 0 for us in times) and (times or row.get("results") or "layer_us" in row or "plain_us" in row)
+    if name == "ops":
+        assert ops_table.render(report, ["eager"]) in printed.replace("\r", "")
+    if name == "step":
+        assert step_table.render(report) in printed
+    if draw is not None:
+        assert all(picture.stat().st_size for picture in draw(file, tmp_path))
 
 
-@pytest.mark.parametrize("size", GATHER_FLOORS)
-def test_gather_floors(size):
-    gemm, first, last = GATHER_FLOORS[size]
-    assert Row("ag", *size).floor_us(gemm, 4) == pytest.approx(first, rel=0.03)
-    assert Row("ga", *size).floor_us(last, 4) == last  # the product of M/4 rows takes longer than the link
+def test_stress_and_rma_from_end_to_end(tmp_path: Path) -> None:
+    printed = run_benchmark("rma", 3, "--quick", "--ops", "load,store,copy,atomic_cas", "--out", str(tmp_path))
+    report = json.loads((tmp_path / "rma_cpu_x3.json").read_text())
+    assert all(case["status"] == "ok" and case["us"] > 0 for case in report["cases"])
+    assert rma_table.render(report) in printed and len(rma_plots.draw(tmp_path / "rma_cpu_x3.json", tmp_path)) == 2
+    run_benchmark("stress", 2, "--calls", "30", "--replays", "1", "--graph-calls", "12", "--out", str(tmp_path))
+    report = json.loads((tmp_path / "stress_cpu_x2.json").read_text())
+    assert report["calls"]["done"] == 30 and not report["deviating"]
+
+
+def test_what_there_was_no_time_for_is_told(tmp_path):
+    run_benchmark("ops", 1, "--rows", "16,48,32", "--time-limit", "0.01", "--out", str(tmp_path))
+    report = json.loads((tmp_path / "ops_cpu_x1.json").read_text())
+    assert [row["op"] for row in report["rows"]] == ["ar"]
+    told = "Left out for want of time or memory: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
+    assert ops_table.render(report, ["eager"]).endswith(told)
+
+
+def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
+    measured = ROOT / "benchmarks" / "results" / "ops_h200_x4.json"
+    written, again = ops_plots.draw(measured, tmp_path / "one"), ops_plots.draw(measured, tmp_path / "two")
+    for path, other in zip(written, again, strict=True):
+        assert path.read_bytes() == other.read_bytes()
+    results = json.loads(measured.read_text())["rows"][0]["results"]
+    assert all(result["name"] in written[0].read_text() for result in results if result["kind"] != "gemm")
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "benchmark, arguments, words",
+    [
+        (ops, ["--ranks", "0"], "--ranks: invalid number from 1 on value: '0'"),
+        (ops, ["--device", "cpu", "--rows", "1,2,3"], "no row of 'tiny'"),
+        (ops, ["--device", "cpu", "--vary", "foo=1"], "--vary has 'foo'"),
+        (ops, ["--device", "cpu", "--only", "ours,nothing"], "--only nothing: expected words in the names of ours, "),
+        (ops, ["--device", "cpu", "--modes", "graph"], "--modes graph: expected eager, for CPUs have no CUDA graphs"),
+        (ccl, ["--sizes", "-5"], "--sizes: invalid list of numbers from 1 on"),
+        (rooted, ["--device", "cpu", "--ranks", "1"], "--ranks 1: expected 2 or more"),
+        (rma, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (litmus, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (fp8, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
+        (moe, ["--shapes", "switch"], "--shapes: switch; expected some of qwen3-30b-a3b, mixtral-8x7b"),
+        (all_scatter, ["--device", "cpu", "--store-warp"], "--store-warp on cpu: expected NVIDIA Hopper GPUs"),
+        (timeline, ["--op", "nothing"], "--op: nothing; expected some of ar, rs, ag, ga"),
+        (stress, ["--device", "cpu", "--calls", "0", "--replays", "0"], "--calls and --replays are 0"),
+        (llm, ["--model", "/no/such"], "--model /no/such: expected one of llama-3-8b"),
+        (llm, ["--device", "cpu", "--contenders", "async-tp"], "--contenders async-tp: expected others on CPUs"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(benchmark, arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        getattr(benchmark, "parse", benchmark.main)(arguments)
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+# --- floors, and wrong results ----------------------------------------------------------------------------------------
+
+# Four H200s: op, size, product alone and the floor with its collective, µs.
+FLOORS = (
+    ("ar", (8192, 8192, 7168), 1313, 1313), ("ar", (8192, 8192, 2048), 371, 518), ("ar", (2048, 8192, 2048), 95, 129),
+    ("ar", (512, 8192, 2048), 26, 32), ("ar", (1, 8192, 2048), 8.0, 8.0), ("rs", (8192, 8192, 2048), 371, 371),
+    ("ag", (8192, 2560, 8192), 455, 455), ("ga", (8192, 2560, 8192), 120, 120),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op, size, gemm, floor", FLOORS)
+def test_floors(op: str, size: tuple[int, int, int], gemm: float, floor: float) -> None:
+    assert Row(op, *size).floor_us(gemm, 4) == pytest.approx(floor, rel=0.03)
 
 
 def test_link_bytes_by_hand():
@@ -73,48 +164,6 @@ def test_link_bytes_by_hand():
     assert Row("rs", M, N, K).link_bytes(2) == M // 2 * N * itemsize
     assert Row("ag", M, N, K).link_bytes(4) == 3 * (M // 4) * K * itemsize
     assert Row("ga", M, N, K).link_bytes(4) == 3 * (M // 4) * N * itemsize
-    assert all(Row(op, M, N, K).link_bytes(1) == 0 for op in shapes.CALLS)
-
-
-def test_select_keeps_what_was_asked():
-    rows = shapes.select("facts", ["ar", "ga"], 4, [(8192, 8192, 7168), (1, 8192, 2048)])
-    assert [str(row) for row in rows] == ["ar 8192, 8192, 7168", "ar 1, 8192, 2048", "ga 8192, 8192, 7168"]
-    with pytest.raises(ValueError, match="no row"):
-        shapes.select("facts", ["rs"], 4, [(1, 1, 1)])
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_samples_have_every_op_ragged_and_in_fp16(world):
-    ops = list(shapes.CALLS)
-    sample = [row for row in shapes.select("prefill-sample", ops, world) if row.M in shapes.RAGGED_M]
-    assert {row.op for row in sample} == set(ops) and {row.M for row in sample} == {1000, 3001, 5120}
-    sample = shapes.select("fp16-sample", ops, world)
-    assert [row.op for row in sample] == [op for op in ops for _ in range(2)]
-    assert all(row.serves(world) and row.even(world) and (row.M > 256) == (i % 2 == 0) for i, row in enumerate(sample))
-
-
-def test_variations_are_all_combinations_of_known_fields():
-    found = ops.variations("num_stages=4,5;warp_specialised=False;algorithm=one_shot")
-    assert found == [dict(num_stages=stages, warp_specialised=False, algorithm="one_shot") for stages in (4, 5)]
-    assert ops.variations("") == []
-    for text in ("stages=4", "num_stages", "prediction=1", "num_stages=four", "warp_specialised=1"):
-        with pytest.raises(ValueError):
-            ops.variations(text)
-
-
-@pytest.mark.parametrize("device, others", [("cpu", []), ("cuda", ["cuBLAS + torch one-shot", "torch async-TP"])])
-def test_names_are_those_of_contenders_that_serve_a_row(device, others):
-    args = argparse.Namespace(ranks=2, device=device, dtype="bfloat16", heap_gib=1)
-    rows = [Row("ar", 16, 64, 32), Row("ag", 16, 64, 32)]
-    names = ops.names_of_contenders(args, rows)
-    assert {"ours", "ours alone", *others} <= set(names) and len(set(names)) == len(names)
-    assert "torch async-TP" not in ops.names_of_contenders(args, rows[:1])
-
-
-def test_command_and_reasons_name_no_folder():
-    assert command("ops", ["--ranks", "4", "--out", "/a/b", "--quick"]) == "python -m benchmarks.ops --ranks 4 --quick"
-    assert command("ops", ["--rows", "1,2,3;4,5,6"]) == "python -m benchmarks.ops --rows '1,2,3;4,5,6'"
-    assert describe(OSError("cannot open /a/b/c.so\nmore")) == "OSError: cannot open c.so"
 
 
 def report() -> dict:
@@ -226,21 +275,6 @@ def test_a_wrong_replay_leaves_no_figure_anywhere(alone, monkeypatch):
     assert result["status"] == "WRONG" and not [key for key in result if key.endswith("_us")]
 
 
-def refuses(call, calls, inputs):
-    raise RuntimeError("no capture here")
-
-
-def test_where_nothing_can_be_captured_that_is_told(alone, monkeypatch):
-    monkeypatch.setattr(timing, "graph_batch", refuses)
-    args = argparse.Namespace(modes=["graph"], quick=True)
-    measured = ops.run_row(Row("ar", 32, 32, 512), alone, [Contender("a", RIVAL, {"ar": right})], torch.bfloat16, args)
-    row = {"results": []}
-    case = ccl_case.Case("all_gather", 2048, alone, torch.float32)
-    ccl.measure(case, [ccl_rivals.torch_distributed(alone)], row, args)
-    for result in measured["results"] + row["results"]:
-        assert result["status"] == "ok" and "no capture here" in result["notes"][0], result
-
-
 def test_contenders_take_turns_in_every_order(alone):
     came: list[str] = []
     batches = {name: timing.Batch(1, lambda name=name: came.append(name), lambda: None) for name in "abc"}
@@ -254,97 +288,64 @@ def test_contenders_take_turns_in_every_order(alone):
     assert rounds[0] == rounds[1], "ranks, which do not ask each other, have to agree"
 
 
-def test_end_to_end_on_two_cpu_ranks(tmp_path):
-    options = ["--rows", "16,48,32", "--vary", "block_m=16,48;num_programs=1", "--out", str(tmp_path)]
-    printed = run_benchmark("ops", 2, *options)
-    report = json.loads((tmp_path / "ops_cpu_x2.json").read_text())
-    assert [row["op"] for row in report["rows"]] == list(shapes.CALLS)
-    for row in report["rows"]:
-        results = {result["name"]: result for result in row["results"]}
-        for name in ("ours", "torch + gloo"):
-            assert results[name]["status"] == "ok", (row["op"], results[name]["notes"])
-            assert results[name]["eager_us"] > 0
-        changed, refused = (results[f"ours, block_m {block}, num_programs 1"] for block in (16, 48))
-        assert changed["eager_us"] > 0 and changed["plan"]["block_m"] == changed["plan"]["num_programs"] << 4
-        assert refused["status"] == "n/a" and "block_m is 48; expected a power of two" in refused["notes"][0]
-    assert str(tmp_path) not in json.dumps(report)
-    assert ops_table.render(report, ["eager"]) in printed.replace("\r", "")
+def without_residual(inputs):
+    zeros = torch.zeros(inputs.out_shape, dtype=inputs.dtype)
+    return norms._ended(inputs, inputs.new(*inputs.out_shape), lambda: zeros)
 
 
-def test_what_there_was_no_time_for_is_told(tmp_path):
-    run_benchmark("ops", 1, "--rows", "16,48,32", "--time-limit", "0.01", "--out", str(tmp_path))
-    report = json.loads((tmp_path / "ops_cpu_x1.json").read_text())
-    assert [row["op"] for row in report["rows"]] == ["ar"]
-    told = "Left out for want of time or memory: rs 16, 48, 32; ag 16, 48, 32; ga 16, 48, 32."
-    assert ops_table.render(report, ["eager"]).endswith(told)
+def test_norms_that_are_wrong_are_named_and_not_timed(alone) -> None:
+    prepared = {"right": norms._with_torch, "wrong": without_residual}
+    found = [Contender(name, RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
+    args = argparse.Namespace(modes=["eager"], quick=True)
+    measured = ops.run_row(Row("ar", 5, 128, 64), alone, found, torch.bfloat16, args, norms.NormInputs)
+    assert {each["name"]: each["status"] for each in measured["results"]} == {"right": "ok", "wrong": "WRONG"}
 
 
-@pytest.mark.slow
-def test_other_forms_and_uneven_parts_on_three_cpu_ranks(tmp_path):
-    run_benchmark("ops", 3, "--shapes", "tiny-forms", "--dtype", "float16", "--out", str(tmp_path))
-    report = json.loads((tmp_path / "ops_float16_cpu_x3.json").read_text())
-    assert len(report["rows"]) == len(shapes.select("tiny-forms", list(shapes.CALLS), 3))
-    for row in report["rows"]:
-        assert [r["status"] for r in row["results"]] == ["ok"] * len(row["results"]), row
+def _a_word_lost(ctx) -> list[int]:
+    """Wrong words of each operation when it is as it should be, and when one program too few runs."""
+    args = rma.parse(["--device", "cpu", "--ranks", "2"])
+    memory = rma.Memory(Team(ctx.cur_rank, ctx.num_ranks, ctx.device), args, ctx)
+    found = []
+    for op in ("load", "store", "atomic_xor"):
+        found.append(memory.wrong_words(rma.Case(op, 1 << 16, 1)))
+        start = memory.start
+        memory.start = lambda case: start(rma.Case(case.op, case.nbytes - 4, 1))  # noqa: B023
+        found.append(memory.wrong_words(rma.Case(op, 1 << 16, 1)))
+        memory.start = start
+    return found
 
 
-@pytest.mark.slow
-def test_stress_on_two_cpu_ranks_sees_no_mismatch(tmp_path):
-    counts = ["--calls", "60", "--replays", "2", "--graph-calls", "12", "--delay-every", "10"]
-    run_benchmark("stress", 2, *counts, "--out", str(tmp_path))
-    report = json.loads((tmp_path / "stress_cpu_x2.json").read_text())
-    assert report["calls"]["done"] == 60 and report["replays"]["done"] == 2 and not report["deviating"]
+def test_a_lost_word_is_seen() -> None:
+    for found in run_ranks(2, _a_word_lost):
+        assert found == [0, 1] * 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_fp8_products_are_right_before_they_are_timed(tmp_path, ranks):
-    run_benchmark("fp8", ranks, "--out", str(tmp_path))
-    (row,) = json.loads((tmp_path / f"fp8_cpu_x{ranks}.json").read_text())["rows"]
-    assert row["us"].keys() == {"bf16", "fp8", "torch" if ranks == 1 else "NCCL", "rounding"} and not row["failed"]
-    assert 0.01 < row["errors"]["fp8"] < row["errors"]["torch" if ranks == 1 else "NCCL"]
-    assert ranks == 1 or row["plan"]["algorithm"] == "sequential"
+class HeadsExchanged(engines.NcclOps):
+    """The first two heads' outputs, eight columns each."""
+
+    def matmul_all_reduce(self, out, A, B, bias=None, config=None):
+        order = [*range(8, 16), *range(8), *range(16, A.shape[1])]
+        super().matmul_all_reduce(out, A[:, order], B, bias)
 
 
-def test_the_kernels_of_a_step_beside_torch_s(tmp_path):
-    printed = run_benchmark("step", 1, "--out", str(tmp_path))
-    written = json.loads((tmp_path / "step_cpu_x1.json").read_text())
-    assert [row["kind"] for row in written["rows"]] == ["product", "gated", "attention"]
-    for row in written["rows"]:
-        assert {"ours", "torch"} <= row["us"].keys() and not row["failed"] and not row["wrong"]
-        assert 0 < max(row["errors"].values()) < 0.01 and row["moved_bytes"] > 0
-    assert "torch, filled part" in printed and step_table.render(written) in printed
-    (picture,) = step_plots.draw(tmp_path / "step_cpu_x1.json", tmp_path)
-    assert "torch, filled part" in picture.read_text()
+class Raises(engines.NcclOps):
+    def matmul_all_gather(self, out, A, B, bias=None, config=None):
+        raise ValueError("no such gather")
 
 
-def test_pictures_show_every_contender_and_stay_the_same(tmp_path):
-    measured = ROOT / "benchmarks" / "results" / "ops_h200_x4.json"
-    written = ops_plots.draw(measured, tmp_path / "one")
-    assert [path.stem.rpartition("_")[2] for path in written] == [*shapes.CALLS, "rows"]
-    again = ops_plots.draw(measured, tmp_path / "two")
-    report = json.loads(measured.read_text())
-    for path, other in zip(written, again, strict=True):
-        assert path.read_bytes() == other.read_bytes()
-        shown = "".join(ElementTree.parse(path).getroot().itertext())
-        op = path.stem.rpartition("_")[2]
-        for row in report["rows"]:
-            if row["op"] == op:
-                assert all(result["name"] in shown for result in row["results"] if result["kind"] != "gemm")
-                assert f"{row['M']}, {row['N']}, {row['K']}" in shown
-        assert report["gpu"] in shown and "µs" in shown
-
-
-def test_pictures_of_what_was_not_measured_are_left_out(tmp_path):
-    report = json.loads((ROOT / "benchmarks" / "results" / "ops_h200_x4.json").read_text())
-    report["rows"] = [row for row in report["rows"] if row["op"] == "rs"]
-    (tmp_path / "some.json").write_text(json.dumps(report))
-    assert [path.name for path in ops_plots.draw(tmp_path / "some.json", tmp_path)] == ["some_rs.svg"]
-
-
-def test_a_chain_of_ops_on_two_cpu_ranks(tmp_path):
-    run_benchmark("chain", 2, "--rows", "1,3", "--out", str(tmp_path))
-    report = json.loads((tmp_path / "chain_cpu_x2.json").read_text())
-    assert [(row["M"], row["ops"]) for row in report["rows"]] == [(1, 4), (3, 4)]
-    for row in report["rows"]:
-        assert row["layer_us"] > 0 and len(row["alone_us"]) == 2
-        assert row["over_sum"] == pytest.approx(row["layer_us"] / sum(row["alone_us"].values()), rel=0.01)
+def test_a_model_with_wrong_logits_and_one_that_raises_are_named(alone):
+    with iris.iris(1 << 24) as ctx:
+        model = whole_models.build("tiny", 1, ctx, torch.float32)
+        found, failed = engines.contenders(alone, ctx, model, ["nccl", "ours"])
+        assert not failed
+        for wrong in (HeadsExchanged(), Raises()):
+            swapped = argparse.Namespace(**{**vars(found[0].context), "ops": wrong})
+            serve = lambda swapped=swapped: engines.serve(model, swapped)  # noqa: E731
+            found.append(engines.Contender("ours", model, serve))  # any key that is not the yardstick's
+        args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
+        args.contenders, args.compile = ["nccl", "ours"], False
+        right, ours, exchanged, raising = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
+    assert right["status"] == ours["status"] == "ok" and ours["tokens_per_s"] > 0
+    assert exchanged["status"] == "WRONG" and "logits are off by" in exchanged["notes"][0]
+    assert not [key for key in exchanged if key.endswith(("_ms", "_per_s"))]
+    assert raising["status"] == "n/a" and "no such gather" in raising["notes"][0]

@@ -17,7 +17,7 @@ from tests.assembly import (
     FUSED,
     KEPT,
     LOCAL,
-    OF_TWO,
+    OTHERS,
     REDUCTIONS,
     TREES,
     WORLD_SIZE,
@@ -199,9 +199,9 @@ def test_ptx_exchanges_lamport_values_without_fence_or_flag(compiled, target: st
     """Lamport values go out written through and are read as volatile, 16 bytes at a time; no release to a peer."""
     for name in EXCHANGES:
         kernel = compiled(target)[name]
-        others = 1 if name in OF_TWO else WORLD_SIZE - 1
+        others = OTHERS.get(name, WORLD_SIZE - 1)
         peers = (
-            WORLD_SIZE if name in REDUCTIONS + TREES else others
+            others + 1 if name in REDUCTIONS + TREES else others
         )  # where all sum the same, its own words too, or kept
         stores = kernel.count(r"\bst\.global\.wt\.v4\.b32")
         assert stores >= peers and (name not in KEPT or stores == others), name
@@ -221,10 +221,9 @@ LAMPORT = {"ccl_lamport_one_shot": WORLD_SIZE - 1, "ccl_lamport_two_shot": WORLD
 LAMPORT_OF_TWO = {f"ccl_lamport_{form}_of_two": 2 for form in ("one_shot", "scatter")}  # the first, the next
 FLAGS = {
     "ccl_flags_two_shot": 2 * WORLD_SIZE,
-    "ccl_flags_two_shot_bytes": 2 * WORLD_SIZE,
     "ccl_flags_scatter": WORLD_SIZE,
 }
-COPIES = {f"ccl_flags_{form}{of}": 2 * WORLD_SIZE for form in ("gather", "exchange") for of in ("", "_bytes")}
+COPIES = dict.fromkeys(("ccl_flags_gather", "ccl_flags_gather_bytes", "ccl_flags_exchange"), 2 * WORLD_SIZE)
 
 
 @pytest.mark.parametrize("target", CUDA)

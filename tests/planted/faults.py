@@ -77,66 +77,104 @@ ACQUIRES = ("tests/test_codegen_ptx.py::test_ptx_acquires_at_every_look_at_a_fla
 SIGNALS = ("tests/test_codegen_ptx.py::test_ptx_has_signals_and_waits[sm_90]",)
 LOOKS = "^(ccl_spinlock|lamport_gather_first|reduce_scatter_tma)$"
 SENDS = "^(rma_put_and_signal|reduce_scatter_tma|all_reduce_tma|matmul_all_gather_tma|all_gather_matmul_rows_tma)$"
-SYNC, LAMPORT_VALUES, PLACES = "iris/device/sync.py", "iris/device/lamport.py", "iris/device/places.py"
-TRANSFER, FLAGS = "iris/ccl/transfer.py", "iris/ccl/flags.py"
-GATHER_FIRST, FEW = "iris_ops/kernels/gather_matmul.py", "iris_ops/kernels/lamport_matmul.py"
-SUMS, TURNS = "iris_ops/kernels/matmul_reduce.py", "iris_ops/kernels/tile_orders.py"
 
-FAULTS = [
-    # --- signals and waits --------------------------------------------------------------------------------------------
-    Fault("a signal releases nothing", SYNC, "signal", "'release'", "'relaxed'", SIGNALS, SENDS),
-    Fault("a wait does not acquire", SYNC, "_poll", "'acquire'", "'relaxed'", ACQUIRES, LOOKS),
-    Fault("a lock does not acquire", "iris/device/lock.py", "_try", "'acquire'", "'relaxed'", ACQUIRES, LOOKS),
-    Fault("programs see gathered rows too early", "iris_ops/kernels/lamport_gather_matmul.py",
-          "lamport_gather_matmul_kernel", "'acq_rel'", "'relaxed'", ACQUIRES, LOOKS),
-    Fault("nobody waits until the peers have entered", SYNC, "await_entered", "_wait_all(...)", "True", BOTH),
-    Fault("a call ends before its peers' stores are done", SYNC, "leave", "_wait_all(...)", "None", BOTH),
-    Fault("a wait does not look whether its peer lives", SYNC, "_poll", "arch.any_gone(...)", "False", (*EPOCHS, *LOST)),
-    Fault("a wait for waiting peers is as short as theirs", "iris/device/waits.py", "deadline", "patience", "1", (*LOST, *EPOCHS)),
-    Fault("a record names the peer as its group counts it", "iris/device/waits.py", "report", "_name(ctx, peer)",
-          "tl.cast(peer, tl.int64)", LOST),
-    Fault("a gather waits for the first piece of rows", GATHER_FIRST, "gather_matmul_kernel", "range(PIECES)", "range(1)", BOTH),
-    Fault("a rank without tiles awaits no rows", GATHER_FIRST, "gather_matmul_kernel", "num_n == 0", "num_n < 0", EPOCHS),
-    Fault("a gather by flags ends before its parts are here", FLAGS, "flags_kernel",
-          "wait_others(ctx, done + lane, LANES, epoch, WAITER)", "None", COLLECTIVES),
-    Fault("a rank without rows hears from nobody", FEW, "lamport_matmul_kernel", "exchange.hear_from_peers(...)", "None", LAMPORT),
-    Fault("a sender goes on without credit", TRANSFER, "transfer_kernel", "sent + needed - slots", "sent + needed - 2 * slots", TRANSFERS),
-    Fault("copies begin before the peers have entered", "iris_ops/with_torch/copy_gather.py", "again", "workspace.meet()",
-          "None", ("tests/iris_ops/test_copy_gather.py",)),
-    Fault("nobody waits for a grown workspace", "iris/ccl/workspace.py", "reserve", "self.group.barrier()", "None", COLLECTIVES),
-    Fault("a rank that gives up on a peer tells nobody", "iris/channel.py", "_loss", "self.tell(...)", "None",
-          ("tests/iris/test_lost_ranks.py::test_who_gives_up_on_a_rank_tells_the_others",)),
-    Fault("a rank without a device fails alone", "iris/context.py", "_make", "ranks.together('the device', self._own_device)",
-          "self._own_device()", ("tests/iris/test_creation.py::test_no_rank_fails_alone_while_a_context_is_made[the device]",)),
-    # --- epochs and double buffers ------------------------------------------------------------------------------------
-    Fault("flags are compared without a wrap", SYNC, "_reached", "seen - expected >= 0", "seen >= expected", EPOCHS),
-    Fault("an exact wait takes later epochs too", SYNC, "_reached", "seen == expected", "seen - expected >= 0", EPOCHS),
-    Fault("an epoch may be 0", SYNC, "epoch_behind", "epoch == 0", "epoch != epoch", EPOCHS),
-    Fault("the count of tiles is not started again", SYNC, "leave", "tl.store(sync + _NEXT_TILE, 0)", "None", OPS),
-    Fault("a collective does not advance its epoch", SYNC, "advance", "tl.store(sync, epoch)", "None", COLLECTIVES),
-    Fault("few rows do not advance their epoch", FEW, "lamport_matmul_kernel", "advance(...)", "None", LAMPORT),
-    Fault("a barrier keeps one half of digests", SYNC, "device_barrier_kernel", "counts & 1", "counts & 0",
-          ("tests/iris/test_different_heaps.py", "tests/iris/test_litmus.py")),
-    Fault("a reduce-scatter by flags has one half", FLAGS, "flags_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
-    Fault("values of all calls share a half", "iris/ccl/lamport.py", "lamport_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
-    Fault("what is sent may be the sentinel", LAMPORT_VALUES, "without_sentinel", "values == SENTINEL", "values != values", EXCHANGE),
-    Fault("values that were taken stay", LAMPORT_VALUES, "take", "tl.store(...)", "None", EXCHANGE),
-    Fault("a slot keeps what was taken from it", TRANSFER, "_whole", "tl.store(place, SENTINEL, mask=mask)", "None", TRANSFERS),
-    Fault("a unit's flag stays", TRANSFER, "_awaited", "tl.store(flag, 0)", "None",
-          ("tests/iris/test_transfers.py::test_elements_like_the_sentinel_are_awaited",)),
-    Fault("sums stay for the next call but one", "iris/ccl/accumulate.py", "accumulate_kernel",
-          "tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))", "None", COLLECTIVES),
-    # --- orders and places --------------------------------------------------------------------------------------------
-    Fault("a rank tells the wrong peer where its result lies", PLACES, "tell_out", "places + ctx.world_size - i", "places + i", OUTPUTS),
-    Fault("a difference at the last peer is overwritten", PLACES, "matching_places", "tl.where(...)", "tl.where((told == own) | handed_out, -1, peer)",
-          ("tests/iris/test_places_of_results.py",)),
-    Fault("all tiles of a call stand in one place", "iris/device/tiles.py", "_blocks", "tl.cast(number, tl.int64) * size", "0", TILES),
-    Fault("an owner sums from its own rank on", SUMS, "_sum_in_rank_order", "i * owned + index",
-          "(i + ctx.rank) % WORLD_SIZE * owned + index",          ("tests/iris_ops/test_invariance.py",)),
-    Fault("peers' rows are multiplied in the wrong order", TURNS, "sources_in_turn", "rank + WORLD_SIZE - inside // per_part",
-          "rank + inside // per_part", (*OPS, *ORDER)),
-    Fault("others' early tiles are counted once", TURNS, "turn", "early * others", "early", ORDER),
-    Fault("the last steps of a shared tile are nobody's", "iris_ops/kernels/stream_k.py", "at", "end >= border", "end > border", ORDER),
-    Fault("values go to the wrong peer first", "iris/ccl/lamport.py", "_unit_and_part", "ctx.rank + 1 + item % OTHERS",
-          "ctx.rank + item % OTHERS", COLLECTIVES),
-]  # fmt: skip
+# By file: the fault, the function, what is replaced by what, the tests, and the kernels at which they look.
+_FAULTS: dict[str, tuple[tuple, ...]] = {
+    "iris/device/sync.py": (
+        ("a signal releases nothing", "signal", "'release'", "'relaxed'", SIGNALS, SENDS),
+        ("a wait does not acquire", "_poll", "'acquire'", "'relaxed'", ACQUIRES, LOOKS),
+        ("nobody waits until the peers have entered", "await_entered", "_wait_all(...)", "True", BOTH),
+        ("a call ends before its peers' stores are done", "leave", "_wait_all(...)", "None", BOTH),
+        ("a wait does not look whether its peer lives", "_poll", "arch.any_gone(...)", "False", EPOCHS + LOST),
+        ("flags are compared without a wrap", "_reached", "seen - expected >= 0", "seen >= expected", EPOCHS),
+        ("an exact wait takes later epochs too", "_reached", "seen == expected", "seen - expected >= 0", EPOCHS),
+        ("an epoch may be 0", "epoch_behind", "epoch == 0", "epoch != epoch", EPOCHS),
+        ("the count of tiles is not started again", "leave", "tl.store(sync + _NEXT_TILE, 0)", "None", OPS),
+        ("a collective does not advance its epoch", "advance", "tl.store(sync, epoch)", "None", COLLECTIVES),
+        ("a barrier keeps one half of digests", "device_barrier_kernel", "counts & 1",
+         "counts & 0", ("tests/iris/test_different_heaps.py", "tests/iris/test_litmus.py",)),
+    ),
+    "iris/device/lock.py": (
+        ("a lock does not acquire", "_try", "'acquire'", "'relaxed'", ACQUIRES, LOOKS),
+    ),
+    "iris_ops/kernels/lamport_gather_matmul.py": (
+        ("programs see gathered rows too early", "lamport_gather_matmul_kernel", "'acq_rel'",
+         "'relaxed'", ACQUIRES, LOOKS),
+    ),
+    "iris/device/waits.py": (
+        ("a wait for waiting peers is as short as theirs", "deadline", "patience", "1", LOST + EPOCHS),
+        ("a record names the peer as its group counts it", "report", "_name(ctx, peer)",
+         "tl.cast(peer, tl.int64)", LOST),
+    ),
+    "iris_ops/kernels/gather_matmul.py": (
+        ("a gather waits for the first piece of rows", "gather_matmul_kernel", "range(PIECES)", "range(1)", BOTH),
+        ("a rank without tiles awaits no rows", "gather_matmul_kernel", "num_n == 0", "num_n < 0", EPOCHS),
+    ),
+    "iris/ccl/flags.py": (
+        ("a gather by flags ends before its parts are here", "flags_kernel",
+         "wait_others(ctx, done + lane, LANES, epoch, WAITER)", "None", COLLECTIVES),
+        ("a reduce-scatter by flags has one half", "flags_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
+    ),
+    "iris_ops/kernels/lamport_matmul.py": (
+        ("a rank without rows hears from nobody", "lamport_matmul_kernel", "exchange.hear_from_peers(...)",
+         "None", LAMPORT),
+        ("few rows do not advance their epoch", "lamport_matmul_kernel", "advance(...)", "None", LAMPORT),
+    ),
+    "iris/ccl/transfer.py": (
+        ("a sender goes on without credit", "transfer_kernel", "sent + needed - slots",
+         "sent + needed - 2 * slots", TRANSFERS),
+        ("a slot keeps what was taken from it", "_whole", "tl.store(place, SENTINEL, mask=mask)", "None", TRANSFERS),
+        ("a unit's flag stays", "_awaited", "tl.store(flag, 0)",
+         "None", ("tests/iris/test_transfers.py::test_elements_like_the_sentinel_are_awaited",)),
+    ),
+    "iris_ops/with_torch/copy_gather.py": (
+        ("copies begin before the peers have entered", "again", "workspace.meet()",
+         "None", ("tests/iris_ops/test_copy_gather.py",)),
+    ),
+    "iris/ccl/workspace.py": (
+        ("nobody waits for a grown workspace", "reserve", "self.group.barrier()", "None", COLLECTIVES),
+    ),
+    "iris/channel.py": (
+        ("a rank that gives up on a peer tells nobody", "_loss", "self.tell(...)",
+         "None", ("tests/iris/test_lost_ranks.py::test_who_gives_up_on_a_rank_tells_the_others",)),
+    ),
+    "iris/context.py": (
+        ("a rank without a device fails alone", "_make", "ranks.together('the device', self._own_device)",
+         "self._own_device()", ("tests/iris/test_creation.py::test_no_rank_fails_alone_while_a_context_is_made",)),
+    ),
+    "iris/ccl/lamport.py": (
+        ("values of all calls share a half", "lamport_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
+        ("values go to the wrong peer first", "_unit_and_part", "ctx.rank + 1 + item % OTHERS",
+         "ctx.rank + item % OTHERS", COLLECTIVES),
+    ),
+    "iris/device/lamport.py": (
+        ("what is sent may be the sentinel", "without_sentinel", "values == SENTINEL", "values != values", EXCHANGE),
+        ("values that were taken stay", "take", "tl.store(...)", "None", EXCHANGE),
+    ),
+    "iris/ccl/accumulate.py": (
+        ("sums stay for the next call but one", "accumulate_kernel",
+         "tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))", "None", COLLECTIVES),
+    ),
+    "iris/device/places.py": (
+        ("a rank tells the wrong peer where its result lies", "tell_out", "places + ctx.world_size - i",
+         "places + i", OUTPUTS),
+        ("a difference at the last peer is overwritten", "matching_places", "tl.where(...)",
+         "tl.where((told == own) | handed_out, -1, peer)", ("tests/iris/test_places_of_results.py",)),
+    ),
+    "iris/device/tiles.py": (
+        ("all tiles of a call stand in one place", "_blocks", "tl.cast(number, tl.int64) * size", "0", TILES),
+    ),
+    "iris_ops/kernels/matmul_reduce.py": (
+        ("an owner sums from its own rank on", "_sum_in_rank_order", "i * owned + index",
+         "(i + ctx.rank) % WORLD_SIZE * owned + index", ("tests/iris_ops/test_invariance.py",)),
+    ),
+    "iris_ops/kernels/tile_orders.py": (
+        ("peers' rows are multiplied in the wrong order", "sources_in_turn", "rank + WORLD_SIZE - inside // per_part",
+         "rank + inside // per_part", OPS + ORDER),
+        ("others' early tiles are counted once", "turn", "early * others", "early", ORDER),
+    ),
+    "iris_ops/kernels/stream_k.py": (
+        ("the last steps of a shared tile are nobody's", "at", "end >= border", "end > border", ORDER),
+    ),
+}  # fmt: skip
+FAULTS = [Fault(name, file, *rest) for file, rows in _FAULTS.items() for name, *rest in rows]
