@@ -108,10 +108,12 @@ class TensorMethods(Rank):
         return self._construct(torch.arange, bounds, options)
 
     def linspace(
-        self, start: Any, end: Any, steps: Any, out: torch.Tensor | None = None, dtype: torch.dtype | None = None,
-        **options: Any,
+        self, start: Any, end: Any, steps: Any = None, out: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """As `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
+        if steps is None:
+            raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected how many elements")
         bounds = tuple(map(_single, (start, end, steps)))
         return self._construct(torch.linspace, bounds, {"out": out, "dtype": dtype, **options})
 

@@ -151,10 +151,11 @@ class Engine:
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
         self._keeps_any = keeps_any_logits(model)  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
-        self.steps = Graphs(2 if self.graphs else 0)
+        captures = self.graphs and self._switch is None  # its rotary embedding makes new factors at the switch
+        self.steps = Graphs(2 if captures else 0)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
         self.prompts = Graphs(
-            prompt_graphs if capturable and not self._recurrent else 0, around=partial(ctx.ops.outputs.keeping, Kept())
+            prompt_graphs if capturable and captures and not self._recurrent else 0, around=partial(ctx.ops.outputs.keeping, Kept())
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
