@@ -118,9 +118,6 @@ def run_together(
         own = said(result)
     except Exception as caught:  # whatever it is, the other ranks are waiting for a word
         error = caught
-    except BaseException as caught:
-        ctx.hosts.leave(caught)
-        raise
     told = ctx.hosts.all_gather((None if error is None else _described(error), own))
     if error is not None:
         raise error

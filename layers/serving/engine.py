@@ -155,7 +155,8 @@ class Engine:
         self.steps = Graphs(2 if captures else 0)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
         self.prompts = Graphs(
-            prompt_graphs if capturable and captures and not self._recurrent else 0, around=partial(ctx.ops.outputs.keeping, Kept())
+            prompt_graphs if capturable and captures and not self._recurrent else 0,
+            around=partial(ctx.ops.outputs.keeping, Kept()),
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
