@@ -40,7 +40,7 @@ def _adapted(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if found and name.startswith(f"{found}."):
             continue
-        if name and any(isinstance(module._modules.get(child), nn.Module) for child in _WRAPPED):
+        if name and any(isinstance(getattr(module, child, None), nn.Module) for child in _WRAPPED):
             found = name
             yield name
 
