@@ -1,42 +1,62 @@
-"""Finds an earlier call of an op that is like this one, and keeps what the next one like it needs.
+"""A call of a fused op: what the caller said, what is found out about it once, and its launches, now and again.
 
-A model calls its layers with the same shapes over and over, often at the same addresses. What the first call found out
-(`Prepared`: its problem, plan and workspace) serves all calls whose key is the same but for the addresses.
-`iris/launch/relaunch.py` keeps launches by the whole key.
+A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
+(`Prepared`: problem, plan, steps and memory) serves all calls whose key is the same but for the addresses. A call whose
+whole key is known is its launches alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from iris.errors import ArgumentError, IrisError, ShapeError
+from iris.heap import check_memory, span
+from iris.invariance import RANKS
 from iris.launch import relaunch
+from iris.launch.streams import check_async
 import torch
 
+from . import steps
+from .checks import check_bias, check_overlap, check_tensors
 from .config import FusedConfig
-from .problem import GATHER_MATMUL, Problem
+from .kernels import rmsnorm_epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .launch import steps_of
+from .operands import Operands
+from .planning.machine import machine_of
+from .planning.plan import check_order, plan, way_for, workspace_size
+from .planning.way import Sizes
+from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
+from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from .kernels.rmsnorm_epilogue import Epilogue
-    from .workspace import Workspace
+NAMES = Operands._fields
 
-NAMES = ("out", "A", "B", "bias", "scale")
+
+class Call(NamedTuple):
+    """What a caller says. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
+
+    op: str
+    tensors: Operands
+    epilogue: Epilogue | None = None
+    async_op: bool = False
+    config: FusedConfig | None = None
+    workspace: Workspace | None = None
+    depths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem found out. `spans`: bytes of each tensor, `NAMES` first."""
+    """What the first call of a problem finds out. `spans`: bytes of each tensor, `NAMES` first."""
 
     problem: Problem
     config: FusedConfig
     writes_to_peers: bool
-    num_flags: int
-    nbytes: int
-    exchange: int
+    sizes: Sizes
     spans: tuple[int, ...]
 
-    def facts(self, biased: bool, async_op: bool, workspace: int | None, out: int | None) -> dict[str, Any]:
+    def facts(self, call: Call, workspace: int | None, out: int | None) -> dict[str, Any]:
         """What ranks compare of a call with IRIS_DEBUG=1.
 
         `workspace`, `out`: their offsets on the heap; None for the context's own workspace and for an `out` elsewhere.
@@ -47,8 +67,8 @@ class Prepared:
             "M": problem.M,
             "dtype": problem.dtype,
             "config": replace(self.config, prediction=None),  # which is each rank's own
-            "async_op": async_op,
-            "bias": "given" if biased else "none",
+            "async_op": call.async_op,
+            "bias": "none" if call.tensors.bias is None else "given",
             "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
         }
         if problem.by_tree:
@@ -64,19 +84,169 @@ class Prepared:
         return facts
 
 
-def key_of(
-    op: str, device_of: Callable[[torch.Tensor], Any], out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-    bias: torch.Tensor | None, config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None,
-    scale: torch.Tensor | None, depths: Sequence[int] | None = None,
-) -> tuple | None:  # fmt: skip
+class Calls:
+    """The calls of one context."""
+
+    def __init__(self, ops: Any) -> None:
+        """`ops`: a weak proxy of the `Ops` whose workspace and outputs the calls share."""
+        self.ops, self.ctx = ops, ops._ctx
+        self.kernels: dict[tuple, object] = {}
+        self._plain = relaunch.Calls(len(NAMES))
+        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)))
+        self._device_of = relaunch.device_of(self.ctx.device)
+
+    def forget(self) -> None:
+        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        self._plain.forget()
+        self._normed.forget()
+
+    def run(self, call: Call) -> Workspace:
+        """Make the call: by its launches alone if it is known, else from its checks on."""
+        ctx, known_calls = self.ctx, self._plain if call.epilogue is None else self._normed
+        ctx.check()
+        key = key_of(call, self._device_of, self.ops._workspace if call.workspace is None else call.workspace)
+        try:
+            known = known_calls.known.get(key)
+        except TypeError:  # a wrong argument that has no hash
+            key = known = None
+        if known and call.async_op is False and ctx.agreement is None:
+            again, target, workspace = known
+            ctx.side.join()
+            if again():
+                if target is not None:
+                    call.tensors.out.copy_(target)
+                return workspace
+        return self._first(call, known_calls, key)
+
+    def _first(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> Workspace:
+        """A call that cannot be repeated as it is."""
+        ctx, (out, A, B, bias, scale) = self.ctx, call.tensors
+        prepared, addresses = self._checked(call, calls, key)
+        problem = prepared.problem
+        direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
+        self._compare(call, prepared, direct)
+        workspace = call.workspace or self.ops._own_workspace()
+        if problem.empty:
+            return workspace
+        staged = self._room(workspace, prepared, None if direct else out)
+        place = tuple(each % relaunch.ALIGNMENT for each in addresses)
+        program = calls.prepared(
+            key,
+            lambda: steps_of(ctx, problem, prepared.config, call.tensors, call.epilogue is not None),
+            *place,
+        )
+        came_before = key in calls.known and not call.async_op
+        repeatable = all(step.repeatable for step in program)
+
+        def go() -> None:
+            again, launched = calls.moved(key, direct) if repeatable else None, None
+            if again is None or not again():
+                tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
+                run = steps.Run(
+                    ctx, workspace, self.kernels, tensors, out, addresses, came_before, call.epilogue
+                )  # fmt: skip
+                launched = steps.run_all(program, run)
+                again = launched and launched.again
+            elif staged is not None:
+                out.copy_(staged)
+            if repeatable and (again or not call.async_op):  # which leaves alone what is known of the call
+                calls.keep(key, again and (again, staged, workspace), launched, direct)
+
+        if call.async_op and ctx.device.type == "cuda":
+            workspace._done = ctx.side.run(go, out, A, B, bias, scale)
+        else:
+            ctx.side.join()
+            go()
+        ctx.check()
+        return workspace
+
+    def _checked(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> tuple[Prepared, tuple[int, ...]]:
+        """What is known of calls like this, and where its tensors lie. Raises a typed error for what is wrong."""
+        op, addresses = call.op, calls.addresses(key)
+        try:
+            check_async(op, call.async_op)
+            prepared = calls.prepared(key, lambda: self.prepare(call))
+            if call.workspace is not None:
+                self.ops._check_workspace(op, call.workspace)
+            if call.epilogue is None:
+                check_memory(op, NAMES, addresses, prepared.spans)
+                check_overlap(op, addresses, prepared.spans)
+            else:
+                rmsnorm_epilogue.check_places((*NAMES, *EPILOGUE_NAMES), addresses, prepared.spans)
+        except IrisError as error:
+            self.ctx.tell_refusal(op, None, error)
+            raise
+        return prepared, addresses
+
+    def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
+        """Ranks compare their calls, with IRIS_DEBUG=1."""
+        ctx, workspace = self.ctx, call.workspace
+        if ctx.agreement is None:
+            return
+        own = workspace is None or workspace is self.ops._workspace
+        there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
+        place = ctx.heap.offset(call.tensors.out)
+        ctx.compare(call.op, **prepared.facts(call, there, place if direct and not ctx.hands_out(place) else None))
+
+    def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Room for the call, and on the heap for what peers write in place of `out`, if that is given."""
+        problem, grown = prepared.problem, True
+        try:
+            grown = workspace.reserve(*prepared.sizes)
+            if out is None:
+                return None
+            nbytes = problem.M * problem.N * problem.dtype.itemsize
+            return workspace.results(nbytes).view(out.dtype).view(out.shape)
+        finally:  # where there was no room for all of it, some has grown all the same
+            if grown:
+                self.ops.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+
+    def prepare(self, call: Call) -> Prepared:
+        """Check whatever does not depend on addresses, and choose."""
+        ctx, op, config, (out, A, B, bias, scale) = self.ctx, call.op, call.config, call.tensors
+        machine = machine_of(ctx.device)
+        check_tensors(op, out, A, B, bias, scale, ctx.device)
+        if config is not None and not isinstance(config, FusedConfig):
+            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
+        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
+        problem = promised(problem, ctx.invariant, call.depths, bias is not None)
+        if problem.depths and problem.depths[ctx.cur_rank] != problem.K:
+            raise ShapeError(
+                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose depths are {problem.depths}; expected"
+                f" {problem.depths[ctx.cur_rank]} columns"
+            )
+        if config is not None:
+            _check_config(problem, config)
+            if problem.invariant == RANKS:
+                check_order(problem, config, machine)
+        chosen = config or self.ops.outputs.foreseen(problem) or plan(problem, machine, False)
+        way = way_for(problem, chosen)
+        check_bias(op, bias, B)
+        if call.epilogue is not None:
+            rmsnorm_epilogue.check(call.epilogue, out)
+        sizes = workspace_size(problem, chosen, machine.num_programs, way)
+        spans = tuple(map(span, (*call.tensors, *(call.epilogue or ()))))
+        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, spans)
+
+
+def _check_config(problem: Problem, config: FusedConfig) -> None:
+    """Raise `ArgumentError` for an algorithm that cannot serve the problem."""
+    op = problem.op
+    if config.algorithm == "two_shot" and op != ALL_REDUCE:
+        raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
+    if reason := way_for(problem, config).refuses(problem):
+        raise ArgumentError(f"{op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}")
+
+
+def key_of(call: Call, where: Callable[[torch.Tensor], Any], workspace: Workspace | None) -> tuple | None:
     """What a call comes down to: one with the same key passes the same checks and launches the same."""
+    op, (out, A, B, bias, scale), epilogue, _, config, _, depths = call
     try:
         if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
             return None
         lazy = out.dtype in relaunch.LAZY
         if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
             return None
-        where = device_of
         address, more = 0, None
         if bias is not None:
             if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():

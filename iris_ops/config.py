@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from iris import aliases, platform
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
+WITH_TORCH = ("sequential", "copy_gather")  # whose product may be torch's
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", *WITH_TORCH)
 
 
 @dataclass(frozen=True)

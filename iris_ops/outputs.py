@@ -14,13 +14,14 @@ from iris.errors import IrisError
 from iris.memory.outputs import Outputs
 import torch
 
+from .calls import Call, Prepared
 from .config import FusedConfig
+from .operands import Operands
 from .problem import Problem
 
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-    from .calls import Prepared
     from .workspace import Workspace
 
 _KEPT = 4096  # calls of which is known whether peers write their results
@@ -32,7 +33,7 @@ class NewOutputs(Outputs):
     `prepare`, `workspace`: the ops' own, for what a call finds out first and for the memory that calls share.
     """
 
-    def __init__(self, rank: Rank, prepare: Callable[..., Prepared], workspace: Callable[[], Workspace]) -> None:
+    def __init__(self, rank: Rank, prepare: Callable[[Call], Prepared], workspace: Callable[[], Workspace]) -> None:
         super().__init__(rank)
         self._prepare, self._workspace = prepare, workspace
         self._written: dict[tuple, bool] = {}  # whether peers write the result of such a call
@@ -69,7 +70,8 @@ class NewOutputs(Outputs):
         if platform.is_capturing(rank.device):
             return False  # no memory can be reserved now
         try:
-            prepared = self._prepare(op, A.new_empty(size), A, B, None, config, None, scale)
+            call = Call(op, Operands(A.new_empty(size), A, B, None, scale), config=config)
+            prepared = self._prepare(call)
         except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
             return False
         problem = prepared.problem
@@ -77,7 +79,7 @@ class NewOutputs(Outputs):
         written = prepared.writes_to_peers and not problem.empty
         nbytes = problem.M * problem.N * problem.dtype.itemsize
         if written and nbytes > self._copied:
-            rank.compare(op, **prepared.facts(False, False, None, None))  # before memory differs, too
+            rank.compare(op, **prepared.facts(call, None, None))  # before memory differs, too
             self._copied = 1 << (nbytes - 1).bit_length()
             self._workspace().results(self._copied)
             if nbytes > self.largest:

@@ -111,8 +111,9 @@ def _package() -> Path:
 
 def _plan(args: argparse.Namespace) -> int:
     from iris.errors import ArgumentError
-    from iris_ops.planning.asked import asked, planned
+    from iris_ops.planning.asked import asked
     from iris_ops.planning.machine import machine_named
+    from iris_ops.planning.plan import plan
     import torch
 
     name, programs = _GPUS[args.gpu or "h200"]
@@ -122,7 +123,7 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         problem = asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant, args.experts, args.top_k)
-        chosen = planned(problem, machine_named(name, programs), algorithm=args.algorithm)
+        chosen = plan(problem, machine_named(name, programs), algorithm=args.algorithm)
     except ArgumentError as error:
         print(f"iris-tp plan: {error}", file=sys.stderr)
         return 2

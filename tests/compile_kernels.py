@@ -36,8 +36,7 @@ from iris_ops.fp8 import tile_matmul  # noqa: E402
 from iris_ops.launch import LAUNCHERS  # noqa: E402
 from iris_ops.operands import Operands  # noqa: E402
 from iris_ops.planning.machine import machine_named  # noqa: E402
-from iris_ops.planning.plan import plan  # noqa: E402
-from iris_ops.planning.workspace_size import workspace_size  # noqa: E402
+from iris_ops.planning.plan import plan, workspace_size  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
 import torch  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402

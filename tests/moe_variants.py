@@ -14,7 +14,7 @@ from iris_ops.moe.lamport_token import moe_lamport_token_kernel
 from iris_ops.moe.routing import moe_count_kernel, moe_route_kernel
 from iris_ops.planning.machine import Machine
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import candidates
+from iris_ops.planning.plan import weigh
 import torch
 from triton.backends.compiler import GPUTarget
 
@@ -82,7 +82,11 @@ def _product(
     """Options and constants of what a plan would launch on tiles of so many rows and columns."""
     op = DOWN_ALL_REDUCE if gate is None else GATE_UP
     problem = MoeProblem(op, tokens, 8, 128, 2048, 2048, 2, torch.bfloat16, gate is not None)
-    config = next(c for c in candidates(problem, machine) if (c.block_m, c.block_n) == (rows, cols))
+    config = next(
+        c
+        for c in (each.config for each in weigh(problem, machine).candidates)
+        if (c.block_m, c.block_n) == (rows, cols)
+    )
     constants = dict(
         SORTED=tokens > 8, SEARCHED=128 if tokens > 8 else 64 if tokens > 1 else 1, HAS_BIAS=gate != "halves",
         TMA_B=cuda,

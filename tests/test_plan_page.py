@@ -8,11 +8,9 @@ import re
 import shutil
 import subprocess
 
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS
-from iris_ops.planning.moe_ways import moe_plan
-from iris_ops.planning.plan import plan, weighed
+from iris_ops.planning.plan import plan, weigh
 from iris_ops.problem import problem_asked
 from iris_tp import cli
 from iris_tp.plan_page import GPUS, Grid, MixtureGrid, mixture_of, page, survey, unpacked
@@ -51,7 +49,7 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
             row = next(line for line in told.splitlines() if line.startswith(f"{label} ") or line == label)
             assert row.endswith(f"product {gemm}, link {link}, together {total}"), (row, way)
         assert words[ways[0][0]].split()[0].rstrip(",") == chosen.kernel
-        kernels = {kernel_for(problem, config) for config, _ in weighed(problem, machine)[0]}
+        kernels = {each.way.kernel for each in weigh(problem, machine).candidates}
         assert {words[way[0]].split()[0].rstrip(",") for way in ways} == kernels
         said = [f"rejected {words[kernel]}: {words[reason]}" for kernel, reason in rejected]
         assert said == [line for line in told.splitlines() if line.startswith("rejected ")]
@@ -64,7 +62,7 @@ def test_points_of_mixtures_are_what_the_planner_says(table: dict) -> None:
         MOE_OPS
     )
     for (gpu, ranks, *where), (ways, rejected) in random.sample(points, 40):
-        chosen = moe_plan(mixture_of(ranks, *where), machine_named(*GPUS[gpu]))
+        chosen = plan(mixture_of(ranks, *where), machine_named(*GPUS[gpu]))
         told = chosen.explain().splitlines()
         for way in ways:  # as `explain` prints them
             label, (total, gemm, link) = words[way[0]], (f"{tenths / 10:9.1f} us" for tenths in way[1:])
@@ -159,7 +157,7 @@ class TestMixturesInBrowser:
     ) -> None:
         where = f"gpus=h200&ranks=2&ops={op}&tokens={tokens}&experts={experts}&top_k={top_k}&sizes=Qwen3-30B-A3B"
         dom = shown(file, where, tmp_path)
-        chosen = moe_plan(
+        chosen = plan(
             mixture_of(2, op, tokens, experts, top_k, ("Qwen3-30B-A3B", 2048, 768)), machine_named(*GPUS["h200"])
         )
         times = chosen.prediction
@@ -182,5 +180,5 @@ class TestMixturesInBrowser:
         dom = shown(moved, "gpus=h200&ranks=2&ops=matmul_all_reduce&M=512&N=8192&K=2048", tmp_path / "browser")
         # what the address does not say is as on a new page: the first number of tokens, 128 experts, 8 for a token
         sizes = ("Qwen3-30B-A3B", 2048, 768)
-        chosen = moe_plan(mixture_of(2, op, MIXTURES.tokens[0], 128, 8, sizes), machine_named(*GPUS["h200"]))
+        chosen = plan(mixture_of(2, op, MIXTURES.tokens[0], 128, 8, sizes), machine_named(*GPUS["h200"]))
         assert text_of(dom, "verdict").startswith(f"{chosen.kernel} wins: ")

@@ -15,18 +15,10 @@ import torch
 
 from ..planning.machine import machine_of
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
-from ..planning.moe_ways import (
-    COMBINE,
-    LAMPORT,
-    SEQUENTIAL,
-    TOKEN,
-    exchange_bytes,
-    kernel_for,
-    moe_plan,
-    need_sorting,
-    waits_too_wide,
-)
-from . import checks, grouped_matmul, lamport_combine, lamport_down, lamport_token, routing, sequential
+from ..planning.moe_ways import need_sorting
+from ..planning.plan import plan, way_for
+from ..steps import named
+from . import checks, grouped_matmul, routing
 from .activation import Activation, activation_of
 from .routing import Routing
 from .steps import Steps, key_of
@@ -36,11 +28,6 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..workspace import Workspace
-
-_LAUNCHES = {
-    TOKEN: lamport_token.launch, LAMPORT: lamport_down.launch, COMBINE: lamport_combine.launch,
-    SEQUENTIAL: sequential.launch,
-}  # fmt: skip
 
 
 class Mixture:
@@ -116,7 +103,8 @@ class Mixture:
             weights, key = weights.contiguous(), None  # elsewhere in each call
         if bias is not None and bias.stride(1) != 1:
             bias, key = bias.contiguous(), None
-        if nbytes := exchange_bytes(problem, chosen):
+        way = way_for(problem, chosen)
+        if nbytes := way.workspace(problem, chosen, machine_of(ctx.device).num_programs).exchange:
             grown = True
             try:
                 grown = workspace.reserve(0, 0, nbytes)
@@ -125,19 +113,17 @@ class Mixture:
                     ctx.forget_launches()
         self._steps.begin()
         where = self._sorted(workspace, problem, chosen, experts)
-        launch = _LAUNCHES[chosen.kernel]
-        launch(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+        named(way.launcher)(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
         self._steps.keep(key)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
         if config is None:
-            return moe_plan(problem, machine_of(self._ctx.device), explained=False)
-        kernel = kernel_for(problem, config)
-        wide = waits_too_wide(problem, config.block_n, machine_of(self._ctx.device)) if kernel == LAMPORT else None
-        if wide:
+            return plan(problem, machine_of(self._ctx.device), explained=False)
+        way = way_for(problem, config)
+        if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
             raise ArgumentError(f"{problem.op}: config.block_n is {config.block_n}; expected more, for {wide}")
-        return replace(config, kernel=kernel)
+        return replace(config, kernel=way.kernel)
 
     def _look(self, op: str, experts: torch.Tensor | Routing, count: int) -> None:
         if self._ctx.agreement is not None and not platform.is_capturing(self._ctx.device):

@@ -11,7 +11,7 @@ from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matm
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
-from iris_ops.planning.candidates import FP8_STREAM
+from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
 import torch
