@@ -33,11 +33,11 @@ _Jitted.starting_line_number = property(lambda self: 0, lambda self, line: None)
 from iris import platform, triton_private  # noqa: E402
 from iris.triton_private import FUSED  # noqa: E402
 from iris_ops.fp8 import tile_matmul  # noqa: E402
-from iris_ops.launch import LAUNCHERS  # noqa: E402
 from iris_ops.operands import Operands  # noqa: E402
 from iris_ops.planning.machine import machine_named  # noqa: E402
-from iris_ops.planning.plan import plan, workspace_size  # noqa: E402
+from iris_ops.planning.plan import plan, way_named, workspace_size  # noqa: E402
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem  # noqa: E402
+from iris_ops.steps import named  # noqa: E402
 import torch  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
@@ -289,7 +289,7 @@ def planned(target: GPUTarget):
         out = _meta(dtype, part if problem.op == REDUCE_SCATTER else whole, problem.N)
         A = _meta(dtype, part if problem.op in (GATHER_MATMUL, MATMUL_GATHER) else whole, problem.K)
         B, bias = _meta(dtype, problem.N, problem.K).t(), _meta(dtype, problem.N)
-        launcher = LAUNCHERS[config.kernel]
+        launcher = named(way_named(config.kernel).launcher)
         kernel, grid, args = launcher(ctx, workspace, problem, config, Operands(out, A, B, bias))
         options = FUSED | dict(num_warps=config.num_warps, num_stages=config.num_stages)
         yield f"planned_{problem.op}_{problem.M}", partial(kernel.warmup, **args, **options, grid=grid)

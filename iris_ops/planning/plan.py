@@ -56,7 +56,7 @@ def _unserved(way: Way, problem: Any) -> str | None:
     if problem.weights not in way.weights:
         return f"it multiplies no weights {problem.weights.name}"
     if problem.sums not in way.sums:
-        return f"its sums are {' or '.join(each.name for each in way.sums)}, not {problem.sums.name}"
+        return f"its sums are {' or '.join(sorted(each.name for each in way.sums))}, not {problem.sums.name}"
     return None
 
 

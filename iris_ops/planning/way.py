@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import FusedConfig, Prediction
 from . import orders
-from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Epilogue, Sums, WeightFormat
+from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Epilogue
 from .orders import Order
 from .tile_model import gemm_us
 
@@ -45,12 +45,12 @@ class Way:
     """Whether the kernel begins by `arch.follow`."""
     options: str = ""
     """`module:function` that gives more launch options, by the grid's programs and those that run at once."""
-    ops: tuple[str, ...]
+    ops: frozenset[str]
     algorithms: tuple[str, ...] = ("overlapped",)
     """Of `FusedConfig.algorithm`, those that this way has a form of."""
     warp_specialised: bool = False
-    weights: tuple[WeightFormat, ...] = (PLAIN,)
-    sums: tuple[Sums, ...] = (ANY_ORDER, ROWS_ALIKE)
+    weights = frozenset((PLAIN,))
+    sums = frozenset((ANY_ORDER, ROWS_ALIKE))
     stand_in: str = ""
     """The kernel that sends the same to the same places where this one cannot load a rank's tensors."""
     lead: tuple[float, float] = (0.0, 0.0)
@@ -92,7 +92,7 @@ class Way:
         link, total = self.together(problem, config, machine, product)
         return Prediction(product, link, total + machine.launch_us)
 
-    def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
+    def product_us(self, problem: Any, config: FusedConfig, machine: Machine) -> float:
         """Microseconds of one rank's product."""
         return gemm_us(problem, config, machine)
 

@@ -32,7 +32,7 @@ class Brought(Way):
     launcher = "with_torch.copy_gather:prepare"
     supports = "layouts:brought"
     several_launches = True
-    ops = (GATHER_MATMUL,)
+    ops = frozenset((GATHER_MATMUL,))
     algorithms = ("copy_gather",)
     warp_specialised = True
     stand_in = COPY_GATHER
@@ -74,7 +74,7 @@ class CopyGather(Brought):
     kernel = COPY_GATHER
     supports = ""
     warp_specialised = False
-    weights = (PLAIN, EIGHT_BITS)
+    weights = frozenset((PLAIN, EIGHT_BITS))
     stand_in = ""
     lead = 0.01, float("inf")
 

@@ -25,10 +25,10 @@ class Fp8Stream(Lamport):
     launcher = "fp8.lamport_stream:launcher"
     supports = "layouts:streams"
     options = "fp8.weight_stream:options"
-    ops = (ALL_REDUCE,)
+    ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
-    weights = (EIGHT_BITS,)
-    sums = (ANY_ORDER,)
+    weights = frozenset((EIGHT_BITS,))
+    sums = frozenset((ANY_ORDER,))
     stand_in = LAMPORT
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:

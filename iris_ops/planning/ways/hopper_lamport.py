@@ -38,7 +38,7 @@ class LamportTwoShot(Lamport):
     launcher = "kernels.hopper.lamport_two_shot:launcher"
     supports = "layouts:specialised"
     follows = False
-    ops = (ALL_REDUCE,)
+    ops = frozenset((ALL_REDUCE,))
     algorithms = ("two_shot",)
     warp_specialised = True
     stand_in = LAMPORT
@@ -78,7 +78,7 @@ class LamportPair(LamportTwoShot):
     kernel = LAMPORT_PAIR
     launcher = "kernels.hopper.lamport_pair:launcher"
     algorithms = ("one_shot",)
-    sums = (ANY_ORDER, ROWS_ALIKE, RANKS_ALIKE)
+    sums = frozenset((ANY_ORDER, ROWS_ALIKE, RANKS_ALIKE))
     most = 1 << 24
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -122,8 +122,8 @@ class LamportPairScatter(LamportPair):
 
     kernel = LAMPORT_PAIR_SCATTER
     launcher = "kernels.hopper.lamport_pair:scatter_launcher"
-    ops = (REDUCE_SCATTER,)
-    weights = (PLAIN,)
+    ops = frozenset((REDUCE_SCATTER,))
+    weights = frozenset((PLAIN,))
     most = 1 << 23
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:

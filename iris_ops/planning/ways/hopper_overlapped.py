@@ -31,9 +31,9 @@ class HopperReduce(Way):
     kernel = HOPPER_REDUCE
     launcher = "kernels.hopper.matmul_reduce:launcher"
     supports = "layouts:pushes_sums"
-    ops = SUMS
+    ops = frozenset(SUMS)
     warp_specialised = True
-    weights = (PLAIN, EIGHT_BITS)
+    weights = frozenset((PLAIN, EIGHT_BITS))
     stand_in = REDUCE
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -89,5 +89,5 @@ class HopperGather(HopperReduce):
     kernel = HOPPER_GATHER
     launcher = "kernels.hopper.matmul_gather:launcher"
     supports = "layouts:pushes_products"
-    ops = (MATMUL_GATHER,)
+    ops = frozenset((MATMUL_GATHER,))
     stand_in = GATHER

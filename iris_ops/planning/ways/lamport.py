@@ -31,9 +31,9 @@ class Lamport(Way):
     kernel = LAMPORT
     launcher = "kernels.lamport_matmul:launcher"
     follows = True
-    ops = (*SUMS, MATMUL_GATHER)
-    algorithms = ("one_shot", "two_shot")
-    weights = (PLAIN, EIGHT_BITS)
+    ops = frozenset((*SUMS, MATMUL_GATHER))
+    algorithms: tuple[str, ...] = ("one_shot", "two_shot")
+    weights = frozenset((PLAIN, EIGHT_BITS))
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return rounding_refused(problem, machine) or unhidden(problem)
@@ -93,8 +93,8 @@ class LamportGather(Lamport):
 
     kernel = LAMPORT_GATHER
     launcher = "kernels.lamport_gather_matmul:launcher"
-    ops = (GATHER_MATMUL,)
-    weights = (PLAIN,)
+    ops = frozenset((GATHER_MATMUL,))
+    weights = frozenset((PLAIN,))
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
         return ()

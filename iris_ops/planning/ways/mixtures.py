@@ -98,7 +98,7 @@ class GroupedFew(Mixture):
 
     kernel = GROUPED
     launcher = "moe.grouped_matmul:prepare"
-    ops = (GATE_UP,)
+    ops = frozenset((GATE_UP,))
     algorithms = ("one_shot",)
 
     def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
@@ -126,7 +126,7 @@ class Down(Mixture):
 
     kernel = LAMPORT
     launcher = "moe.lamport_down:launch"
-    ops = (DOWN_ALL_REDUCE,)
+    ops = frozenset((DOWN_ALL_REDUCE,))
     algorithms = ("one_shot",)
 
     def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
@@ -195,7 +195,7 @@ class Combine(Mixture):
 
     kernel = COMBINE
     launcher = "moe.lamport_combine:launch"
-    ops = (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER)
+    ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
 
     def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
         nbytes = sums_bytes(problem, tokens_at_once(problem))
@@ -221,7 +221,7 @@ class DownInSteps(Mixture):
 
     kernel = SEQUENTIAL
     launcher = "moe.sequential:launch"
-    ops = (DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER)
+    ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
     algorithms = ("sequential",)
 
     def rest_us(self, problem: MoeProblem, machine: Machine) -> float:

@@ -69,7 +69,7 @@ class Reduce(Overlapped):
 
     kernel = REDUCE
     launcher = "kernels.matmul_reduce:launcher"
-    ops = SUMS
+    ops = frozenset(SUMS)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return staggered(super().tiles(problem, machine), problem, machine)
@@ -91,7 +91,7 @@ class Gather(Overlapped):
 
     kernel = GATHER
     launcher = "kernels.matmul_gather:launcher"
-    ops = (MATMUL_GATHER,)
+    ops = frozenset((MATMUL_GATHER,))
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return staggered(super().tiles(problem, machine), problem, machine)
@@ -110,7 +110,7 @@ class GatherFirst(Overlapped):
 
     kernel = GATHER_FIRST
     launcher = "kernels.gather_matmul:launcher"
-    ops = (GATHER_MATMUL,)
+    ops = frozenset((GATHER_MATMUL,))
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         return problem.op == GATHER_MATMUL and config.algorithm == "overlapped"

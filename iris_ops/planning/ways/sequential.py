@@ -32,9 +32,9 @@ class Sequential(Way):
     kernel = SEQUENTIAL
     launcher = "with_torch.sequential:prepare"
     several_launches = True
-    ops = OPS
+    ops = frozenset(OPS)
     algorithms = ("sequential",)
-    weights = (PLAIN, EIGHT_BITS)
+    weights = frozenset((PLAIN, EIGHT_BITS))
     lead = 0.02, 7.0
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:

@@ -29,9 +29,9 @@ class Tree(Way):
     kernel = TREE
     launcher = "kernels.tree_matmul:launcher"
     follows = True
-    ops = SUMS
-    algorithms = ("one_shot", "two_shot")
-    sums = (RANKS_ALIKE,)
+    ops = frozenset(SUMS)
+    algorithms: tuple[str, ...] = ("one_shot", "two_shot")
+    sums = frozenset((RANKS_ALIKE,))
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         return problem.by_tree and config.lamport and not (config.warp_specialised and problem.by_halves)
