@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from iris import platform
 from iris.errors import ArgumentError
+from iris.launch import relaunch
 import torch
 
 from ..planning.machine import machine_of
@@ -35,11 +36,22 @@ class Mixture:
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._steps = Steps(ctx)
+        self._steps, self._calls = Steps(ctx), relaunch.Calls(0)
 
     def forget(self) -> None:
-        """Calls are launched anew."""
-        self._steps.forget()
+        """Calls are launched anew: memory that they use has changed, on all ranks."""
+        self._calls.forget()
+
+    def _again(self, key: tuple | None) -> bool:
+        """Make a call that is known once more. Return whether it was."""
+        known = self._calls.known.get(key) if key is not None and self._ctx.agreement is None else None
+        # a launch refuses, of its own accord, while somebody listens: then the first of them does
+        return known is not None and all(step() for step in known)
+
+    def _keep(self, key: tuple | None) -> None:
+        """Remember the launches of a call."""
+        if launches := self._steps.end():
+            self._calls.keep(key, launches, None)
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
         """`ctx.ops.moe_route`: new tensors, filled on the device."""
@@ -61,7 +73,7 @@ class Mixture:
         ctx = self._ctx
         parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
         key = key_of(GATE_UP, parts)
-        if self._steps.again(key):
+        if self._again(key):
             return
         problem = checks.describe_gate_up(ctx, out, A, B, experts, bias)
         function = activation_of(activation)
@@ -71,12 +83,11 @@ class Mixture:
         self._look(problem.op, experts, problem.experts)
         if out.numel() == 0:
             return
-        if bias is not None and bias.stride(1) != 1:
-            bias, key = bias.contiguous(), None  # elsewhere in each call
         self._steps.begin()
+        bias = self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
         grouped_matmul.launch(self._steps, problem, chosen, out, A, B, where, bias, function, interleaved)
-        self._steps.keep(key)
+        self._keep(key)
 
     def down(
         self, op: str, workspace: Workspace, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
@@ -87,7 +98,7 @@ class Mixture:
         ctx = self._ctx
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
         key = key_of(op, parts)
-        if self._steps.again(key):
+        if self._again(key):
             return
         with ctx.telling_refusals(op, None):
             problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
@@ -99,10 +110,6 @@ class Mixture:
         )  # fmt: skip
         if problem.tokens == 0 or problem.N == 0:
             return
-        if weights.stride(1) != 1:
-            weights, key = weights.contiguous(), None  # elsewhere in each call
-        if bias is not None and bias.stride(1) != 1:
-            bias, key = bias.contiguous(), None
         way = way_for(problem, chosen)
         if nbytes := way.workspace(problem, chosen, machine_of(ctx.device).num_programs).exchange:
             grown = True
@@ -112,9 +119,10 @@ class Mixture:
                 if grown:
                     ctx.forget_launches()
         self._steps.begin()
+        weights, bias = self._steps.together(weights), self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
         named(way.launcher)(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
-        self._steps.keep(key)
+        self._keep(key)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)

@@ -97,7 +97,7 @@ class GroupedFew(Mixture):
     """Gate and up of so few pairs that each program looks for its rows by itself."""
 
     kernel = GROUPED
-    launcher = "moe.grouped_matmul:prepare"
+    launcher = "moe.grouped_matmul:launch"
     ops = frozenset((GATE_UP,))
     algorithms = ("one_shot",)
 
