@@ -26,7 +26,7 @@ from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .launch import steps_of
 from .operands import Operands
 from .planning.machine import machine_of
-from .planning.plan import check_order, plan, way_for, workspace_size
+from .planning.plan import check_order, way_for, workspace_size
 from .planning.way import Sizes
 from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
 from .workspace import Workspace
@@ -219,7 +219,7 @@ class Calls:
             _check_config(problem, config)
             if problem.invariant == RANKS:
                 check_order(problem, config, machine)
-        chosen = config or self.ops.outputs.foreseen(problem) or plan(problem, machine, False)
+        chosen = config or self.ops.outputs.foreseen(problem) or self.ops._plan(problem)
         way = way_for(problem, chosen)
         check_bias(op, bias, B)
         if call.epilogue is not None:

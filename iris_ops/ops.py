@@ -8,7 +8,7 @@ first call of a problem, but for the graph that several launches become when the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from iris import aliases
@@ -167,8 +167,11 @@ class Ops(MixtureOps):
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
         problem = asked(op, M, N, K, ranks, dtype, form, fp8, level, experts, top_k, depths)
-        found = plan(problem, machine_of(self._ctx.device), explained, algorithm)
+        found = self._plan(problem, explained, algorithm)
         return found if aligned else unaligned(problem, found)
+
+    def _plan(self, problem: Any, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
+        return plan(problem, machine_of(self._ctx.device), explained, algorithm)
 
     def preamble(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,

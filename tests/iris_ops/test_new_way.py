@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import iris
-from iris_ops import FusedConfig, calls
+from iris_ops import FusedConfig, calls, launch, ops
 from iris_ops.kernels import lamport_matmul
 from iris_ops.planning import plan as engine
 from iris_ops.planning.machine import machine_named
@@ -74,15 +72,10 @@ def test_what_it_does_not_accept_is_a_rejection(more: dict, reason: str) -> None
 
 def run_toy(ctx: iris.Iris) -> int:
     _launched.clear()
-    toy = replace(engine.choose((*WAYS, Toy()), problem_asked(ALL_REDUCE, 24, 48, 64, 2, torch.bfloat16), H200))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (calls, calls.steps_of.__globals__):
-            name = {"way_for": lambda problem, config: Toy(), "plan": lambda *_: toy}
-            for each, value in name.items():
-                if isinstance(module, dict):
-                    patch.setitem(module, each, value)
-                else:
-                    patch.setattr(module, each, value)
+        patch.setattr(ops.Ops, "_plan", lambda self, problem: engine.choose((*WAYS, Toy()), problem, H200))
+        for module in (calls, launch):
+            patch.setattr(module, "way_for", lambda problem, config: Toy())
         check_case(ctx, Case(ALL_REDUCE, "", 24, 48, 64, dtype=torch.bfloat16, bias=True))
     return len(_launched)
 

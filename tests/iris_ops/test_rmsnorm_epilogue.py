@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import iris
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401  (which registers operators)
+from iris_ops import FusedConfig, torch_ops  # noqa: F401  (which registers operators)
 from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
 from iris_ops.planning import needs
 from iris_ops.planning.plan import way_for
