@@ -6,15 +6,15 @@ PLANNER = [
     Fault(
         "our kernel has no lead over several launches",
         "iris_ops/planning/plan.py",
-        "weighed_us = prediction.total_us + min(lead * prediction.total_us, most)",
-        "weighed_us = prediction.total_us",
+        "times.total_us + min(share * times.total_us, most)",
+        "times.total_us",
         PLAN,
     ),
     Fault(
         "any size is exchanged as Lamport values",
-        "iris_ops/planning/ways.py",
-        "travels <= way.most(problem)",
-        "travels <= 16 * way.most(problem)",
+        "iris_ops/planning/overlap_model.py",
+        "if problem.by_tree or travels <= most:",
+        "if problem.by_tree or travels <= 16 * most:",
         PLAN,
     ),
     Fault(
@@ -27,15 +27,15 @@ PLANNER = [
     Fault(
         "one rank pays for hops",
         "iris_ops/planning/overlap_model.py",
-        "return 0 if problem.world_size == 1 else hops",
-        "return hops",
+        "return 0 if problem.world_size == 1 else count",
+        "return count",
         PLAN,
     ),
     Fault(
         "the link's time is not in microseconds",
         "iris_ops/planning/overlap_model.py",
-        "return tiles * _tile_bytes(problem, config) / (machine.link_gbs * 1e3)",
-        "return tiles * _tile_bytes(problem, config) / (machine.link_gbs * 1e6)",
+        "return tiles * tile_bytes(problem, config) / (machine.link_gbs * 1e3)",
+        "return tiles * tile_bytes(problem, config) / (machine.link_gbs * 1e6)",
         PLAN,
     ),
     Fault(
@@ -68,8 +68,8 @@ PLANNER = [
     ),
     Fault(
         "two shots have no room for their sums",
-        "iris_ops/planning/workspace_size.py",
-        'behind = rows * w * exchange_ld(cols) if config.algorithm == "two_shot" else exchange_ld(w)',
+        "iris_ops/planning/ways/lamport.py",
+        'behind = rows * w * ld if config.algorithm == "two_shot" else exchange_ld(w)',
         "behind = exchange_ld(w)",
         (*OPS, *EPOCHS),
     ),
@@ -82,9 +82,9 @@ PLANNER = [
     ),
     Fault(
         "norms end in kernels that cannot",
-        "iris_ops/planning/kernel_names.py",
-        "return ends and config.block_n % NORM_SPAN == 0",
-        "return ends",
+        "iris_ops/planning/ways/lamport.py",
+        "not problem.invariant and config.block_n % NORM_SPAN == 0",
+        "not problem.invariant",
         (*NORM, *PLAN),
     ),
     Fault(
