@@ -26,15 +26,15 @@ ALIKE = [
     Fault(
         "a plan takes ways of any order",
         "iris_ops/planning/plan.py",
-        "if not problem.invariant or (wanted and each.order == wanted)",
-        "if not problem.invariant or wanted",
+        "alike = [each for each, order in known if wanted and order == wanted]",
+        "alike = [each for each, order in known if wanted]",
         ORDERS,
     ),
     Fault(
         "the order depends on the number of rows",
         "iris_ops/planning/plan.py",
-        "orders.chosen(replace(problem, M=0), machine, _offers) if problem.invariant else None",
-        "candidates[0].order if problem.invariant else None",
+        "wanted = wanted_order(ways, replace(problem, M=0), machine)",
+        "wanted = known[0][1] if (known := [(c, c.way.order(problem, c.config, machine)) for c in allowed]) else None",
         ORDERS,
     ),
     Fault(

@@ -167,7 +167,7 @@ COMPARED = [
     Fault(
         "a bias on one rank only is not compared",
         "iris_ops/calls.py",
-        '            "bias": "given" if biased else "none",\n',
+        '            "bias": "none" if call.tensors.bias is None else "given",\n',
         "",
         (f"{_AGREEMENT}test_what_differs_is_said_on_every_rank[bias]",),
     ),
