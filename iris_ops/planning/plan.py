@@ -128,6 +128,11 @@ def way_for(problem: Any, config: FusedConfig, ways: Sequence[Way] = WAYS) -> Wa
     for way in reversed(serving):
         if way.means(problem, config):
             return way
+    for way in ways:
+        if config.algorithm in way.algorithms and (reason := way.refuses(problem)):
+            raise ArgumentError(
+                f"{problem.op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}"
+            )
     known = ", ".join(sorted({repr(name) for way in serving for name in way.algorithms}))
     raise ArgumentError(f"{problem.op}: config.algorithm is {config.algorithm!r}; expected one of {known}")
 
