@@ -6,6 +6,8 @@ block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.si
 `sem` orders them.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -43,7 +45,7 @@ def is_modifier(value):
     return value is None or isinstance(value, str)
 
 
-def _host_check(*args) -> None:
+def _host_check(*args: Any) -> None:
     bounds.check(*args)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ... import platform
 from ...errors import IrisError
 from ...triton_private import GridExecutor, InterpreterError, builder, core, implicit, interpreter
+from .fast import Fast
 
 
 def prepare() -> None:
@@ -29,8 +30,6 @@ def fast() -> Any:
     packages = platform.replayed_packages()
     if not packages:
         return None
-    from .fast import Fast
-
     return Fast(packages)
 
 
