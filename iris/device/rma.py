@@ -63,6 +63,7 @@ def translate(pointer, from_rank, to_rank, heap_bases):
 @device_function
 def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
     """In the interpreter: raises where an access of `call` leaves the heaps (`bounds.py`)."""
+    tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     if INTERPRET:
         _host_check(call, pointer, mask, tl.load(heap_bases + own_rank), tl.load(heap_bases + other_rank), either)
 

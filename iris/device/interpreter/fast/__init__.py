@@ -66,7 +66,8 @@ class Fast:
         scope.set(semantic, "builder", self._builder)
         repetition.prepare(scope)
         quick.prepare(scope, self.tape)
-        host.prepare(scope, self.tape, [sys.modules["iris.device.arch"]])  # whose functions import this package
+        asking = (sys.modules[f"iris.device.{name}"] for name in ("arch", "rma"))  # which import this package
+        host.prepare(scope, self.tape, list(asking))
         apply, tape = ReduceScan.apply, self.tape
         scope.set(ReduceScan, "apply", lambda self, operands: tape.called(apply, (self, operands), {}))
         self._scope = scope
