@@ -74,12 +74,13 @@ class Channel:
         deadline = time.monotonic() + timeout_s
         listener: socket.socket | None = None
         told: list[dict] = []
-        nonce, failure = secrets.token_hex(16), ""
+        nonce = secrets.token_hex(16)
         # All have read its name before it is made, so that the others can remove what a killed rank leaves.
-        folder = os.path.join(tempfile.gettempdir(), f"iris-{secrets.token_hex(8)}")
+        failure = lacking(size + _DESCRIPTORS)  # before a folder is looked for, which takes a descriptor, too
+        folder = os.path.join("" if failure else tempfile.gettempdir(), f"iris-{secrets.token_hex(8)}")
         try:
             own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce)
-            own["failure"] = lacking(size + _DESCRIPTORS)
+            own["failure"] = failure
             own["versions"] = versions()
             told = self._meet(store, what, own, timeout_s, (), broken)
             self.pids = [int(each["pid"]) for each in told]

@@ -209,7 +209,7 @@ def test_doctor_looks_for_the_driver_s_bindings(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor, "_broken", lambda module: broken)
-    for other in ("versions", "pair", "launcher", "gpus", "peers", "links", "memory", "environment"):
+    for other in ("versions", "namesake", "pair", "launcher", "gpus", "peers", "links", "memory", "environment"):
         monkeypatch.setattr(doctor, other, list)
     (finding,) = doctor.examine()
     if said is None:

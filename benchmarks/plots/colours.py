@@ -16,6 +16,7 @@ COLOURS = {
     "ours alone": "#8c564b",
     "cuBLAS alone": "#000000",
     "NCCL": "#1f77b4",
+    "gloo": "#154360",
     "NCCL, sequence parallel": "#aec7e8",
     "NCCL symmetric": "#17becf",
     "vLLM": "#2ca02c",

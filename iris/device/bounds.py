@@ -17,7 +17,10 @@ _heaps: dict[int, tuple[int, int]] = {}  # [base] = bytes, rank; of all open con
 
 
 def add(bases: list[int], span: int) -> None:
-    """Enters the heaps of a context, each of `span` bytes."""
+    """Enter the heaps of a context, each of `span` bytes. A heap that they overlap is gone: its memory was unmapped."""
+    for old, (length, _) in list(_heaps.items()):
+        if any(old < base + span and base < old + length for base in bases):
+            del _heaps[old]
     _heaps.update({base: (span, rank) for rank, base in enumerate(bases)})
 
 

@@ -50,9 +50,8 @@ def _check(name: str, layers: list[Any], model: nn.Module) -> None:
         if keys is None or keys.dim() != 4:
             continue
         held, own, whole = keys.shape[1], heads.num_local_kv_heads, heads.num_kv_heads
-        # One that the model itself has filled may hold something else, as of a latent attention.
-        is_wrong = held != own and (held == whole or not int(layer.get_seq_length()))
-        if is_wrong or (held == whole and any(count != whole for count in heads.kv_counts)):
+        # any other number is the model's own affair, as of a latent attention or of an indexer
+        if held == whole and any(count != whole for count in heads.kv_counts):
             raise ArgumentError(
                 f"{name} is a {type(layers[index]).__name__} of {held} heads in layer {index}: expected {own} of the"
                 f" {whole}, as this rank holds (by rank: {', '.join(map(str, heads.kv_counts))}); make a new cache, and"

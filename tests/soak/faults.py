@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 import random
 import re
+import shutil
 import signal
 import statistics
 import tempfile
@@ -152,8 +153,8 @@ def warm_body(rank: int, world: int, state: str, model: Path, folder: Path) -> i
 
 def run_case(case: Case, model: Path, folder: Path, timeout_s: float) -> dict[str, Any]:
     """`{"seconds": until the last survivor's error, "wrong": [reasons], "early": whether ranks raised before it}`."""
-    temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    temporary = Path(tempfile.mkdtemp(prefix="soak-"))  # a socket's path may have 107 letters
     env = {"IRIS_TIMEOUT": str(timeout_s), "TMPDIR": str(temporary), **QUIET}
     limit_s = timeout_s + SLACK_S
     whole_s = _SETTING_UP_S + 2 * limit_s
@@ -170,6 +171,7 @@ def run_case(case: Case, model: Path, folder: Path, timeout_s: float) -> dict[st
         wrong += [f"rank {rank} {reason}"] if reason else []
     if left := sorted(os.listdir(temporary)):
         wrong.append(f"left in the folder for temporary files: {', '.join(left)}")
+    shutil.rmtree(temporary)
     if case.state == "saving" and (mixed := _unusable(folder / "saved")):
         wrong.append(f"the saved folder {mixed}")
     return {"seconds": max(seconds, default=None), "wrong": wrong, "early": any(_EARLY in each for each in wrong)}
