@@ -144,7 +144,7 @@ def few_rows(target: GPUTarget) -> Iterator[Any]:
     yield "lamport_owners", fused(reduce, M=256, config=owners)
     yield "lamport_scatter", fused(scatter, M=256, config=one(64, 64, 128, 4))
     yield "lamport_gather", fused(gather, M=128, config=one(32, 64, 256, 4))
-    yield "lamport_gather_first", fused("all_gather_matmul", M=64, config=low)
+    yield "lamport_gather_first", fused("all_gather_matmul", M=256, config=low)
     yield "lamport_narrow_of_two", fused(reduce, M=64, N=2048, config=one(64, 32, 128, 4)), dict(world_size=2)
     yield "first_half", fused("matmul_all_reduce_norm", M=4096, normed=True, config=tile(target, 128, 256, 64, 8))
     for name, op, M, config, ranks in (
@@ -202,7 +202,7 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_gate_up_few", 8, True, {}, -1),
         ("moe_gate_up_turns", 8, False, dict(interleaved=True, activation=GPT_OSS), -1),
         ("moe_gate_up_halves", 8192, True, {}, -1),
-        ("moe_route", 16, True, {}, 1),
+        ("moe_route", 64, True, {}, 1),
         ("moe_count", 8192, True, {}, 1),
         ("moe_route_counted", 8192, True, {}, 2),
     ):
