@@ -12,6 +12,8 @@ from pathlib import Path
 import sys
 import time
 
+_RANK_0_FIRST_S = 3.0
+
 
 def started_by_torchrun() -> bool:
     """Return whether this process is a rank that torchrun, or another launcher of its kind, has started."""
@@ -19,9 +21,14 @@ def started_by_torchrun() -> bool:
 
 
 def report_failure(line: str) -> None:
-    """Print `line` to stderr, on rank 0 only, and leave it for the summary with which torchrun ends."""
+    """Print `line` to stderr, on rank 0 only, and leave it for the summary with which torchrun ends.
+
+    The other ranks wait a moment: torchrun kills all ranks when the first one has ended.
+    """
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_RANK_0_FIRST_S)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": cause}))

@@ -32,12 +32,16 @@ _LIMIT_S = 1500.0
 
 
 def bare(source: str) -> str:
-    """Python source without comments and docstrings, as the syntax tree has it."""
+    """Return Python source without comments and docstrings, those of attributes too, as the syntax tree has it."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
     return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def checks() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+import re
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,8 @@ def test_a_kernel_is_compiled_if_its_code_has_changed_and_only_then(tmp_path: Pa
     for package in ("iris", "iris_ops"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in tmp_path.rglob("*.py"):
-        path.write_text(
-            "# Another comment.\n" + path.read_text().replace('    """', '    # Another comment.\n    """Now ')
-        )
+        opened = re.compile(r'^    """(?=\w)', re.M)
+        path.write_text("# Another comment.\n" + opened.sub('    # Another comment.\n    """Now ', path.read_text()))
     arch = tmp_path / "iris" / "device" / "arch.py"
     before, after = "%globaltimer;", "%clock64;"
     assert arch.read_text().count(before) == 1

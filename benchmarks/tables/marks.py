@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 import functools
 import json
+import subprocess
 import textwrap
 from typing import Any
 
@@ -43,7 +44,21 @@ def by_age(pattern: str) -> list[dict[str, Any]]:
     """The runs whose names are `pattern` with a GPU for "{gpu}", the latest first, of a day those of newer code."""
     files = [path.stem for gpu in ("h100", "h200") for path in report.RESULTS.glob(pattern.format(gpu=gpu) + ".json")]
     runs = list(map(run_of, files))
-    return sorted(runs, key=lambda run: (run["date"], -len(_changes(run["file"])), run["file"]), reverse=True)
+    return sorted(runs, key=lambda run: (run["date"], _committed(run), run["file"]), reverse=True)
+
+
+@functools.cache
+def _committed_at(commit: str) -> int:
+    query = ["git", "-C", str(freshness.ROOT), "log", "-1", "--format=%ct", commit]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout or 0)
+    except (OSError, ValueError, subprocess.SubprocessError):  # sources that came without their history
+        return 0
+
+
+def _committed(run: dict[str, Any]) -> int:
+    """Return when the code of a run was committed, in seconds: it orders the runs of a day."""
+    return _committed_at(run["commit"]) if run.get("commit") else 0
 
 
 def newest(pattern: str) -> list[dict[str, Any]]:
