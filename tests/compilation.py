@@ -8,7 +8,6 @@ only kernels whose keys are not recorded; all others answer from the record, and
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 import fcntl
@@ -22,6 +21,7 @@ import sys
 from typing import Any
 
 from tests.assembly import UNTRACED, Kernel, Kernels
+from tests.bare import bare
 from tests.processes import ROOT, patient, python_path
 from tests.untraced import copy_untraced
 
@@ -29,19 +29,6 @@ RECORDS = Path(__file__).with_name("compiled")
 WRITING = "IRIS_TEST_WRITE_COMPILED" in os.environ
 ENV_KERNELS = "IRIS_TEST_KERNELS"  # a regular expression: which kernels are compiled, all of them anew
 _LIMIT_S = 1500.0
-
-
-def bare(source: str) -> str:
-    """Return Python source without comments and docstrings, those of attributes too, as the syntax tree has it."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def checks() -> str:

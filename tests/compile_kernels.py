@@ -27,8 +27,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import jit  # noqa: E402
 
-from tests import fake_gpu  # noqa: E402
-from tests.compilation import bare  # noqa: E402
+from tests.bare import bare  # noqa: E402
 
 _Function = getattr(jit, "JITCallable", jit.JITFunction)
 
@@ -43,6 +42,11 @@ def read_bare_sources() -> None:
 
     _Function.__init__ = init
     _Function.starting_line_number = property(lambda self: 0, lambda self, line: None)
+
+
+read_bare_sources()  # before the library makes functions
+
+from tests import fake_gpu  # noqa: E402
 
 
 class Launches:
@@ -102,7 +106,6 @@ def _known(given: Any) -> Any:
 
 def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
     os.nice(5)  # other tests run meanwhile
-    read_bare_sources()
     mode = fake_gpu.pretend(name)
     if fake_gpu.TARGETS[name].backend == "hip":
         os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"
