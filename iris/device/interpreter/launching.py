@@ -20,8 +20,20 @@ from .fast import Fast
 
 
 def prepare() -> None:
-    """Puts `Launch` in the place of Triton's launcher."""
+    """Put `Launch` in the place of Triton's launcher, and have scalar tensors index and count with any numpy.
+
+    Triton 3.6 makes an integer of an array of one element, which numpy 2.4 refuses. Each call of a jit function inside
+    a kernel patches the language anew, so the patch itself is followed.
+    """
     interpreter.GridExecutor = Launch
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        by_item = "__index__", lambda scalar: scalar.handle.data.item()
+        scope[0].set_attr(tensor, *by_item) if scope else setattr(tensor, *by_item)
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 @cache
@@ -71,7 +83,6 @@ class Launch(GridExecutor):
 def _run(fn: Callable, arguments: Callable[[], dict[str, Any]], places: Callable) -> None:
     scope = interpreter._patch_lang(fn)
     scope.set_attr(core.dtype, "to_ir", lambda dtype, builder: dtype)  # Triton's knows fewer types
-    scope.set_attr(core.tensor, "__index__", lambda tensor: tensor.handle.data.item())  # Triton 3.6's: no arrays
     try:
         given = arguments()
         size, every = places(given)
