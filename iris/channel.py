@@ -84,11 +84,11 @@ class Channel:
             own["versions"] = versions()
             told = self._meet(store, what, own, timeout_s, (), broken)
             self.pids = [int(each["pid"]) for each in told]
+            _raise_failures([each.get("failure", "") for each in told])
             try:
                 self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
             finally:  # by now the others have read this rank's, too
                 _check_versions(told)
-            _raise_failures([each["failure"] for each in told])
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 os.mkdir(folder, 0o700)

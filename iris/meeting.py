@@ -27,6 +27,7 @@ from .errors import PeerLostError, PlatformError
 
 _PAUSE_S = 2e-3
 _NOTE_S = 0.1  # for a rank to say whom it has lost, before others see that it ends by that
+_READ_S = 2.0  # for all ranks to read why one has failed
 _DESCRIPTORS = 16  # of a store and of what serves it
 _STALE_S = 1.0  # a look takes this long only where the store's process is stopped
 
@@ -81,11 +82,26 @@ def gather(
                 raise look.absent(0, f"the store does not answer; {late}")
             raise look.absent(missing[0], late)
     if look.failure is None:
+        if any(said.get("failure") for said in look.told.values()):
+            _let_others_read(store, name, rank, size)
         return [look.told[peer] for peer in range(size)]
     if isinstance(look.failure, dist.DistError):
         text = str(look.failure).splitlines()[0]
         raise Absent(look.blamed or min(look.missing(), default=0), f"its store does not answer: {text}")
     raise look.failure
+
+
+def _let_others_read(store: Any, name: str, rank: int, size: int) -> None:
+    """Wait until every rank has read a failure, by which this process may end and take the store with it."""
+
+    def wait() -> None:
+        with suppress(dist.DistError):  # the store ended with its rank, which had seen all others read
+            store.set(f"{name}/{rank}/read", "")
+            store.wait([f"{name}/{peer}/read" for peer in range(size)], timedelta(seconds=_READ_S))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(_READ_S)
 
 
 class _Look(threading.Thread):
