@@ -1,7 +1,7 @@
 """`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
 
-1. The folder and the files' headers are checked (`folder`, `files`), then the model is built empty, on meta, from
-   its configuration (`configuration`).
+1. The folder and the files' headers are checked (`folder`, `files`), quantised weights are recognised (`formats`), and
+   the model is built empty, on meta, from its configuration (`configuration`).
 2. The headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and every rank
    raises the same.
 3. `parallelize` swaps the Linears, still empty.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 import inspect
 import os
 from pathlib import Path
@@ -23,10 +24,13 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
+from ..formats.registry import scheme_of
+from ..formats.scheme import Contents, contents
+from ..formats.weight_format import quantised_weights
 from ..hf.parallelize import Options, check_options, parallelize
 from ..hf.tied import retie
 from ..shard import fill
-from ..sharded import check_context, flags, part_of, split_parameter
+from ..sharded import check_context, flags, keep_units, part_of, split_parameter
 from ..together import agree, raise_together, shown, words
 from . import names
 from .buffers import Staging
@@ -74,14 +78,14 @@ def from_pretrained(
     agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
     folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
     with _in_turn(ctx, trust_remote_code):
-        model, checkpoint, sources, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
+        model, checkpoint, held, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
     try:
         raise_together(problems, f"{name} cannot be loaded", ctx)
         report = parallelize(model, ctx, **options)
         try:
-            for target, source in _progress(sources, ctx):
+            for target, source in _progress(held.sources, ctx):
                 _load(model, target, source, ctx.device)
-            _tie(model, sources, ctx.device)
+            _tie(model, held.sources, ctx.device)
             _compute_buffers(model, ctx.device)
         except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
@@ -93,29 +97,45 @@ def from_pretrained(
     held = (*model.named_parameters(), *model.named_buffers())
     empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
+    if line := held.line(model.dtype):
+        report = replace(report, widened=line)
+        if ctx.cur_rank == 0:
+            ctx.info(f"{name}: {line}")
     model.parallel_report = report
     return model.eval()
 
 
 def _read(
     folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
-) -> tuple[Any, Any, dict[str, Source], list[str]]:
+) -> tuple[Any, Any, Contents, list[str]]:
     """The empty model, the open checkpoint, what each of the model's tensors is filled from, and what is wrong."""
     model = checkpoint = None
-    sources: dict[str, Source] = {}
+    held = Contents({})
     try:
         check_contents(folder, trust_remote_code)
         raw = read_config(folder)
         checkpoint = Checkpoint(folder, staging, raw.get("transformers_weights"))
+        scheme = scheme_of(folder, raw)
         model = empty_model(folder, raw, checkpoint, dtype, trust_remote_code)
-        sources, problems = names.find(model, checkpoint, strict)
+        held = contents(scheme, checkpoint, strict)
+        held.sources, problems = names.find(model, held.sources, strict)
+        problems = held.problems or problems
+        _keep_groups(model, held.sources)
     except PlatformError:  # of what is installed, for all ranks alike
         raise
     except (OSError, ValueError) as error:  # CheckpointError is a ValueError
         problems = [words(error)]
     except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
         problems = [f"the configuration makes no model: {type(error).__name__}: {words(error)}"]
-    return model, checkpoint, sources, problems
+    return model, checkpoint, held, problems
+
+
+def _keep_groups(model: nn.Module, sources: dict[str, Source]) -> None:
+    """Tells each module whose weight's groups share a scale how large they are: its split then ends between them."""
+    for name, source in sources.items():
+        unit = max((each.format.unit for each in quantised_weights(source)), default=1)
+        if unit > 1:
+            keep_units(*_owner(model, name), unit)
 
 
 def _refusal(
