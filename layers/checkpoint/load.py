@@ -94,8 +94,8 @@ def from_pretrained(
         if checkpoint is not None:
             checkpoint.close()
     retie(model)
-    held = (*model.named_parameters(), *model.named_buffers())
-    empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = [f"{each} has nowhere to come from" for each, tensor in tensors if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
     if line := held.line(model.dtype):
         report = replace(report, widened=line)
@@ -119,7 +119,8 @@ def _read(
         model = empty_model(folder, raw, checkpoint, dtype, trust_remote_code)
         held = contents(scheme, checkpoint, strict)
         held.sources, problems = names.find(model, held.sources, strict)
-        problems = held.problems or problems
+        if held.problems:  # a weight that cannot be read is not missing
+            problems = held.problems + [line for line in problems if names.MISSING not in line]
         _keep_groups(model, held.sources)
     except PlatformError:  # of what is installed, for all ranks alike
         raise

@@ -19,6 +19,7 @@ from .composed import Source, compose
 
 # Computed now, stored in old checkpoints.
 _OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+MISSING = " is missing, expected"
 
 
 def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[dict[str, Source], list[str]]:
@@ -49,7 +50,7 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
             found[source] = found.pop(target)
     for name, shape in shapes.items():
         if name not in found:
-            problems.append(f"{name} is missing, expected {list(shape)}")
+            problems.append(f"{name}{MISSING} {list(shape)}")
         elif (given := found[name].get_shape()) != list(shape):
             problems.append(f"{name} has shape {given}, expected {list(shape)}")
         elif (held := found[name].dtype).is_floating_point != floating[name]:

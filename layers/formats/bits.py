@@ -19,7 +19,7 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the unsigned codes in int32 `words` [..., n], the lowest bits first, in `bits` (4 or 8) each."""
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, too
     return packed if bits == 8 else nibbles(packed)
 
 

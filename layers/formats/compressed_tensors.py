@@ -15,10 +15,9 @@ from .fp8 import fp8_weight
 from .mxfp4 import mxfp4_weight
 from .nvfp4 import nvfp4_weight
 from .packed import packed_weight
-from .patterns import targets_module
+from .patterns import patterns_of, targets_module
 from .scheme import Roles, Scheme, needs
 from .transformers_schemes import ACTIVATIONS, one_of
-from .transformers_schemes import names as names_of
 from .weight_format import QuantisedWeight
 
 _FLOATS = "float-quantized", "naive-quantized", "mxfp8-quantized"
@@ -87,7 +86,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if not isinstance(given, dict) or not given:
         raise CheckpointError(f"config_groups is {shown(repr(given))}: expected groups by name")
     groups = [_group(name, each, config.get("format")) for name, each in given.items()]
-    ignore = names_of(config, "ignore")
+    ignore = patterns_of(config, "ignore")
 
     def build(name: str, roles: Roles) -> QuantisedWeight:
         return _group_of(name.removesuffix(".weight"), groups).build(name, roles)
@@ -142,7 +141,12 @@ def _checked_group(given: Any, default: Any) -> _Group:
         raise CheckpointError(f"block_structure is {shown(repr(weights['block_structure']))}: expected two sizes")
     symmetric = one_of(weights, "symmetric", (True, False))
     return _Group(
-        names_of(given, "targets"), format, bits, is_float, symmetric, None if block is None else (block[0], block[1])
+        patterns_of(given, "targets"),
+        format,
+        bits,
+        is_float,
+        symmetric,
+        None if block is None else (block[0], block[1]),
     )
 
 

@@ -11,9 +11,9 @@ import torch
 from ..together import shown
 from .fp8 import fp8_weight
 from .nvfp4 import nvfp4_weight
-from .patterns import excludes_module
+from .patterns import excludes_module, patterns_of
 from .scheme import Roles, Scheme, needs
-from .transformers_schemes import ACTIVATIONS, names
+from .transformers_schemes import ACTIVATIONS
 from .weight_format import QuantisedWeight
 
 CONFIG = "hf_quant_config.json"
@@ -37,7 +37,7 @@ def modelopt(config: Mapping[str, Any]) -> Scheme:
     used = [algorithm, *(each.get("quant_algo") if isinstance(each, dict) else None for each in layers.values())]
     if strange := [each for each in used if each not in _ALGORITHMS]:
         raise CheckpointError(f"quant_algo is {shown(repr(strange[0]))}: expected one of {', '.join(_ALGORITHMS)}")
-    excluded = names(settings, "exclude_modules") + names(settings, "ignore")
+    excluded = patterns_of(settings, "exclude_modules") + patterns_of(settings, "ignore")
 
     def build(name: str, roles: Roles) -> QuantisedWeight:
         if "smoothing" in roles:

@@ -96,6 +96,11 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
             found.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
         except CheckpointError as error:
             found.problems.append(f"{shown(target)} {words(error)}")
+    if not found.problems and not found.quantised:
+        found.problems.append(
+            f"the configuration says that weights are quantised ({scheme.method}), and no stored weight is: remove"
+            " quantization_config from config.json"
+        )
     if cache and strict:
         found.problems.append(
             f"the files hold scales of a quantised KV cache, and the cache here is not quantised: {listed(cache)};"

@@ -13,7 +13,7 @@ from .awq import awq_weight
 from .fp8 import fp8_weight
 from .gptq import gptq_weight
 from .mxfp4 import mxfp4_weight
-from .patterns import names_module
+from .patterns import names_module, patterns_of
 from .scheme import Roles, Scheme, needs
 from .weight_format import QuantisedWeight, Turned
 
@@ -135,16 +135,8 @@ def one_of(config: Config, key: str, allowed: tuple) -> Any:
     return value
 
 
-def names(config: Config, key: str) -> list[str]:
-    """Return the list of names `config[key]`. Raises `CheckpointError` for anything else."""
-    value = config.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise CheckpointError(f"{key} is {shown(repr(value))}: expected a list of names")
-    return value
-
-
 def _left_out(config: Config, *keys: str) -> Any:
-    patterns = [each for key in keys for each in names(config, key)]
+    patterns = [each for key in keys for each in patterns_of(config, key)]
     return lambda module: names_module(module, patterns)
 
 
