@@ -38,6 +38,7 @@ from .composed import Source
 from .configuration import DTYPES, empty_model, read_config
 from .files import Checkpoint
 from .folder import check_contents
+from .verify import compare_with_files
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -59,6 +60,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
+    verify: bool = False,
     **options: Unpack[Options],
 ) -> SplitModel:
     """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
@@ -66,15 +68,18 @@ def from_pretrained(
     It is a causal language model, one of an encoder and a decoder, or one of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
+    files (see `checkpoint.verify`). `options` are those of `parallelize`. What became of each module is in the model's
+    `parallel_report`.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
     with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
     otherwise than rank 0.
     """
     check_context(ctx)
-    asked = {"dtype": dtype, "strict": strict, "trust_remote_code": trust_remote_code, **options}
-    refusal = _refusal(path_or_id, dtype, strict, trust_remote_code, options)
+    own: dict[str, Any] = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
+    asked = {"dtype": dtype, **own, **options}
+    refusal = _refusal(path_or_id, dtype, own, options)
     agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
     folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
     with _in_turn(ctx, trust_remote_code):
@@ -90,6 +95,8 @@ def from_pretrained(
         except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
         raise_together(problems, f"{name} cannot be read", ctx)
+        if verify:
+            report = replace(report, verified=compare_with_files(model, held.sources, name, ctx))
     finally:
         if checkpoint is not None:
             checkpoint.close()
@@ -139,9 +146,7 @@ def _keep_groups(model: nn.Module, sources: dict[str, Source]) -> None:
             keep_units(*_owner(model, name), unit)
 
 
-def _refusal(
-    path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: Mapping[str, Any]
-) -> str | None:
+def _refusal(path_or_id: Any, dtype: Any, own: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
     if not isinstance(path_or_id, (str, Path)):
         return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
     if not str(path_or_id) or "\0" in str(path_or_id):
@@ -151,9 +156,9 @@ def _refusal(
     known = inspect.signature(check_options).parameters
     for name, value in options.items():
         if name not in known:
-            return f"{name} is {value!r}: expected no option but dtype, strict, trust_remote_code, {', '.join(known)}"
+            return f"{name} is {value!r}: expected no option but dtype, {', '.join((*own, *known))}"
     try:
-        flags(strict=strict, trust_remote_code=trust_remote_code)
+        flags(**own)
         check_options(**options)
     except ArgumentError as error:
         return str(error)

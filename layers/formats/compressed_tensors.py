@@ -140,14 +140,8 @@ def _checked_group(given: Any, default: Any) -> _Group:
     if block is not None and (len(block) != 2 or any(type(each) is not int or each < 1 for each in block)):
         raise CheckpointError(f"block_structure is {shown(repr(weights['block_structure']))}: expected two sizes")
     symmetric = one_of(weights, "symmetric", (True, False))
-    return _Group(
-        patterns_of(given, "targets"),
-        format,
-        bits,
-        is_float,
-        symmetric,
-        None if block is None else (block[0], block[1]),
-    )
+    shape = None if block is None else (block[0], block[1])
+    return _Group(patterns_of(given, "targets"), format, bits, is_float, symmetric, shape)
 
 
 def _values(stored: StoredTensor) -> tuple[int, ...]:

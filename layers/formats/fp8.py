@@ -31,6 +31,12 @@ class Fp8(WeightFormat):
 
     name: ClassVar[str] = "fp8"
 
+    @property
+    def label(self) -> str:
+        if self.block == self.shape:
+            return "fp8 by tensor"
+        return "fp8 by channel" if self.block == (1, self.shape[1]) else f"fp8 by {self.block[0]} x {self.block[1]}"
+
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         first, last = self._row_block(rows[0]), self._row_block(rows[1] - 1) + 1
         return {

@@ -21,6 +21,11 @@ class GroupedIntegers(WeightFormat):
     ordered: bool = False
 
     @property
+    def label(self) -> str:
+        shared = "channel" if self.group >= self.shape[1] else f"groups of {self.group}"
+        return f"{self.name} int{self.bits} by {shared}{', ordered' if self.ordered else ''}"
+
+    @property
     def unit(self) -> int:
         apart = self.ordered or self.group >= self.shape[1]
         return 32 // self.bits if apart else self.group

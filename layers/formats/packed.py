@@ -30,7 +30,7 @@ class Packed(GroupedIntegers):
     asymmetric: bool = False
     loose: bool = False
 
-    name: ClassVar[str] = "packed integers"
+    name: ClassVar[str] = "packed"
 
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         groups = slice(*self.groups(columns))

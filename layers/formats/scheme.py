@@ -64,7 +64,7 @@ class Contents:
         weights = [each for source in self.quantised.values() for each in quantised_weights(source)]
         if not weights:
             return ""
-        kinds = sorted({each.format.name for each in weights})
+        kinds = sorted({each.format.label for each in weights})
         stored = sum(each.nbytes for each in weights)
         widened = sum(math.prod(each.shape) for each in weights) * dtype.itemsize
         name = str(dtype).removeprefix("torch.")

@@ -30,8 +30,13 @@ class WeightFormat(ABC):
 
     shape: tuple[int, int]
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # of the layout
     stored_by_columns: ClassVar[bool] = False  # whether the files hold [K, N]
+
+    @property
+    def label(self) -> str:
+        """The layout and what shares a scale, for reports."""
+        return self.name
 
     @property
     def unit(self) -> int:
@@ -71,11 +76,12 @@ class QuantisedWeight:
         return list(self.shape)
 
     def copy_to(self, local: torch.Tensor, index: Index = ()) -> None:
-        """Fills `local` with the numbers of `self[index]`, rounded once to its dtype."""
+        """Fills `local` with the numbers of `self[index]`, computed in float32, or float64 if that is its dtype."""
+        precision = torch.float64 if local.dtype == torch.float64 else torch.float32
         rows, columns = self._spans(index)
         for some_rows, some_columns in self._pieces(rows, columns):
             piece = local[slice(*_from(rows, some_rows)), slice(*_from(columns, some_columns))]
-            piece.copy_(self.values(some_rows, some_columns))
+            piece.copy_(self.values(some_rows, some_columns, precision))
 
     def values(self, rows: Span, columns: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the numbers [rows, columns], computed in `dtype`."""

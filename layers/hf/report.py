@@ -38,6 +38,7 @@ class Report:
     rows: list[ReportRow] = field(default_factory=list)
     plan: str = ""  # whose it is, in words
     widened: str = ""  # what quantised weights in the files became, in words
+    verified: tuple = ()  # what `from_pretrained(..., verify=True)` compared, see `checkpoint.verify`
 
     @property
     def bytes(self) -> int:

@@ -255,6 +255,45 @@ def test_a_rank_reads_its_own_bytes(tmp_path: Path, world_size: int) -> None:
         assert read <= most, (read, most)
 
 
+# --- checked while loading -------------------------------------------------------------------------------------------
+
+
+def spoiled_body(ctx, folder: str, spoil: str | None) -> tuple[str, tuple]:
+    """Loads and verifies while rank 1 loads one number wrongly; the error's text, or what was compared."""
+    from layers.checkpoint import load
+
+    right = load._load
+
+    def wrong(model, name, source, device):
+        right(model, name, source, device)
+        if name == spoil and ctx.cur_rank == 1:
+            flat = model.get_parameter(name) if "_proj" not in name else model.get_submodule(name[:-7]).weight
+            flat.data[..., -1:] += 0.25
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(load, "_load", wrong)
+        try:
+            model = layers.from_pretrained(folder, ctx, dtype=torch.bfloat16, verify=True)
+        except CheckpointError as error:
+            return str(error), ()
+    return "", model.parallel_report.verified
+
+
+@pytest.mark.skipif(WORLDS == [1], reason="needs two ranks")
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_verify_compares_a_weight_of_each_kind_with_the_files(tmp_path: Path, world_size: int) -> None:
+    folder, _ = written(tmp_path, "awq", "dense")
+    for text, rows in run_ranks(world_size, spoiled_body, str(folder), None):
+        names = [row.name for row in rows]
+        assert not text and "model.layers.0.mlp.down_proj.weight" in names and "model.norm.weight" in names
+        assert all(0 <= row.error <= 1 for row in rows)
+        assert {row.stored for row in rows} == {"float32", "awq int4 by groups of 32"}
+        assert max(row.error for row in rows) > 0.9, "no rounding was seen"
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"):
+        for text, _ in run_ranks(world_size, spoiled_body, str(folder), name):
+            assert f"rank 1: {name} differs from the files by" in text
+
+
 # --- what is refused, and found ---------------------------------------------------------------------------------------
 
 
@@ -311,9 +350,12 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "not quantised": (
         "fp8_block",
-        with_tensors(lambda t: [t.update({k: t[k].float()}) for k in t if k.endswith("weight")] + [
-            t.pop(k) for k in list(t) if k.endswith("scale_inv")
-        ]),
+        with_tensors(
+            lambda t: (
+                [t.update({k: t[k].float()}) for k in t if k.endswith("weight")]
+                + [t.pop(k) for k in list(t) if k.endswith("scale_inv")]
+            )
+        ),
         "says that weights are quantised .fp8., and no stored weight is",
     ),
     "group": ("gptq", changed(group_size=64), r"expected .3, 352. and .3, 44., for 4 bits in groups of 64"),
