@@ -33,8 +33,9 @@ from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..shard import Shard, even_unit, in_units
-from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter, unit_of
+from ..sharded import ShardedLinear, check_context, flags, split_parameter, unit_of
 from ..together import run_together
+from ..weight_storage import GATHERED, LOCAL, REDUCED
 from . import proof, recurrent_heads, sequence, weight_reads
 from . import styles as styles_of
 from .fused_heads import Taken, layout_of

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..experts import SplitExperts
 from ..linear import RowParallelLinear
-from ..sharded import LOCAL
+from ..weight_storage import LOCAL
 from .skeleton import kind_of
 from .styles import is_hooked
 
