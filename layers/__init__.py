@@ -6,7 +6,8 @@
 
 Reading order: `shard` says which part is whose, `sharded` and `linear` are the layers. `hf/` carries out a model's own
 plan: `styles`, `heads` and `parallelize` split it, `skeleton`, `weight_reads`, `meaning`, `proof` and `snapshot` prove
-the split or refuse it. `checkpoint/` loads and saves; `serving/` has the engine, its cache, its prompts and its graphs.
+the split or refuse it. `checkpoint/` loads and saves; `formats/` knows how quantised weights are stored,
+`weight_storage` how a layer keeps its own. `serving/` has the engine, its cache, its prompts and its graphs.
 """
 
 from .checkpoint.load import from_pretrained
