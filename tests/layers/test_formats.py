@@ -198,6 +198,7 @@ def loaded_body(ctx, folder: str) -> tuple[torch.Tensor, int, str]:
 
 
 @pytest.mark.parametrize("format, name, world_size", [case for case in CASES if case[2] in WORLDS or UNDER_TORCHRUN])
+@pytest.mark.some(14)
 def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name: str, world_size: int) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -213,6 +214,25 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
     if name in ("gpt_oss", "groups128", "experts192") and format != "fp8_block":
         sizes = [size for _, size, _ in results]
         assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
+
+
+def both_body(ctx, folder: str, exact: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    with torch.no_grad():
+        made = [layers.from_pretrained(each, ctx, dtype=torch.float32)(tokens).logits.cpu() for each in (folder, exact)]
+    return made[0], made[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", written_formats.PUBLISHED_IN_FP8)
+def test_types_that_are_published_in_fp8_are_the_dequantised_ones(tmp_path: Path, model_type: str) -> None:
+    from tests.coverage_of_models import tiny
+
+    folder = agreed(tmp_path) / "quantised"
+    once(lambda: written_formats.write(tiny.build(model_type).float().eval(), folder, "fp8_block_bf16"))
+    for made, exact in run_ranks(WORLDS[1] if len(WORLDS) > 1 else WORLDS[0], both_body, str(folder),
+                                 str(folder.with_name("quantised-exact"))):  # fmt: skip
+        assert torch.allclose(made, exact, rtol=1e-4, atol=1e-6)
 
 
 def kept_body(ctx, folder: str) -> tuple[torch.Tensor, str, dict[str, tuple]]:

@@ -294,7 +294,12 @@ def _with(written: Written, end: str, tensor: torch.Tensor) -> Written:
     return written[0] | {end: tensor}, written[1]
 
 
-_LINEAR = re.compile(r"\.\d+\..*(?:_proj|\.w[123]|\.experts\.\d+\.\w+)\.weight$")
+# Types of models whose publishers have checkpoints with a scale for each block of 128 x 128.
+PUBLISHED_IN_FP8 = (
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm_moe_dsa", "minimax_m2", "mistral", "qwen3",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+_LINEAR = re.compile(r"\.\d+\..*(?:_proj|\.w[123]|\.w[qko]\w*|\.experts\.\d+\.\w+)\.weight$")
 
 
 def write(model: Any, folder: Path, name: str, of: re.Pattern = _LINEAR) -> Path:
