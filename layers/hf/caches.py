@@ -15,13 +15,17 @@ from torch import nn
 
 from ..shard import HeadSplit
 
-_HELD = "_heads_held"  # of an attention instance: its `HeadSplit`
+_HELD = "_cached_heads"  # of an attention instance: heads in its cache, (of this rank, of all, of each rank)
 NAMES = "past_key_values", "cache"  # transformers 5.24 has renamed it
 
 
-def remember_heads(attention: nn.Module, heads: HeadSplit) -> None:
-    """Record which heads of `attention` this rank holds, for `check_caches`."""
-    setattr(attention, _HELD, heads)
+def remember_heads(attention: nn.Module, heads: HeadSplit, by_query_head: bool) -> None:
+    """Record how many heads `attention` caches on this rank, for `check_caches`.
+
+    `by_query_head`: whether it caches the keys once for each query head, not for each kv head.
+    """
+    cached = (heads.num_local_kv_heads, heads.num_kv_heads, heads.kv_counts)
+    setattr(attention, _HELD, (heads.num_local_heads, heads.num_heads, heads.counts) if by_query_head else cached)
 
 
 def check_caches(model: nn.Module, arguments: dict[str, Any]) -> None:
@@ -42,18 +46,18 @@ def _layers(cache: Any) -> Iterator[list[Any]]:
 
 def _check(name: str, layers: list[Any], model: nn.Module) -> None:
     for attention in model.modules():
-        heads, index = getattr(attention, _HELD, None), getattr(attention, "layer_idx", None)
-        if heads is None or not isinstance(index, int) or not index < len(layers):
+        cached, index = getattr(attention, _HELD, None), getattr(attention, "layer_idx", None)
+        if cached is None or not isinstance(index, int) or not index < len(layers):
             continue
         layer = layers[index]
         keys = getattr(layer, "keys", None) if getattr(layer, "is_initialized", False) else None
         if keys is None or keys.dim() != 4:
             continue
-        held, own, whole = keys.shape[1], heads.num_local_kv_heads, heads.num_kv_heads
+        held, (own, whole, counts) = keys.shape[1], cached
         # any other number is the model's own affair, as of a latent attention or of an indexer
-        if held == whole and any(count != whole for count in heads.kv_counts):
+        if held == whole and any(count != whole for count in counts):
             raise ArgumentError(
                 f"{name} is a {type(layers[index]).__name__} of {held} heads in layer {index}: expected {own} of the"
-                f" {whole}, as this rank holds (by rank: {', '.join(map(str, heads.kv_counts))}); make a new cache, and"
+                f" {whole}, as this rank holds (by rank: {', '.join(map(str, counts))}); make a new cache, and"
                 " let the split model initialize and fill it"
             )

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..shard import HeadSplit, Shard, split_heads
 from .caches import remember_heads
-from .fused_heads import BY_HEAD, fused_kv_heads, fused_parts, keep_own_heads, layout_of
+from .fused_heads import BY_GROUP, BY_HEAD, fused_kv_heads, fused_parts, keep_own_heads, layout_of
 from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
@@ -154,7 +154,7 @@ def cuts_its_output(name: str, module: nn.Module, styles: dict[str, str]) -> boo
 def set_local_heads(module: Any, heads: HeadSplit) -> None:
     """Tells the attention instance which heads it has now."""
     keep_own_heads(module, heads)
-    remember_heads(module, heads)
+    remember_heads(module, heads, any(layout_of(module, child) == BY_GROUP for child, _ in module.named_children()))
     module.num_key_value_groups = heads.groups
     local = {heads.num_heads: heads.num_local_heads, heads.num_kv_heads: heads.num_local_kv_heads}
     for attribute in _TOGETHER:

@@ -30,12 +30,13 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear
 from ..shard import Shard
+from ..verify.views import WeightView
 
 _ANY = True  # which is the same in a copy of the model
 _FILLED = "_is_hf_initialized"  # transformers initialises no tensor that has this mark
 
 
-class Slice(nn.Module):
+class Slice(WeightView, nn.Module):
     """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
 
     dim = 0
@@ -57,6 +58,10 @@ class Slice(nn.Module):
                 " parent module's call prepares; call the parent, or its merged linear"
             )
         return product.narrow(-1, self.start, self.stop - self.start)
+
+    def views_in(self, function: str) -> bool:
+        """Every property of a slice views a part of the merged linear."""
+        return function != "forward"
 
     @property
     def merged(self) -> ColumnParallelLinear:

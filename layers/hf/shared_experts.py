@@ -18,7 +18,7 @@ from torch import nn
 from ..experts import SplitExperts
 from ..linear import RowParallelLinear
 from ..sharded import LOCAL
-from .skeleton import kind_of
+from ..verify.skeleton import kind_of
 from .styles import is_hooked
 
 _NAMES = ("shared_experts", "shared_expert")

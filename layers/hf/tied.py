@@ -16,12 +16,13 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear
 from ..shard import Shard, fill
+from ..verify.views import WeightView
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
 
-class TiedColumnParallelLinear(ColumnParallelLinear):
+class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
     """A head that multiplies by its rows of `embedding`, the name of a parameter that `retie` registers here."""
 
     def __init__(
@@ -41,6 +42,10 @@ class TiedColumnParallelLinear(ColumnParallelLinear):
         if held is None:
             raise AttributeError("weight")
         return held if len(held) != self.out_features else self.parts[0].view(held, dim=0)
+
+    def views_in(self, function: str) -> bool:
+        """The weight is a view of the embedding."""
+        return function == "weight"
 
     @torch.no_grad()
     def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
