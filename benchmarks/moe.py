@@ -27,7 +27,8 @@ from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import candidates, moe_plan, need_sorting
+from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.plan import plan, weigh
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -221,12 +222,12 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
 
 def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:
     """What the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
-    known = candidates(problem, machine)
+    known = [each.config for each in weigh(problem, machine).candidates]
     mean = problem.pairs / layer.described()["touched"]
     tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
     if given is not None:
-        known = [moe_plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
-        known_ways = [moe_plan(problem, machine, False)]
+        known = [plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
+        known_ways = [plan(problem, machine, False)]
         name = "up" if problem.op == GATE_UP else "down"
         wanted = {None, name}, {None, str(problem.tokens)}
         tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]

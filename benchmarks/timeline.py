@@ -15,7 +15,7 @@ import tempfile
 
 from iris.tracing import MOST_EVENTS
 from iris_ops import FusedConfig
-from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.config import WITH_TORCH
 from iris_tp.bench import timing
 from iris_tp.bench.inputs import Inputs
 from iris_tp.bench.rows import CALLS, Row
@@ -76,7 +76,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 def is_recorded(config: FusedConfig) -> bool:
     """Whether calls of this configuration leave events (docs/guides/tracing.md)."""
-    return config.warp_specialised or config.algorithm not in TORCH_WAYS
+    return config.warp_specialised or config.algorithm not in WITH_TORCH
 
 
 def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:

@@ -8,7 +8,8 @@ from iris import aliases, platform
 from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
+WITH_TORCH = ("sequential", "copy_gather")  # whose product may be torch's
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", *WITH_TORCH)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from iris.invariance import RANKS, refusal
 import torch
 
 from . import sum_tree
+from .planning import needs
+from .planning.needs import ANY_ORDER, EIGHT_BITS, PLAIN, RANKS_ALIKE, ROWS_ALIKE, Epilogue, Sums, WeightFormat
 
 if TYPE_CHECKING:
     from .config import FusedConfig
@@ -88,6 +90,39 @@ class Problem:
     def asked(self) -> str:
         """The op that was called."""
         return GATED if self.gated else NORM if self.normed else self.op
+
+    @property
+    def weights(self) -> WeightFormat:
+        """How B is stored."""
+        return EIGHT_BITS if self.fp8 else PLAIN
+
+    @property
+    def sums(self) -> Sums:
+        """Which results of a row are to have the same bits."""
+        return RANKS_ALIKE if self.by_tree else ROWS_ALIKE if self.invariant else ANY_ORDER
+
+    @property
+    def epilogue(self) -> tuple[Epilogue, ...]:
+        """What follows the sum."""
+        return (needs.GATE,) if self.gated else (needs.NORM,) if self.normed else ()
+
+    counted = "rows"
+
+    @property
+    def chooses_order(self) -> bool:
+        """Whether a plan takes tiles of one order only, which it finds first."""
+        return self.invariant is not None
+
+    @property
+    def text(self) -> str:
+        """The problem in the words of a plan's first line."""
+        stored = "" if self.weights is PLAIN else f", B {self.weights.name}"
+        return f"{self.asked} {self.form} M={self.M} N={self.N} K={self.K} {self.dtype}{stored}"
+
+    @property
+    def free(self) -> Problem:
+        """The same problem without a promise of equal bits."""
+        return replace(self, invariant=None, depths=(), biased=False)
 
     @property
     def empty(self) -> bool:

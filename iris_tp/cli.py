@@ -104,8 +104,9 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     if args.K is None:
         return 2, "the following arguments are required: op, M, N, K (or --html FILE)"
     from iris.errors import ArgumentError
-    from iris_ops.planning.asked import asked, planned
+    from iris_ops.planning.asked import asked
     from iris_ops.planning.machine import machine_named
+    from iris_ops.planning.plan import plan
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -116,7 +117,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         problem = asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant, args.experts, args.top_k)
-        chosen = planned(problem, machine, algorithm=args.algorithm)
+        chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)
     print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")

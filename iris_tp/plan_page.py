@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 import zlib
 
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS, MoeProblem, moe_problem_asked
-from iris_ops.planning.moe_ways import weighed as moe_weighed
-from iris_ops.planning.plan import weighed
-from iris_ops.planning.trace import label
+from iris_ops.planning.plan import weigh
 from iris_ops.problem import OPS, problem_asked
 import torch
 
@@ -90,7 +87,7 @@ def survey(grid: Grid, mixtures: MixtureGrid) -> dict[str, Any]:
     axes = {axis.name: list(getattr(grid, axis.name)) for axis in fields(grid)}
     own = {axis.name: list(getattr(mixtures, axis.name)) for axis in fields(mixtures)}
     for gpu, ranks, *where in product(grid.gpus, grid.ranks, *own.values()):
-        of_mixtures.append(_mixture_point(mixture_of(ranks, *where), machine_named(*GPUS[gpu]), words))
+        of_mixtures.append(_point(mixture_of(ranks, *where), machine_named(*GPUS[gpu]), words))
     names = {gpu: GPUS[gpu][0] for gpu in grid.gpus}
     own["sizes"] = [list(each) for each in mixtures.sizes]  # as JSON has them
     mixture = {"axes": {"gpus": axes["gpus"], "ranks": axes["ranks"], **own}, "points": of_mixtures}
@@ -104,30 +101,18 @@ def mixture_of(ranks: int, op: str, tokens: int, experts: int, top_k: int, sizes
     return moe_problem_asked(op, tokens, N, K, experts, top_k, ranks, torch.bfloat16)
 
 
-def _mixture_point(problem: MoeProblem, machine: Any, words: Callable[[str], int]) -> list[Any]:
-    scored, rejected = moe_weighed(problem, machine)
-    best: dict[str, list[int]] = {}
-    for name, config in scored:
-        times, way = config.prediction, f"{config.kernel} {config.algorithm}"
-        if times is not None and way not in best:
-            best[way] = [words(name), *map(_tenths, (times.total_us, times.gemm_us, times.link_us))]
-    pairs = [text.removeprefix("rejected ").split(": ", 1) for text in rejected]
-    return [list(best.values()), [[words(each) for each in pair] for pair in pairs]]
-
-
 def _tenths(us: float) -> int:
     return round(10 * us)
 
 
 def _point(problem: Any, machine: Any, words: Callable[[str], int]) -> list[Any]:
-    scored, rejected = weighed(problem, machine)
-    best: dict[str, list[int]] = {}  # of each kernel, in the order of the plan
-    for config, times in scored:
-        kernel = kernel_for(problem, config)
-        if kernel not in best:
-            us = map(_tenths, (times.total_us, times.gemm_us, times.link_us))
-            best[kernel] = [words(label(problem, config)), *us]
-    return [list(best.values()), [[words(kernel), words(reason)] for kernel, reason in rejected]]
+    weighed = weigh(problem, machine)
+    best: dict[str, list[int]] = {}  # of each way, in the order of the plan
+    for each in weighed.candidates:
+        if each.way.name not in best:
+            us = map(_tenths, (each.times.total_us, each.times.gemm_us, each.times.link_us))
+            best[each.way.name] = [words(each.way.label(problem, each.config)), *us]
+    return [list(best.values()), [[words(way.name), words(reason)] for way, reason in weighed.rejected]]
 
 
 def page(table: dict[str, Any]) -> str:

@@ -62,11 +62,14 @@ class Calls:
     def addresses(self, key: tuple | None) -> tuple[int, ...]:
         return key[: self._tensors] if key else (0,) * self._tensors
 
-    def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` finds out, which is asked once for all calls that differ in addresses and workspace only."""
+    def prepared(self, key: tuple | None, prepare: Callable[[], Any], *place: object) -> Any:
+        """What `prepare` finds out, which is asked once for all calls that differ in addresses and workspace only.
+
+        `place`: what else it depends on.
+        """
         if key is None:
             return prepare()
-        rest = key[self._tensors : -1]  # a wrong workspace is told later, and not kept
+        rest = (*key[self._tensors : -1], *place)  # a wrong workspace is told later, and not kept
         found = self._prepared.get(rest)
         if found is None:
             found = prepare()

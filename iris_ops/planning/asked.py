@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from iris.errors import ArgumentError
 import torch
 
-from ..config import FusedConfig
 from ..problem import Problem, problem_asked
-from .machine import Machine
 from .moe_problem import MOE_OPS, MoeProblem, moe_problem_asked
-from .moe_ways import moe_plan
-from .plan import plan
 
 
 def asked(
@@ -33,12 +29,3 @@ def asked(
         if value is not None:
             raise ArgumentError(f"{name} is {value!r} for {op}; expected none, or one of {', '.join(MOE_OPS)}")
     return problem
-
-
-def planned(
-    problem: Problem | MoeProblem, machine: Machine, explained: bool = True, algorithm: str | None = None
-) -> FusedConfig:
-    """The plan of either kind of problem."""
-    if isinstance(problem, MoeProblem):
-        return moe_plan(problem, machine, explained, algorithm)
-    return plan(problem, machine, explained, algorithm)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
 from ..problem import check_asked, part_size
+from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -40,12 +41,42 @@ class MoeProblem:
     in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
 
+    epilogue = ()
+    chooses_order = False
+    counted = "tokens"
+    order_text = "tiles of one instruction"
+
     def __post_init__(self) -> None:
         if self.invariant == RANKS:
             raise ArgumentError(
                 f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch'"
                 " or None"
             )
+
+    @property
+    def asked(self) -> str:
+        """The op that was called."""
+        return self.op
+
+    @property
+    def weights(self) -> WeightFormat:
+        """How experts are stored."""
+        return PLAIN
+
+    @property
+    def sums(self) -> Sums:
+        """Which results of a token are to have the same bits."""
+        return ROWS_ALIKE if self.invariant else ANY_ORDER
+
+    @property
+    def free(self) -> MoeProblem:
+        """The same problem without a promise of equal bits."""
+        return replace(self, invariant=None)
+
+    @property
+    def text(self) -> str:
+        """The problem in the words of a plan's first line."""
+        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}"
 
     @property
     def pairs(self) -> int:

@@ -22,7 +22,6 @@ Of "ranks" it depends on nothing but dtype, machine and all ranks' K: what is fa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from iris.invariance import RANKS
@@ -126,15 +125,13 @@ _INSTRUCTIONS = "wgmma", "mfma of 32", "fma", "mma", "mfma of 16", "block", "fix
 _ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
 
 
-@lru_cache(maxsize=1024)
-def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machine], dict]) -> Order | None:
+def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) -> Order | None:
     """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
-    `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at
-    (and is 0, so that all share what is kept). With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on
-    the ranks. None: there is no such order.
+    `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at.
+    With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on the ranks. None: there is no such order.
     """
-    found = [offers(replace(problem, M=rows), machine) for rows in _ROWS]
+    found = [offers(replace(problem, M=rows)) for rows in _ROWS]
     common = [order for order in found[0] if all(order in offered for offered in found)]
 
     def mean(order: Order) -> float:

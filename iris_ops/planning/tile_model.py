@@ -14,7 +14,6 @@ import torch
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
-from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
 from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
@@ -98,7 +97,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
     waves = -(-(tiles - cut) // programs)
-    if bm == 64 and kernel_for(problem, config) in (LAMPORT_PAIR, LAMPORT_PAIR_SCATTER):
+    if bm == 64 and config.warp_specialised and config.algorithm == "one_shot":
         waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
     compute = waves * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
@@ -140,8 +139,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     if fp32:
         shares = FP32_TILES
     elif lamport:
-        tables = {LAMPORT_TWO_SHOT: specialised.two_shot}
-        exchanged = tables.get(kernel_for(problem, config)) or specialised.of_pair(problem.fp8)
+        two_shot = config.algorithm == "two_shot"
+        exchanged = specialised.two_shot if two_shot else specialised.of_pair(problem.fp8)
         shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
     else:
         moved = specialised.copy_gather if problem.op == GATHER_MATMUL else specialised.overlapped

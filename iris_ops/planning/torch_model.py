@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, log
 
-from ..problem import Problem
-from .fp8_model import rounding_us, torch_us
+from ..problem import ALL_REDUCE, Problem
+from .fp8_model import rounding_us, stream_refused, torch_us
 from .machine import Machine
+from .needs import ANY_ORDER, EIGHT_BITS
 
 # Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.
 _TILES = {
@@ -101,3 +102,16 @@ def gate_us(problem: Problem, machine: Machine) -> float:
     """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
     return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
+
+
+def library_refused(problem: Problem, machine: Machine) -> str | None:
+    """Why a library's product is not weighed, if it is not: its time is not known, or a stream of weights is faster."""
+    if problem.weights is EIGHT_BITS:
+        few = problem.op == ALL_REDUCE and problem.sums is ANY_ORDER and stream_refused(problem, machine) is None
+    elif not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:
+        return "the time of the library's product is not known here"
+    elif problem.world_size == 1:
+        return "one rank: no collective to follow"
+    else:
+        few = problem.gemm[0] <= 64
+    return "few rows: a stream of weights needs no library" if few else None

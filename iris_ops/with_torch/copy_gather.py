@@ -39,8 +39,7 @@ import triton.language as tl
 from ..kernels.hopper import gather_matmul
 from ..local import gating, matmul
 from ..operands import Operands
-from ..planning.kernel_names import HOPPER_GATHER_FIRST
-from ..planning.torch_ways import rows_of, steps_of
+from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
 from ..problem import Problem, part_of
 from . import torch_matmul
 

@@ -17,7 +17,7 @@ from iris.ccl import problem as ccl
 from iris.ccl.collectives import Collectives
 
 from ..local import matmul
-from ..planning.torch_ways import sequential_elements
+from ..planning.ways.sequential import sequential_elements
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 from . import torch_matmul
 

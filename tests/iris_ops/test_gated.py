@@ -9,7 +9,7 @@ import iris
 from iris import platform
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris.launch import relaunch
-from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401
+from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
 from iris_ops.planning.machine import machine_named
@@ -211,7 +211,7 @@ def refused_body(ctx: iris.Iris) -> None:
         raise triton.OutOfResources(393_216, 232_448, "shared memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "relaunch", SimpleNamespace(launch=too_large))
+        patch.setattr(steps, "relaunch", SimpleNamespace(launch=too_large))
         with pytest.raises(ArgumentError, match="all_gather_matmul_gated: config has blocks of 256 x 256 x 128"):
             ctx.ops.all_gather_matmul_gated(out, A, B, config=FusedConfig(256, 256, 128, num_stages=4))
     with pytest.raises(ArgumentError, match="form is 'k' for all_gather_matmul_gated; expected none"):

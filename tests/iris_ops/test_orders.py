@@ -9,10 +9,8 @@ from iris.errors import ArgumentError
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import INTERPRETER, machine_named
-from iris_ops.planning.plan import plan
-from iris_ops.planning.ways import WAYS
+from iris_ops.planning.plan import choose, plan, wanted_order, way_named
 from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, problem_asked
 import pytest
 import torch
@@ -37,8 +35,7 @@ def test_a_product_without_ranks_is_of_one_instruction(name):
 
 def order_of(problem: Problem, machine) -> orders.Order | None:
     config = plan(problem, machine, explained=False)
-    (way,) = (way for way in WAYS if way.kernel == kernel_for(problem, config))
-    return way.order(problem, config, machine)
+    return way_named(config.kernel).order(problem, config, machine)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -65,8 +62,8 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
 def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
     machine = machine_named(INTERPRETER, 1)
     for rows in (ROWS, ROWS[::-1]):
-        orders.chosen.cache_clear()
-        plan.__globals__["_plan"].cache_clear()
+        wanted_order.cache_clear()
+        choose.cache_clear()
         found = [
             order_of(problem_asked("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
             for M in rows

@@ -9,9 +9,8 @@ from statistics import median
 
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import plan
+from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
-from iris_ops.planning.ways import predict
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, problem_asked
 from iris_tp.bench.rows import CALLS
 import pytest
