@@ -379,7 +379,7 @@ def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
         )
     try:
         agreement.wanted()
-        graphs.wanted()
+        graphs.enabled()
     except PlatformError as error:
         return error
     return None
