@@ -52,7 +52,7 @@ def enabled() -> bool:
 
 
 class Graphs:
-    """The graphs of calls that follow each other in stream order. `capturer` turns the launches of a call into a graph."""
+    """The graphs of calls that follow each other in stream order. `capturer` makes a graph of a call's launches."""
 
     def __init__(self, ctx: Rank, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ctx, self.device = ctx, ctx.device

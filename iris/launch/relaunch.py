@@ -248,7 +248,7 @@ class _Native:
 
     def _again(self, grid: tuple[int, int, int], arguments: list) -> Callable[[], bool]:
         call, current_stream, head = self.how.call, self.how.current_stream, self.how.head
-        trailing = self.how.behind(arguments)
+        trailing = self.how.trailing(arguments)
         (enter, leave), (x, y, z) = launch_listeners(), grid
         last = x, y, z, None
 

@@ -132,7 +132,7 @@ class CudaPages:
         return extents
 
     def _extent(self, at: int) -> Extent:
-        """Return the handle mapped at `at`, in full; the driver gives the range of one mapping, not of a reservation."""
+        """Return the whole handle mapped at `at`; the driver gives the range of one mapping, not of a reservation."""
         error, memory = self._driver.cuMemRetainAllocationHandle(at)
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise NotSymmetricError(

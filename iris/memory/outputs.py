@@ -281,7 +281,7 @@ class _Cached:
             return None
 
     def _follow(self) -> bool:
-        """Move the segment to the current stream if it belongs to another and holds no tensor; return whether it moved."""
+        """Move the segment to the current stream if another owns it and it is empty; return whether it moved."""
         if self._streams >= _MOST_STREAMS or not self.foreign():
             return False
         if any(block["state"] != "inactive" for block in self._blocks()):
