@@ -171,7 +171,7 @@ def only_graphs(workspace: Workspace) -> int:
     def again() -> bool:
         raise AssertionError("launched piece by piece")
 
-    for call in workspace.graphs._kept:
+    for call in workspace.graphs._graphed:
         call._again = again
     return len(workspace.graphs)
 
