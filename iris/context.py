@@ -68,7 +68,7 @@ def iris(
     `copy_engine`: None, for code written for ROCm/iris.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
-    say), `HeapExhausted` when the memory cannot be had; on every rank alike.
+    say) or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine)
 

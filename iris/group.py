@@ -54,7 +54,7 @@ class Ranks:
         self.name = name_of(self.group.group_name if self.group else "alone")
         if self.group is not None and self.size > 1:
             self._channel = Channel(
-                _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
+                store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
             )
         self.together("the group", lambda: _raised(refusal))
 
@@ -194,7 +194,7 @@ def _told(error: Exception) -> tuple[type, str]:
     return PlatformError, f"{type(error).__name__}: {error}"
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Any:
     """The store that the processes of a group share."""
     try:
         return group.get_group_store()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 import inspect
 import os
 from pathlib import Path
@@ -23,11 +24,14 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
-from ..hf.parallelize import Options, check_options, parallelize
+from ..hf.parallelize import Options, check_options, split_layers
 from ..hf.tied import retie
+from ..pipeline.cut import Part, cut
+from ..pipeline.mesh import Place, place_in
+from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import check_context, flags, part_of, split_parameter
-from ..together import agree, raise_together, shown, words
+from ..together import agree, raise_together, run_together, shown, words
 from . import names
 from .buffers import Staging
 from .composed import Source
@@ -37,6 +41,7 @@ from .folder import check_contents
 
 if TYPE_CHECKING:
     from iris.context import Iris
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import GenerationMixin, PreTrainedModel
     from typing_extensions import Unpack
 
@@ -55,6 +60,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
     **options: Unpack[Options],
 ) -> SplitModel:
     """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
@@ -62,13 +68,28 @@ def from_pretrained(
     It is a causal language model, one of an encoder and a decoder, or one of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    by default. `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank reads its slices of its
+    own stage's layers only. What became of each module is in the model's `parallel_report`.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
     with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
     otherwise than rank 0.
     """
     check_context(ctx)
+    place = place_in(mesh, ctx)
+    if place is None:
+        return _load_split(path_or_id, ctx, None, dtype, strict, trust_remote_code, options)[0]
+    load = partial(_load_split, path_or_id, ctx, place, dtype, strict, trust_remote_code, options)
+    model, part = place.run("from_pretrained", load)
+    connect(model, place, part)
+    return model
+
+
+def _load_split(
+    path_or_id: str | Path, ctx: Iris, place: Place | None, dtype: torch.dtype | None, strict: bool,
+    trust_remote_code: bool, options: Options,
+) -> tuple[SplitModel, Part | None]:  # fmt: skip
+    """The model, or its stage, and which layers that has."""
     asked = {"dtype": dtype, "strict": strict, "trust_remote_code": trust_remote_code, **options}
     refusal = _refusal(path_or_id, dtype, strict, trust_remote_code, options)
     agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
@@ -77,7 +98,13 @@ def from_pretrained(
         model, checkpoint, sources, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
     try:
         raise_together(problems, f"{name} cannot be loaded", ctx)
-        report = parallelize(model, ctx, **options)
+        part = None
+        if place is not None and place.stages > 1:
+            part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
+            named = model.state_dict(keep_vars=True)
+            moved = {part.local(tensor): source for tensor, source in sources.items()}
+            sources = {tensor: source for tensor, source in moved.items() if tensor in named}
+        report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
         try:
             for target, source in _progress(sources, ctx):
                 _load(model, target, source, ctx.device)
@@ -94,7 +121,7 @@ def from_pretrained(
     empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
     model.parallel_report = report
-    return model.eval()
+    return model.eval(), part
 
 
 def _read(

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from ..digests import compare, facts
+from ..pipeline.stage import run_on_stages, share_generators
 from ..serving.arguments import check_memory, check_tokens, words_of
 from ..serving.cache import room_of
 from ..sharded import ShardedLinear, check_context
@@ -79,9 +80,15 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
         with given.streaming(), ctx.in_this_thread():
             check_context(ctx)
             compare(ctx, "generate", assistant_model=given.arguments.get("assistant_model"))
-            checked(ctx, "generate", given.check, lambda _: given.facts())
+            run_on_stages(
+                self,
+                "generate",
+                lambda: checked(ctx, "generate", given.check, lambda _: given.facts()),
+                lambda _: given.facts(),
+            )
             if isinstance(given.arguments.get("custom_generate"), str):
                 given.arguments.setdefault("trust_remote_code", False)  # else each rank would ask on its own stdin
+            share_generators(self, ctx.device)
             share_rng(ctx)
             own = self._own_generate
             return type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)

@@ -32,6 +32,9 @@ from torch import nn
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from ..pipeline.cut import Part, cut
+from ..pipeline.mesh import place_in
+from ..pipeline.stage import connect
 from ..shard import Shard
 from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
 from ..together import run_together
@@ -58,6 +61,7 @@ from .without_kernels import drop_kernels
 
 if TYPE_CHECKING:
     from iris.context import Iris
+    from torch.distributed.device_mesh import DeviceMesh
 
 # the ops of linears whose weights are stored so
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
@@ -84,6 +88,7 @@ def parallelize(
     weights: str | None = None,
     sequence_parallel: bool | int | str = "auto",
     partial: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module. Collective.
 
@@ -102,6 +107,33 @@ def parallelize(
     the first forward, and for weights that are no plain tensors. Whatever is raised, the model is then as it was.
     """
     check_context(ctx)
+    options: dict[str, Any] = dict(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights)
+    options |= dict(sequence_parallel=sequence_parallel, partial=partial)
+    place = place_in(mesh, ctx)
+    if place is None:
+        return split_layers(model, ctx, **options)
+
+    def split_stage() -> tuple[Part | None, Report]:
+        part = run_together(ctx, lambda: cut(model, place.stage, place.stages)) if place.stages > 1 else None
+        return part, split_layers(model, ctx, **(options if part is None else part.served(options)))
+
+    before = Snapshot(model) if isinstance(model, nn.Module) else None
+    try:
+        part, report = place.run("parallelize", split_stage)
+        connect(model, place, part)
+    except BaseException:
+        if before is not None:
+            before.restore()
+        raise
+    return report
+
+
+def split_layers(
+    model: nn.Module, ctx: Iris, *, plan: str | dict[str, str] = "auto",
+    filter_fn: Callable[[str, nn.Module], bool] | None = None, fuse: bool = True, weights: str | None = None,
+    sequence_parallel: bool | int | str = "auto", partial: bool = False,
+) -> Report:  # fmt: skip
+    """Do what `parallelize` does without a mesh, on the layers that `model` has."""
 
     def prove() -> _Split:
         options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)

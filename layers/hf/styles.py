@@ -114,13 +114,14 @@ def resolve_plan(
     _refuse_lazy(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]
+    elsewhere = {name for name, module in modules.items() if getattr(module, "is_elsewhere", False)}  # another stage's
     styles: dict[str, str] = {}
     for pattern, style in rules.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if regex.fullmatch(name)]
         if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
-        styles.update(dict.fromkeys(found, style))
+        styles.update((name, style) for name in found if name not in elsewhere)
     styles = _by_recurrence(styles, modules, automatic)
     for name in sorted(
         styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {RECURRENT}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..digests import facts
+from ..pipeline.stage import run_on_stages
 from ..sharded import positive
 from ..together import checked
 from .arguments import check_no_autocast, check_sampling, words_of
@@ -50,6 +51,7 @@ def checked_request(
         lengths = [len(row) for row in tokens]
         return facts(lengths=lengths, max_new_tokens=max_new_tokens, **options, tokens=tokens)
 
-    _, request = checked(engine.ctx, "Engine.generate", check, told)
+    call = "Engine.generate"
+    _, request = run_on_stages(engine.model, call, lambda: checked(engine.ctx, call, check, told), told)
     mask = None if request.mask is None else request.mask.to(device)
     return Request(request.count, request.prompts.to(device), mask, request.ends)
