@@ -8,6 +8,7 @@
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp verify batch --model path                                whether a row's bits depend on the batch
+    iris-tp verify load --model path --ranks 2                       whether each kind of weight is as it is stored
     iris-tp doctor                                                   what this machine lacks, and how to get it
     iris-tp --version
 

@@ -8,7 +8,7 @@ gave for the row says which was the first.
     iris-tp verify batch --model path --ranks 2
     iris_tp.verify.batch(model, ctx)        the same of a split model, as a list of findings
 
-`iris-tp verify ranks` is in `verify_ranks.py`.
+`iris-tp verify ranks` is in `verify_ranks.py`, `iris-tp verify load` in `verify_load.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from iris.errors import ArgumentError
 import torch
 
-from . import arguments, launch, verify_ranks
+from . import arguments, launch, verify_load, verify_ranks
 from .arguments import LENGTH, STEPS
 from .verify_runs import modes_on, run_batch, split, unlike
 
@@ -117,7 +117,7 @@ def _rank_main(results: Path, args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     parser = arguments.verify()
     args = parser.parse_args(argv)
-    args.invariant = None if args.nothing else args.level
+    args.invariant = None if args.nothing or args.level == "load" else args.level
     if args.level == "ranks":
         args.ranks = args.ranks or tuple(range(1, launch.default_ranks() + 1))
         args.batches = args.batches or verify_ranks.BATCHES
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
             return 2
         args.model = str(smollm2.checkpoint())
     try:
-        return verify_ranks.main(args) if args.level == "ranks" else _main(args)
+        return {"ranks": verify_ranks.main, "load": verify_load.main}.get(args.level, _main)(args)
     except launch.RankError as error:
         print(f"iris-tp verify: {error}", file=sys.stderr)
         return 2

@@ -341,6 +341,17 @@ def part_of(module: nn.Module, key: str) -> tuple[Shard, int] | None:
     return getattr(module, "_parts", {}).get(key)
 
 
+def keep_units(module: nn.Module, key: str, unit: int) -> None:
+    """Remembers that `unit` entries of a parameter's inputs share a scale in the files that it will be filled from."""
+    holder: Any = module
+    holder._units = {**getattr(module, "_units", {}), key: unit}
+
+
+def unit_of(module: nn.Module, key: str = "weight") -> int:
+    """How many entries of a parameter's inputs had better stay together; 1 where no file says so."""
+    return getattr(module, "_units", {}).get(key, 1)
+
+
 def check_context(ctx: Any) -> None:
     """Raises for what is no context, or one that was closed or has lost a rank."""
     if not hasattr(ctx, "num_ranks"):

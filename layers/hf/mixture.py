@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from ..experts import Form, OnFirstRank, SplitExperts, SumOverRanks, part_of_experts
 from ..shard import Shard
-from ..sharded import split_parameter
+from ..sharded import split_parameter, unit_of
 
 if TYPE_CHECKING:
     pass
@@ -116,7 +116,8 @@ def _parts(
         shape = module.get_parameter(key).shape
         dim %= len(shape)
         size = shape[dim] // 2 if halves else shape[dim]
-        start, stop = part_of_experts(size, world, rank)
+        unit = max((unit_of(module, each) for each in dims), default=1)
+        start, stop = part_of_experts(size, world, rank, unit)
         ranges = ((start, stop), (start + size, stop + size)) if halves else ((start, stop),)
         yield key, Shard(shape[dim], ranges), dim
 

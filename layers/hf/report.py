@@ -37,6 +37,8 @@ class Report:
     world: int
     rows: list[ReportRow] = field(default_factory=list)
     plan: str = ""  # whose it is, in words
+    widened: str = ""  # what quantised weights in the files became, in words
+    verified: tuple = ()  # what `from_pretrained(..., verify=True)` compared, see `checkpoint.verify`
 
     @property
     def bytes(self) -> int:
@@ -55,7 +57,7 @@ class Report:
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
         title = f"rank {self.rank} of {self.world}: {self.bytes:,} bytes of parameters"
         title += f", split by {self.plan}" if self.plan else ""
-        return "\n".join([title] + [_line(line, widths) for line in lines])
+        return "\n".join([title, *([self.widened] if self.widened else [])] + [_line(line, widths) for line in lines])
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
