@@ -151,6 +151,7 @@ class Iris(PeerMethods):
         bounds.add(self._segment.bases, self._segment.span)
         self.heap.heap_bases = self.heap_bases
         self._difference = ""  # between heaps, once it is known
+        self._refused = ""  # the error of the last call that this rank refused
         self._handed_out = fields[-1]
         self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
         self._pool: Pool | None = None

@@ -179,10 +179,12 @@ class Rank:
             self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
 
     def tell_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
-        """With IRIS_DEBUG=1: tells the ranks that compare this `call` that this one refuses its arguments by `error`.
+        """Keep the `error` by which this rank refuses a `call`, for the message of heaps that differ afterwards.
 
-        They raise, too, where they would use what an earlier or a later call of this rank sends.
+        With IRIS_DEBUG=1 this rank also sends it to the ranks that compare the call. They raise, too, where they would
+        use what an earlier or a later call of this rank sends.
         """
+        self._refused = str(error)
         if self.agreement is not None:
             with suppress(ArgumentError, PeerLostError):  # this rank raises its own
                 self.compare(call, members, **{REFUSAL: error})
@@ -290,7 +292,9 @@ class Rank:
             return
         if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
-                self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)
+                self._difference = failures.heaps_differ(
+                    self.hosts, self.heap, self._refused, kind, waiter, peer, expected
+                )
             raise NotSymmetricError(self._difference)
         if kind == waits.BAD_EXPERT.value:
             raise ExpertError(failures.bad_expert(waiter, expected, seen))
