@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 
 
 def _calls(ctx: iris.Iris) -> tuple[list[str], int]:
-    """The ranges of a context that is made while `IRIS_NVTX=1`, on a machine that seems to have CUDA; and those left open."""
+    """The ranges of a context that is made while `IRIS_NVTX=1`, with CUDA as it seems, and how many stay open."""
     names, depth = [], 0
 
     def push(name: str) -> None:
