@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from . import failures, platform
+from . import failures, nvtx, platform
 from .agreement import REFUSAL
 from .barrier import DeviceBarrier
 from .device import waits
@@ -86,7 +86,7 @@ class Rank:
         found = self._kept.get(make)
         if found is None:
             self.check()
-            found = self._kept[make] = make(self)
+            found = self._kept[make] = nvtx.with_ranges(make(self))
         return found
 
     def forget_launches(self) -> None:
