@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from iris import transforms
 from iris.errors import ArgumentError, IrisError, ShapeError
 from iris.heap import check_memory, span
-from iris.invariance import RANKS
 from iris.launch import relaunch
 from iris.launch.streams import check_async
 import torch
@@ -27,6 +26,7 @@ from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .launch import steps_of
 from .operands import Operands
 from .planning.machine import machine_of
+from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
 from .planning.way import Sizes
 from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
@@ -77,10 +77,10 @@ class Prepared:
             "bias": "none" if call.tensors.bias is None else "given",
             "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
         }
-        if problem.by_tree:
-            facts["depths"] = problem.depths
-        if problem.fp8:
-            facts["B"] = "in eight bits"
+        if problem.tree:
+            facts["depths"] = problem.sums.depths
+        if problem.weights is not PLAIN:
+            facts["B"] = problem.weights.name
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
             facts["K"] = problem.K
         else:
@@ -155,7 +155,7 @@ class Calls:
             if again is None or not again():
                 tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
                 run = steps.Run(
-                    ctx, workspace, self.kernels, tensors, out, addresses, came_before, call.epilogue
+                    ctx, workspace, self.kernels, tensors, out, staged, addresses, came_before, call.epilogue
                 )  # fmt: skip
                 launched = steps.run_all(program, run)
                 again = launched and launched.again
@@ -249,14 +249,15 @@ class Calls:
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
         problem = promised(problem, ctx.invariant, call.depths, bias is not None)
-        if problem.depths and problem.depths[ctx.cur_rank] != problem.K:
+        depths = problem.sums.depths
+        if depths and depths[ctx.cur_rank] != problem.K:
             raise ShapeError(
-                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose depths are {problem.depths}; expected"
-                f" {problem.depths[ctx.cur_rank]} columns"
+                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose depths are {depths}; expected"
+                f" {depths[ctx.cur_rank]} columns"
             )
         if config is not None:
             _check_config(problem, config)
-            if problem.invariant == RANKS:
+            if problem.sums.on_any_ranks:
                 check_order(problem, config, machine)
         chosen = config or self._planned(problem)
         way = way_for(problem, chosen)

@@ -9,18 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from .config import MOST_ELEMENTS, FusedConfig
-from .fp8 import scaled_matmul, weight_stream
-from .kernels.descriptors import in_whole_vectors
+from .config import FusedConfig
 from .operands import Operands
 from .planning.machine import machine_of
 from .planning.needs import GATE, NORM
 from .planning.plan import way_for, way_named
 from .planning.way import Way
-from .problem import GATHER_MATMUL, MATMUL_GATHER, Problem
-from .steps import BiasTogether, Gate, Halves, Kernel, Norm, PartOfNothing, Restore, Round, Several, Step, named
+from .problem import MATMUL_GATHER, Problem
+from .steps import BiasTogether, CopyBack, Gate, Halves, Kernel, Norm, PartOfNothing, Several, Step, named
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -57,51 +53,28 @@ def steps_of(
         A, B, bias = A[:0], A.t(), None
     tensors, planned = Operands(out, A, B, bias, scale), way_for(problem, config)
     ends_with_norm = NORM in planned.fuses(problem, config)
-    halves = problem.gated and GATE not in planned.fuses(problem, config)
+    halves = problem.epilogue is GATE and GATE not in planned.fuses(problem, config)
     if halves:
         before.append(Halves(problem))
         tensors = tensors._replace(out=out.new_empty(problem.M, problem.N))
-    # the product of several launches rounds by itself, and a stream takes rows as they are
-    as_it_is = problem.fp8 and (planned.several_launches or not planned.rounds_rows(problem))
-    way, chosen = loading(rank, problem, config, tensors) if as_it_is or not problem.fp8 else (planned, config)
-    if problem.fp8 and way.rounds_rows(problem):
-        weight = _rounded_weight(rank, problem, config, tensors)
-        if weight is None:
-            weight, problem = out.new_empty(B.shape[1], B.shape[0]).t(), replace(problem, fp8=False)
-            before.append(Restore())
-            tensors = Operands(tensors.out, A, weight, bias)
-        else:
-            before.append(Round())
-            tensors = Operands(tensors.out, weight.t(), weight, bias)  # rounded rows lie as those of the weight do
+    way, chosen = planned, config
+    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows as they are
+        way, chosen = loading(rank, problem, config, tensors)
+    if way.rounds_rows(problem) or problem.weights not in way.weights:
+        more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
+        before += more
         way, chosen = loading(rank, problem, config, tensors)
     config, fused = chosen, normed and ends_with_norm
     step: Step = Several(way, problem, config)
     if not way.several_launches:
         pieces = -(-problem.M // way.most_rows(problem, config))
         step = Kernel(way, problem, config, fused, max(1, pieces))
-    behind: list[Step] = [Gate()] if halves else []
+    after: list[Step] = [CopyBack()]
+    if halves:
+        after.append(Gate())
     if normed and not fused:
-        behind.append(Norm())
-    return (*before, step, *behind)
-
-
-def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
-    """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
-    out, A, B, bias, _ = tensors
-    few = problem.M <= weight_stream.MOST_ROWS and not problem.invariant
-    rounds = problem.op != GATHER_MATMUL and not few
-    if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
-        return None
-    if max(config.block_m, config.block_n) * config.depth(True) > MOST_ELEMENTS:
-        return None
-    B = in_whole_vectors(B.t()).t()
-    way = way_for(problem, config)
-    if config.algorithm != "overlapped" and not way.warp_specialised:
-        return B
-    # a portable kernel of tiles that overlap takes no scales
-    rows = Operands(out, B.t(), B, bias)
-    specialised = way.warp_specialised and supports(way, problem, config, rank.cur_rank, rows) is None
-    return B if specialised else None
+        after.append(Norm())
+    return (*before, step, *after)
 
 
 class _Told:

@@ -12,6 +12,7 @@ from .kernels.descriptors import as_stored
 from .kernels.hopper import operands
 from .kernels.matmul_reduce import column_step
 from .operands import Operands
+from .planning.needs import GATE, PLAIN
 from .problem import Problem, part_of
 
 
@@ -23,11 +24,11 @@ def streams(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
 def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
     """Of `kernels/hopper/gather_matmul.py` behind copy engines."""
     out, A, B, _, _ = tensors
-    if problem.fp8:
-        return "it multiplies no weights in eight bits"
+    if problem.weights is not PLAIN:
+        return f"it multiplies no weights {problem.weights.name}"
     if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
         return "rows of A stand apart"
-    if problem.gated and as_stored(B) is B:
+    if problem.epilogue is GATE and as_stored(B) is B:
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):
         return "rows of A begin between vectors of 16 bytes"

@@ -20,6 +20,7 @@ from .operands import Operands
 from .outputs import NewOutputs
 from .planning.asked import asked
 from .planning.plan import unaligned
+from .planning.weights import BY_FLAG
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
@@ -159,7 +160,7 @@ class Ops(MixtureOps):
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        problem = asked(op, M, N, K, ranks, dtype, form, fp8, level, experts, top_k, depths)
+        problem = asked(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, depths)
         found = self._calls.plan(problem, explained, algorithm)
         return found if aligned else unaligned(problem, found)
 

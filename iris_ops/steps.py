@@ -1,12 +1,13 @@
 """The steps of a prepared call. Each launches what it was made for and chooses nothing.
 
     BiasTogether, PartOfNothing   operands as kernels take them, where a caller's are not
-    Round, Restore                operands of a weight in eight bits: rounded rows, or the weight in A's dtype
     Halves                        room for a gated product whose halves are gated in a step of their own
     Kernel, Several               one launch, or what comes with torch's product
+    CopyBack                      of what peers wrote elsewhere, to `out`
     Gate, Norm                    what follows in kernels of their own
 
-`repeatable`: whether a call with this step can be repeated by its launches alone.
+A format of weights has steps of its own before the product (`fp8/steps.py`). A call whose steps are all `repeatable`
+can be repeated by its launches alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -23,9 +24,7 @@ import torch
 import triton
 
 from .config import FusedConfig
-from .fp8 import scaled_matmul
 from .kernels import rmsnorm_epilogue
-from .kernels.descriptors import in_whole_vectors
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .local import gating
 from .operands import Operands
@@ -45,20 +44,34 @@ def named(where: str) -> Callable[..., Any]:
     return getattr(import_module(package), function)
 
 
+class Step(Protocol):
+    """What a step is. Its fields say what it launches."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call with this step can be repeated by its launches alone."""
+
+    def run(self, run: Run) -> None:
+        """Launch what the step stands for, in the current stream."""
+
+
 @dataclass
 class Run:
-    """One call under way. Steps may replace `tensors`; `out` is the caller's, or what stands in for it on the heap."""
+    """One call under way. Steps may replace `tensors`, whose `out` is `staged`, on the heap, or the caller's `out`.
+
+    `scales`: of the operands, as fields of a kernel's `TileEpilogue`.
+    """
 
     rank: Rank
     workspace: Workspace
     kernels: dict
     tensors: Operands
     out: torch.Tensor
+    staged: torch.Tensor | None = None
     moving: Sequence[int] = ()
     came_before: bool = False
     epilogue: Epilogue | None = None
-    a_scales: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
+    scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
     def launched(self) -> relaunch.Launch | None:
@@ -88,35 +101,6 @@ class PartOfNothing:
 
     def run(self, run: Run) -> None:
         run.tensors = run.tensors._replace(A=run.tensors.A[:0], B=run.tensors.A.t(), bias=None)
-
-
-@dataclass(frozen=True)
-class Round:
-    """Rows of A are rounded to eight bits, with a scale each, to memory of the workspace."""
-
-    repeatable = True
-
-    def run(self, run: Run) -> None:
-        out, A, B, bias, scale = run.tensors
-        weight, rows = in_whole_vectors(B.t()).t(), A if A.stride(1) == 1 else A.contiguous()
-        rounded, scales = run.workspace.rounded(*A.shape)
-        launch = scaled_matmul.launch_rounding(run.kernels, rounded, scales, rows, run.moving)
-        copied = rows is not A or weight.data_ptr() != B.data_ptr()  # copies are for now
-        run.launches.append(None if copied else launch)
-        run.tensors, run.a_scales, run.scale = Operands(out, rounded, weight, bias), scales, scale
-
-
-@dataclass(frozen=True)
-class Restore:
-    """The weight that B and its scales stand for is made, in A's dtype."""
-
-    repeatable = False
-
-    def run(self, run: Run) -> None:
-        out, A, B, bias, scale = run.tensors
-        assert scale is not None
-        run.launches.append(None)
-        run.tensors = Operands(out, A, scaled_matmul.restored(B.t(), scale, A.dtype).t(), bias)
 
 
 @dataclass(frozen=True)
@@ -162,8 +146,8 @@ class Kernel:
     ) -> relaunch.Launch | None:  # fmt: skip
         rank, config = run.rank, self.config
         function, grid, args = named(self.way.launcher)(rank, run.workspace, problem, config, tensors)
-        if run.a_scales is not None:
-            args["epilogue"] = args["epilogue"]._replace(a_scales=run.a_scales, b_scales=run.scale)
+        if run.scales:
+            args["epilogue"] = args["epilogue"]._replace(**run.scales)
         if self.ends_with_norm:
             assert run.epilogue is not None
             norm = dict(zip(EPILOGUE_NAMES, run.epilogue, strict=True))
@@ -205,6 +189,17 @@ class Several:
 
 
 @dataclass(frozen=True)
+class CopyBack:
+    """What peers wrote to memory of the workspace goes to `out`."""
+
+    repeatable = True
+
+    def run(self, run: Run) -> None:
+        if run.staged is not None:
+            run.out.copy_(run.staged)
+
+
+@dataclass(frozen=True)
 class Gate:
     """The halves of the product are gated to `out`."""
 
@@ -227,15 +222,6 @@ class Norm:
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:
     """Run the steps in the current stream. Return how to launch them again, or None."""
-    first_behind = next((i for i, step in enumerate(steps) if isinstance(step, Gate | Norm)), len(steps))
-    staged = run.tensors.out
-    for step in steps[:first_behind]:
-        step.run(run)
-    if staged is not run.out:  # peers have written there
-        run.out.copy_(staged)
-    for step in steps[first_behind:]:
+    for step in steps:
         step.run(run)
     return run.launched() if all(step.repeatable for step in steps) else None
-
-
-Step = BiasTogether | PartOfNothing | Round | Restore | Halves | Kernel | Several | Gate | Norm

@@ -108,6 +108,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris_ops.planning.asked import asked
     from iris_ops.planning.machine import machine_named
     from iris_ops.planning.plan import plan
+    from iris_ops.planning.weights import BY_FLAG
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -117,7 +118,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant, args.experts, args.top_k)
+        problem = asked(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, args.experts, args.top_k)
         chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)

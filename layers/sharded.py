@@ -20,7 +20,7 @@ from iris_ops.fp8 import linear as fp8
 from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import matmul, skinny_matmul
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.recording import row_count
 from iris_ops.sum_tree import checked_shares
 import torch

@@ -9,11 +9,12 @@ import torch
 
 from ..problem import Problem, problem_asked
 from .moe_problem import MOE_OPS, MoeProblem, moe_problem_asked
+from .needs import PLAIN, WeightFormat
 
 
 def asked(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False,
-    invariant: str | None = None, experts: int | None = None, top_k: int | None = None,
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
+    weights: WeightFormat = PLAIN, invariant: str | None = None, experts: int | None = None, top_k: int | None = None,
     depths: Sequence[int] | None = None,
 ) -> Problem | MoeProblem:  # fmt: skip
     """The problem that a question describes. Raises `ArgumentError` where it makes no sense.
@@ -23,8 +24,8 @@ def asked(
     """
     if op in MOE_OPS:
         chosen = 1 if top_k is None else top_k
-        return moe_problem_asked(op, M, N, K, experts, chosen, world_size, dtype, form, fp8, invariant)
-    problem = problem_asked(op, M, N, K, world_size, dtype, form, fp8, invariant, depths)
+        return moe_problem_asked(op, M, N, K, experts, chosen, world_size, dtype, form, weights, invariant)
+    problem = problem_asked(op, M, N, K, world_size, dtype, form, weights, invariant, depths)
     for name, value in (("experts", experts), ("top_k", top_k)):
         if value is not None:
             raise ArgumentError(f"{name} is {value!r} for {op}; expected none, or one of {', '.join(MOE_OPS)}")

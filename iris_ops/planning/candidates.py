@@ -82,13 +82,13 @@ def pushed(kernel: str, architecture: str, group_m: int) -> tuple[FusedConfig, .
 
 def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
     """Configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
-    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", False)
+    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2)
 
 
 @lru_cache(maxsize=64)
-def specialised(kernel: str, architecture: str, kind: str, fp8: bool) -> tuple[FusedConfig, ...]:
+def specialised(kernel: str, architecture: str, kind: str, itemsize: int) -> tuple[FusedConfig, ...]:
     known = specialised_tiles(architecture)
-    tables = {"one_shot": known.of_pair(fp8), "two_shot": known.two_shot, "copy_gather": known.copy_gather}
+    tables = {"one_shot": known.pair[itemsize], "two_shot": known.two_shot, "copy_gather": known.copy_gather}
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=kind, kernel=kernel)
         for (m, n, k, w), (s, _) in tables[kind].items()

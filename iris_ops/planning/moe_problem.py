@@ -9,7 +9,7 @@ from iris.invariance import RANKS
 import torch
 
 from ..problem import check_asked, part_size
-from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Sums, WeightFormat
+from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -66,7 +66,7 @@ class MoeProblem:
     @property
     def sums(self) -> Sums:
         """Which results of a token are to have the same bits."""
-        return ROWS_ALIKE if self.invariant else ANY_ORDER
+        return Sums(ROWS_ALIKE, self.invariant) if self.invariant else FREE_SUMS
 
     @property
     def free(self) -> MoeProblem:
@@ -113,7 +113,7 @@ class MoeProblem:
 
 def moe_problem_asked(
     op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
-    form: str | None = None, fp8: bool = False, invariant: str | None = None,
+    form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
     """The problem of a question to the planner, whose M is `tokens`; of `moe_gate_up` N is I, and experts are gated.
 
@@ -130,8 +130,10 @@ def moe_problem_asked(
         raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
-    if fp8:
-        raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
+    if weights is not PLAIN:
+        raise ArgumentError(
+            f"{weights.flag} is True for {op}; expected False: experts are multiplied in the tokens' dtype"
+        )
     return MoeProblem(
         op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
     )

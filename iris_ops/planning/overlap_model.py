@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from .fp8_model import MOST_ROWS, MULTIPLE
 from .machine import INTERPRETER, Machine
-from .needs import EIGHT_BITS
+from .needs import GATE
 from .tile_model import tile_us
 from .waves import gemm_tiles, programs_of
 
@@ -24,7 +21,7 @@ from .waves import gemm_tiles, programs_of
 _LEAF_US = 0.1
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
-# Elements that travel behind a product, at most; in eight bits it hides less.
+# Elements that travel behind a product, at most; one of rounded rows hides less.
 _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
 
@@ -58,7 +55,7 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 def leaf_ends(problem: Problem, config: FusedConfig) -> float:
     """What the ends of leaves take of a program's time for a tile."""
-    if not problem.by_tree:
+    if not problem.tree:
         return 0.0
     leaves = max(last - first for first, last in problem.tree.spans)
     return leaves * _LEAF_US * config.block_m * config.block_n / (64 * 128)
@@ -98,35 +95,22 @@ def unhidden(problem: Problem, most: int | None = None) -> str | None:
     `most`: elements of the largest result whose exchange it hides.
     """
     if most is None:
-        most = _MOST_ROUNDED if problem.weights is EIGHT_BITS else _MOST_UNHIDDEN
+        most = _MOST_ROUNDED if problem.weights.rounds_rows else _MOST_UNHIDDEN
     travels = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
-    if problem.by_tree or travels <= most:
+    if problem.tree or travels <= most:
         return None
     return "nothing would hide the exchange of so large a result"
-
-
-def rounding_refused(problem: Problem, machine: Machine) -> str | None:
-    """Why rows of A are not rounded to the weight's format, if that has them rounded: only what Hopper multiplies."""
-    if not problem.weights.rounds_rows:
-        return None
-    if not machine.warp_specialised or problem.dtype != torch.bfloat16:
-        return "it multiplies rows rounded to eight bits on Hopper only, of bf16"
-    if problem.M <= MOST_ROWS and not problem.invariant:
-        return f"up to {MOST_ROWS} rows are not rounded"
-    if problem.K % MULTIPLE or problem.N % MULTIPLE:
-        return f"K and N are no multiples of {MULTIPLE}"
-    return None
 
 
 def specialised_refused(problem: Problem, machine: Machine) -> str | None:
     """Why warp-specialised kernels cannot serve a problem; elsewhere their portable stand-ins would run."""
     if problem.weights.rounds_rows:
-        return rounding_refused(problem, machine)
+        return problem.weights.refused(problem, machine)
     if not machine.warp_specialised:
         return "it needs a Hopper GPU"
     if problem.dtype.itemsize != 2:
         return f"it does not multiply {problem.dtype}"
-    width = problem.N // 2 if problem.gated else problem.N  # of out
+    width = problem.N // 2 if problem.epilogue is GATE else problem.N  # of out
     if not (problem.whole_vectors(problem.K) and problem.whole_vectors(width)):
         return "rows begin between vectors of 16 bytes"
     return None

@@ -12,13 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 from iris.errors import ArgumentError
-from iris.invariance import RANKS
 
 from ..config import FusedConfig, Prediction
 from . import orders, trace
-from .fp8_model import restored, rounding_us
 from .machine import Machine
-from .needs import GATE, NORM
+from .needs import GATE, NORM, PLAIN
 from .orders import Order
 from .torch_model import gate_us
 from .way import Candidate, Sizes, Way
@@ -55,8 +53,8 @@ def _unserved(way: Way, problem: Any) -> str | None:
     """Why the problem's weights or sums are none of the way's, or None."""
     if problem.weights not in way.weights:
         return f"it multiplies no weights {problem.weights.name}"
-    if problem.sums not in way.sums:
-        return f"its sums are {' or '.join(sorted(each.name for each in way.sums))}, not {problem.sums.name}"
+    if problem.sums.kind not in way.sums:
+        return f"its sums are {' or '.join(sorted(way.sums))}, not {problem.sums.kind}"
     return None
 
 
@@ -73,9 +71,9 @@ def choose(
     ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None
 ) -> FusedConfig:
     """`plan`, among the given ways."""
-    plain, why = restored(problem, machine)
-    if why:
-        found = choose(ways, plain, machine, explained, algorithm)
+    if converted := problem.weights.converted(problem, machine):
+        found = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
+        why = f"B is converted in each call: {converted}"
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
     weighed = weigh(problem, machine, ways)
     allowed = [each for each in weighed.candidates if algorithm in (None, each.config.algorithm)]
@@ -90,14 +88,14 @@ def choose(
     chosen = alike[0]
     reasons: tuple[str, ...] = ()
     if explained:
-        free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.invariant else None
+        free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
         told = trace.Told(problem, machine, alike, weighed.rejected, left_out, wanted, free)
         reasons = trace.reasons(told)
     return replace(chosen.config, prediction=chosen.times, reasons=reasons)
 
 
 def _refusal(problem: Any, weighed: Weighed, algorithm: str | None, wanted: Order | None) -> str:
-    if problem.invariant == RANKS and problem.chooses_order and not wanted:
+    if problem.sums.on_any_ranks and problem.chooses_order and not wanted:
         return (
             f"{problem.asked}: {problem.world_size} ranks' parts of K = {problem.K} begin within a block; with"
             " invariant='ranks' expected parts of whole blocks, or A gathered by rows"
@@ -114,11 +112,10 @@ def predict(problem: Any, config: FusedConfig, machine: Machine, way: Way | None
     """Return the time that `config` should take, by `way` or, of a user's configuration, by the one it stands for."""
     way = way or way_for(problem, config)
     times, behind = way.times(problem, config, machine), 0.0
-    for each in problem.epilogue:
-        if each not in way.fuses(problem, config):
-            behind += _BEHIND_US[each](problem, machine)
+    if problem.epilogue and problem.epilogue not in way.fuses(problem, config):
+        behind += _BEHIND_US[problem.epilogue](problem, machine)
     if way.rounds_rows(problem):
-        behind += rounding_us(problem.M, problem.K, machine)
+        behind += problem.weights.rounding_us(problem.M, problem.K, machine)
     return replace(times, total_us=times.total_us + behind) if behind else times
 
 
@@ -160,9 +157,10 @@ def wanted_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
 def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
     """Raise `ArgumentError` for a user's configuration in which a row would be summed in an order of its own."""
     wanted, way = wanted_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)
-    order = way.order(problem if problem.sums in way.sums else problem.free, config, machine)
-    cut = problem.by_tree and problem.tree.depth % config.block_k
-    portable = problem.sums in way.sums and not way.warp_specialised and problem.by_tree
+    served = problem.sums.kind in way.sums
+    order = way.order(problem if served else problem.free, config, machine)
+    cut = problem.tree and problem.tree.depth % config.block_k
+    portable = problem.tree and served and not way.warp_specialised
     if portable and config.warp_specialised:
         raise ArgumentError(
             f"{problem.asked}: config.warp_specialised is True; with invariant='ranks' expected False, but for two"
@@ -176,7 +174,7 @@ def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
     if cut or order is None or order != wanted:
         raise ArgumentError(
             f"{problem.asked}: config sums by {order or 'an order of its own'}"
-            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.invariant!r} expected None,"
+            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level!r} expected None,"
             f" or one that sums by {wanted}"
         )
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iris.invariance import RANKS
-
 from ..config import Prediction
 from . import tritonblas
 from .machine import Machine
@@ -56,7 +54,7 @@ def reasons(told: Told) -> tuple[str, ...]:
 
 def of_what(problem: Any) -> str:
     """The numbers on which a row's bits do not depend."""
-    return "rows and ranks" if problem.invariant == RANKS else problem.counted
+    return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
 
 
 def label(problem: Any, candidate: Candidate) -> str:

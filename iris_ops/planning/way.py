@@ -130,7 +130,7 @@ class Way:
 
     def label(self, problem: Any, config: FusedConfig) -> str:
         """The kernel and its form, as a plan's trace names a candidate."""
-        label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.fp8)}"
+        label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.itemsize)}"
         if config.lamport:
             label += f" {config.algorithm}, {config.num_warps} warps"
         return label + (f", {problem.weights.rounding}" if self.rounds_rows(problem) else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import re
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 from torch import nn
 
 from ..experts import SplitExperts

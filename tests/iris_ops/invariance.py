@@ -13,8 +13,8 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import machine_of
 from iris_ops.planning.plan import WAYS, wanted_order, weigh
+from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import (
-    FP8,
     GATHER_MATMUL,
     MATMUL_GATHER,
     REDUCE_SCATTER,

@@ -23,7 +23,9 @@ from iris_ops.operands import Operands
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.plan import plan, way_for, workspace_size
 from iris_ops.planning.waves import gemm_tiles
-from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.planning.weights import BY_FLAG
+from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
 from iris_ops.steps import named
 import pytest
 import torch
@@ -92,7 +94,9 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         once=lambda make: make(None), log=log.logger,
     )  # fmt: skip
     tensors = tensors_of(problem, rank, rng)
-    if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
+    if (
+        problem.weights.rounds_rows
+    ):  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         specialised = config.algorithm == "overlapped" or way_for(problem, config).warp_specialised
@@ -112,7 +116,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         joins = args["joins"]
         assert joins.left.numel() >= args["sharers"] and joins.parts.numel() >= args["sharers"] * tile
         if args["shared_tiles"]:
-            check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
+            check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.itemsize)))
     if "rounded" in args:
         cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["moves"].SPLITS - 1)
         own = problem.world_size * -(-args["gathered"].part_rows // config.block_m) * args["moves"].PIECES
@@ -146,7 +150,7 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
         M, N, K = (rng.choice(SIZES) for _ in range(3))
         problem = Problem(op, form, M, N, K, rng.randint(1, 8), rng.choice(DTYPES))
         if op == ALL_REDUCE and problem.dtype == torch.bfloat16 and N % 16 == K % 16 == 0 and N * K:
-            problem = replace(problem, fp8=rng.random() < 0.7)
+            problem = replace(problem, weights=BY_FLAG[rng.random() < 0.7])
         planned, drawn, rank = plan(problem, machine), drawn_config(rng), rng.randrange(problem.world_size)
         times = planned.prediction.gemm_us, planned.prediction.link_us, planned.prediction.total_us
         assert all(isfinite(us) and us >= 0 for us in times), problem
@@ -162,7 +166,7 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
 def reason_for(op: str, config: FusedConfig, eight_bits: bool = False, *, pad: int = 0, **sizes: int) -> str | None:
     """Why the kernel of `config` cannot run on tensors whose rows stand `pad` elements apart; B is a transpose."""
     asked = dict(M=256, N=512, K=256) | sizes
-    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, fp8=eight_bits)
+    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, weights=BY_FLAG[eight_bits])
     A, out = empty((problem.M, problem.K), torch.bfloat16, pad=pad), empty((problem.M, problem.N), torch.bfloat16)
     B = empty((problem.K, problem.N), FP8 if eight_bits else torch.bfloat16, transposed=True)
     return supports(way_for(problem, config), problem, config, 0, Operands(out, A, B))

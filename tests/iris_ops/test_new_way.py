@@ -7,9 +7,9 @@ from iris_ops import FusedConfig, calls, launch
 from iris_ops.kernels import lamport_matmul
 from iris_ops.planning import plan as engine
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.needs import EIGHT_BITS
 from iris_ops.planning.ways import WAYS
 from iris_ops.planning.ways.lamport import Lamport
+from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, problem_asked
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
 
 @pytest.mark.parametrize("more, reason", [
     ({}, "it is for up to 40 rows"),
-    ({"fp8": True}, "it multiplies no weights in eight bits"),
+    ({"weights": EIGHT_BITS}, "it multiplies no weights in eight bits"),
     ({"invariant": "ranks"}, "its sums are alike at any number of rows or in any order, not alike on any number of "
                              "ranks"),
 ])  # fmt: skip

@@ -16,6 +16,8 @@ from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import spread_us
 from iris_ops.planning.plan import WAYS, plan, predict, way_for, way_named, weigh, workspace_size
 from iris_ops.planning.tile_model import tile_us
+from iris_ops.planning.weights import BY_FLAG
+from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
 from iris_ops.steps import named
 import pytest
@@ -136,7 +138,7 @@ def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
     assert all(callable(named(way.launcher)) and (not way.supports or named(way.supports)) for way in WAYS[:-6])
     for op, form in FORMS:
         for fp8 in (False, op != MATMUL_GATHER):
-            asked = replace(problem(op, form, 512, 8192, 2048), fp8=fp8)
+            asked = replace(problem(op, form, 512, 8192, 2048), weights=BY_FLAG[fp8])
             found = weigh(asked, machine)
             for each in found.candidates:
                 assert each.config.kernel == each.way.kernel and way_for(asked, each.config) is each.way
@@ -334,11 +336,10 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
-    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
+    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=EIGHT_BITS), H200)
     assert (found.algorithm, found.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
     others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:
-        assert (
-            plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, fp8=True), machine).algorithm == "sequential"
-        )
+        problem = problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=EIGHT_BITS)
+        assert plan(problem, machine).algorithm == "sequential"

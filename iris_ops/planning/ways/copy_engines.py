@@ -9,13 +9,14 @@ from ...config import FusedConfig, Prediction
 from ...problem import GATHER_MATMUL, Problem, part_of
 from ..candidates import copy_gather_configs
 from ..machine import Machine
-from ..needs import EIGHT_BITS, GATE, PLAIN, Epilogue
+from ..needs import GATE, PLAIN, Epilogue
 from ..orders import Order, of_library
 from ..overlap_model import specialised_refused
 from ..product_model import product_us
 from ..tile_model import tile_us
 from ..torch_model import expected_in_turn, gate_us, library_refused
 from ..way import Sizes, Way
+from ..weights import SCALED_AT_END
 
 HOPPER_GATHER_FIRST, COPY_GATHER = "hopper.gather_matmul", "with_torch.copy_gather"
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
@@ -74,7 +75,7 @@ class CopyGather(Brought):
     kernel = COPY_GATHER
     supports = ""
     warp_specialised = False
-    weights = frozenset((PLAIN, EIGHT_BITS))
+    weights = frozenset((PLAIN, *SCALED_AT_END))
     stand_in = ""
     lead = 0.01, float("inf")
 
@@ -99,7 +100,7 @@ class CopyGather(Brought):
     def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
         """Of the rank that takes longest."""
         product, link, total = _copied_us(problem, config, machine)
-        return Prediction(product, link, total + (gate_us(problem, machine) if problem.gated else 0.0))
+        return Prediction(product, link, total + (gate_us(problem, machine) if problem.epilogue is GATE else 0.0))
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
@@ -135,10 +136,10 @@ def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple
     for rank in range(w):
         steps = [rows_of(problem, rank, step) for step in steps_of(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        if problem.invariant:
+        if problem.sums.promised:
             products = [product_us(each, problem.N, problem.K, problem, machine) for each in rows]
         else:
-            products = expected_in_turn(rows, problem.N, problem.K, machine, in_fp8=problem.weights is EIGHT_BITS)
+            products = expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)
         us, sent, done = barrier + products[0], barrier, 1
         for step, there in zip(steps_of(problem, config), steps, strict=True):
             sent += len(step) * copy

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..fp8_model import fits, stream_refused, stream_us
 from ..machine import Machine
-from ..needs import ANY_ORDER, EIGHT_BITS, Epilogue
+from ..needs import ANY_ORDER, Epilogue
 from ..orders import Order, of_stream
 from ..overlap_model import unhidden
+from ..weights.fp8 import EIGHT_BITS, stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
 LAMPORT_FP8 = "fp8.lamport_stream"
@@ -35,8 +35,7 @@ class Fp8Stream(Lamport):
         return stream_refused(problem, machine) or unhidden(problem)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        served = problem.op == ALL_REDUCE and problem.weights is EIGHT_BITS and not problem.invariant
-        return served and fits(problem.M, problem.K) and config.algorithm == "one_shot"
+        return problem.weights in self.weights and problem.weights.streams(problem) and config.algorithm == "one_shot"
 
     def rounds_rows(self, problem: Problem) -> bool:
         return False

@@ -8,9 +8,8 @@ from dataclasses import replace
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ..candidates import specialised
-from ..fp8_model import fits
 from ..machine import Machine
-from ..needs import ANY_ORDER, EIGHT_BITS, PLAIN, RANKS_ALIKE, ROWS_ALIKE
+from ..needs import ANY_ORDER, PLAIN, RANKS_ALIKE, ROWS_ALIKE
 from ..overlap_model import leaf_ends, specialised_refused, unhidden
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
@@ -25,7 +24,7 @@ _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each
 # Programs drift apart: each wave adds that part to the rest.
 _BETWEEN_US, _LAST_US, _DRIFT = 3.0, 3.5, 0.15
 # Between two ranks: what comes behind the last wave, as above; what a single wave adds, before which nothing came.
-# Programs drift apart: each wave beyond so many adds that part of a product in 16 bits; in eight bits none was seen.
+# Programs drift apart: each wave beyond so many adds that part of a product in 16 bits; of rounded rows none was seen.
 _PAIR_LAST_US, _PAIR_ALONE_US, _PAIR_WAVES, _PAIR_DRIFT = 1.5, 1.3, 4, 0.014
 # The same two times for a reduce-scatter, in which each rank sums its own rows of a tile.
 _PAIR_SCATTER_LAST_US, _PAIR_SCATTER_ALONE_US = 2.5, 1.5
@@ -52,13 +51,13 @@ class LamportTwoShot(Lamport):
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         alike = config.warp_specialised and config.algorithm in self.algorithms and problem.op in self.ops
-        return alike and not (problem.by_tree and not problem.by_halves)
+        return alike and not (problem.tree and not problem.tree.halved)
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple:
         return ()
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.weights.itemsize == 1)
+        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.itemsize)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -84,16 +83,15 @@ class LamportPair(LamportTwoShot):
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if problem.world_size != 2 or problem.M <= 64:
             return "it is for 65 rows and more, between two ranks"
-        if problem.by_tree and not problem.by_halves:
+        if problem.tree and not problem.tree.halved:
             return "not each of the ranks has half of the leaves of K"
         return specialised_refused(problem, machine) or unhidden(problem, self.most)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        streams = problem.weights is EIGHT_BITS and not problem.invariant and fits(problem.M, problem.K)
-        return super().means(problem, config) and problem.world_size == 2 and not streams
+        return super().means(problem, config) and problem.world_size == 2 and not problem.weights.streams(problem)
 
     def standing(self, problem: Problem) -> str:
-        return TREE if problem.by_tree else LAMPORT
+        return TREE if problem.tree else LAMPORT
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return [_staggered(each, problem, machine) for each in super().tiles(problem, machine)]
@@ -111,10 +109,10 @@ class LamportPair(LamportTwoShot):
         return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-        return exchanged(problem, config) if problem.by_tree else super().workspace(problem, config, programs)
+        return exchanged(problem, config) if problem.tree else super().workspace(problem, config, programs)
 
     def most_rows(self, problem: Problem, config: FusedConfig) -> int:
-        return most_rows(problem, config) if problem.by_tree else super().most_rows(problem, config)
+        return most_rows(problem, config) if problem.tree else super().most_rows(problem, config)
 
 
 class LamportPairScatter(LamportPair):
@@ -137,7 +135,7 @@ class LamportPairScatter(LamportPair):
         return super().means(problem, config) and problem.form == "rows" and problem.weights is PLAIN
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return specialised(self.kernel, machine.architecture, self.algorithms[0], False)
+        return specialised(self.kernel, machine.architecture, self.algorithms[0], 2)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)

@@ -8,11 +8,12 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, MATMUL_GATHER, SUMS, Problem
 from ..candidates import pushed
 from ..machine import Machine
-from ..needs import EIGHT_BITS, PLAIN
+from ..needs import PLAIN
 from ..overlap_model import hops, push_us, specialised_refused, staggered
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of, shared_tiles, skew_steps
 from ..way import Sizes, Way
+from ..weights import SCALED_AT_END
 from .overlapped import GATHER, REDUCE, overlapped_sizes, reduced_label
 
 HOPPER_REDUCE, HOPPER_GATHER = "hopper.matmul_reduce", "hopper.matmul_gather"
@@ -33,7 +34,7 @@ class HopperReduce(Way):
     supports = "layouts:pushes_sums"
     ops = frozenset(SUMS)
     warp_specialised = True
-    weights = frozenset((PLAIN, EIGHT_BITS))
+    weights = frozenset((PLAIN, *SCALED_AT_END))
     stand_in = REDUCE
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -77,7 +78,7 @@ class HopperReduce(Way):
         return problem.op in (ALL_REDUCE, MATMUL_GATHER)
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
-        label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.fp8)}"
+        label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.itemsize)}"
         label = reduced_label(label, problem, config)
         label += ", programs share first tiles" if config.splits > 1 else ""
         return label + (f", {problem.weights.rounding}" if self.rounds_rows(problem) else "")

@@ -9,11 +9,12 @@ from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM_SPAN, REDU
 from .. import interpreted
 from ..candidates import fitting, movers, narrow, tiled
 from ..machine import INTERPRETER, Machine
-from ..needs import EIGHT_BITS, NORM, PLAIN, Epilogue
-from ..overlap_model import hops, rounding_refused, unhidden
-from ..tile_model import FP8_TILES
+from ..needs import NORM, PLAIN, Epilogue
+from ..overlap_model import hops, unhidden
+from ..tile_model import EXCHANGED_TILES
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes, Way
+from ..weights import SCALED_AT_END
 from ..workspace_size import exchange_ld, exchanged_part
 
 LAMPORT, LAMPORT_GATHER = "lamport_matmul", "lamport_gather_matmul"
@@ -33,10 +34,10 @@ class Lamport(Way):
     follows = True
     ops = frozenset((*SUMS, MATMUL_GATHER))
     algorithms: tuple[str, ...] = ("one_shot", "two_shot")
-    weights = frozenset((PLAIN, EIGHT_BITS))
+    weights = frozenset((PLAIN, *SCALED_AT_END))
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        return rounding_refused(problem, machine) or unhidden(problem)
+        return problem.weights.refused(problem, machine) or unhidden(problem)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         return config.lamport and problem.op in self.ops
@@ -47,14 +48,15 @@ class Lamport(Way):
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         """Tiles of few rows, in one shot and, of an all-reduce, in two."""
         shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
-        if problem.fp8:
-            tiles = tuple((*tile, stages) for tile, (stages, _) in FP8_TILES.items())
+        if problem.weights.rounds_rows:
+            tiles = tuple((*tile, stages) for tile, (stages, _) in EXCHANGED_TILES[problem.itemsize].items())
         elif machine.name == INTERPRETER:
             tiles = interpreted.tiles(problem)
         else:
             tiles = fitting(problem.dtype.itemsize, machine, few=True)
             tiles = tuple(tile for tile in tiles if tile[1] >= 64 or narrow(problem, *tile[:2], machine))
-        return tiled(self.kernel, tiles, shots, FusedConfig.comm_programs if problem.fp8 else movers(problem, machine))
+        rounds = problem.weights.rounds_rows
+        return tiled(self.kernel, tiles, shots, FusedConfig.comm_programs if rounds else movers(problem, machine))
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         """(link, total): values travel behind the product; the last wave hides those of the waves before."""
@@ -72,7 +74,7 @@ class Lamport(Way):
                 hidden = _HIDDEN_BY_MORE
             gemm -= min(link / shots, gemm) * hidden
         shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
-        one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.fp8
+        one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.weights.rounds_rows
         rest = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
         if kept:
             rest -= _KEPT_US
@@ -105,7 +107,7 @@ def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
 
     Not where rows are to be alike: if they are many no kernel does, and a tile sums squares in an order of its own.
     """
-    inside = problem.op == ALL_REDUCE and not problem.invariant and config.block_n % NORM_SPAN == 0
+    inside = problem.op == ALL_REDUCE and not problem.sums.promised and config.block_n % NORM_SPAN == 0
     return (NORM,) if inside else ()
 
 

@@ -41,7 +41,7 @@ class Overlapped(Way):
                 problem.dtype.itemsize, machine, few=False
             )
         found = tiled(self.kernel, tiles, ("overlapped",), movers(problem, machine))
-        if problem.op == GATHER_MATMUL and not problem.invariant:  # which no cut of few tiles would be
+        if problem.op == GATHER_MATMUL and not problem.sums.promised:  # which no cut of few tiles would be
             cuts = [splits(problem, config, machine) for config in found]
             return [replace(each, splits=cut) if cut > 1 else each for each, cut in zip(found, cuts, strict=True)]
         aligned = problem.op != GATHER_MATMUL and problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)

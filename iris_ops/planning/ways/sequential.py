@@ -15,11 +15,12 @@ from iris.ccl import problem as ccl
 from ...config import FusedConfig, Prediction
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem
 from ..machine import Machine
-from ..needs import EIGHT_BITS, PLAIN
+from ..needs import PLAIN
 from ..orders import Order, of_library
 from ..product_model import product_us
 from ..torch_model import expected_us, library_refused
 from ..way import Sizes, Way
+from ..weights import SCALED_AT_END
 
 SEQUENTIAL = "with_torch.sequential"
 # Microseconds from one kernel to the next that reads what it wrote.
@@ -34,7 +35,7 @@ class Sequential(Way):
     several_launches = True
     ops = frozenset(OPS)
     algorithms = ("sequential",)
-    weights = frozenset((PLAIN, EIGHT_BITS))
+    weights = frozenset((PLAIN, *SCALED_AT_END))
     lead = 0.02, 7.0
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -80,10 +81,10 @@ def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> t
     link = replace(
         link, **{name: share * getattr(link, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")}
     )
-    if problem.invariant:
+    if problem.sums.promised:
         gemm = product_us(*problem.gemm, problem, machine)
     else:
-        gemm = expected_us(*problem.gemm, machine, in_fp8=problem.weights is EIGHT_BITS)
+        gemm = expected_us(*problem.gemm, machine, weights=problem.weights)
     moved = collectives.plan(_collective(problem), Config(), link).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 

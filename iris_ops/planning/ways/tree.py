@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ... import sum_tree
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, SUMS, Problem
 from .. import interpreted
@@ -34,13 +35,14 @@ class Tree(Way):
     sums = frozenset((RANKS_ALIKE,))
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        return problem.by_tree and config.lamport and not (config.warp_specialised and problem.by_halves)
+        tree = problem.tree
+        return tree is not None and config.lamport and not (config.warp_specialised and tree.halved)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         if machine.name == INTERPRETER:
             tiles = interpreted.tree_tiles(problem)
         else:
-            tiles = tree_tiles(problem.tree.depth, problem.dtype.itemsize, machine)
+            tiles = tree_tiles(tree_of(problem).depth, problem.dtype.itemsize, machine)
             tiles = tuple(tile for tile in tiles if tile[1] >= 64 or narrow(problem, *tile[:2], machine))
         one_shot = tiled(self.kernel, tiles, ("one_shot",), FusedConfig.comm_programs)
         # each rank owns some rows then, and sends sums to all
@@ -51,7 +53,7 @@ class Tree(Way):
         waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
         if machine.name != INTERPRETER:
             gemm += waves * (_BACK_US + leaf_ends(problem, config))
-        w, roots = problem.world_size, max(map(len, problem.tree.roots))
+        w, roots = problem.world_size, max(map(len, tree_of(problem).roots))
         size = problem.dtype.itemsize * problem.M * problem.N * (w - 1)
         to_owners = problem.op == REDUCE_SCATTER or config.algorithm == "two_shot"
         nbytes = size * roots / w if to_owners else size * roots
@@ -80,7 +82,7 @@ def exchanged(problem: Problem, config: FusedConfig) -> Sizes:
     w = problem.world_size
     behind = rows * w if config.algorithm == "two_shot" else 1  # sums, or what ranks tell each other
     ld = exchange_ld(max(cols, w))
-    return Sizes(exchange=2 * (problem.tree.num_roots * rows + behind) * ld * problem.dtype.itemsize)
+    return Sizes(exchange=2 * (tree_of(problem).num_roots * rows + behind) * ld * problem.dtype.itemsize)
 
 
 def most_rows(problem: Problem, config: FusedConfig) -> int:
@@ -90,7 +92,13 @@ def most_rows(problem: Problem, config: FusedConfig) -> int:
     """
     if problem.op != ALL_REDUCE:
         return max(1, problem.M)
-    blocks = problem.tree.num_roots
+    blocks = tree_of(problem).num_roots
     if config.algorithm == "two_shot":
         blocks = blocks / problem.world_size + 1
     return max(2 * problem.world_size**2, int(_MOST_ELEMENTS / (exchange_ld(problem.N) * max(1, blocks))))
+
+
+def tree_of(problem: Problem) -> sum_tree.Tree:
+    """Return the tree of a problem that has one."""
+    assert problem.tree is not None
+    return problem.tree
