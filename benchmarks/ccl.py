@@ -93,7 +93,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namespace) -> None:
     team, calls, results, estimates = case.team, {}, {}, {}
     for contender in found:
-        if not contender.serves(case):
+        if not contender.supports(case):
             continue
         result = {"name": contender.name, "kind": contender.kind, "status": "ok", "notes": []}
         results[contender.name] = result

@@ -98,7 +98,7 @@ def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
     layers = sorted(known) if team.cuda and not args.random else []
     rng.shuffle(layers)
     for op, N, K, form in layers:
-        if Row(op, 0, N, K, form).serves(team.world):
+        if Row(op, 0, N, K, form).supports(team.world):
             dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
             form = "" if op == "ar" else form
             yield Case(CALLS[op], form, N, K, dtype, rng.random() < 0.3, rng.randrange(1 << 30), NUMBERS)
@@ -177,7 +177,7 @@ def count_differing(team: Team, contexts: dict, cases: list[Case], beside: int, 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
     """Microseconds of each op in a graph: with the promise and without."""
-    rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.serves(team.world) and row.M <= 4096]
+    rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.supports(team.world) and row.M <= 4096]
     machine = machine_named(torch.cuda.get_device_name(), 132) if team.cuda else machine_named("interpreter", 1)
     other = [plan(asked(row, team.world, torch.bfloat16, level), machine, False) for row in rows for level in LEVELS]
     differ = [a.prediction.total_us < b.prediction.total_us for a, b in zip(other[::2], other[1::2], strict=True)]  # type: ignore[union-attr]

@@ -152,7 +152,7 @@ def measured(
             return 0.0
         call(0).fill_(float("nan"))
         team.barrier()
-        return compare.missed(call(0)[:CHECKED], exact)
+        return compare.relative_error(call(0)[:CHECKED], exact)
 
     found = compare.compare(team, calls, error, layer.calls, budget, captures)
     found["wrong"] = {name: error for name, error in found["errors"].items() if not error <= ALLOWED}
@@ -263,7 +263,7 @@ def tile(text: str) -> tuple:
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:
     """How far a call is from the truth on any rank; without end where it raises."""
-    found, _ = team.attempt(lambda: compare.missed(call(0)[:CHECKED], exact))
+    found, _ = team.attempt(lambda: compare.relative_error(call(0)[:CHECKED], exact))
     return team.slowest([float("inf") if found is None else found])[0]
 
 

@@ -214,7 +214,7 @@ def _vllm(inputs: Inputs) -> Call:
 
 
 def _small(row: Row, world: int, dtype: torch.dtype) -> bool:
-    return of_vllm.serves(row.M * row.N * dtype.itemsize, world, dtype)
+    return of_vllm.supports(row.M * row.N * dtype.itemsize, world, dtype)
 
 
 def _flashinfer(one_shot: bool, inputs: Inputs) -> Call:

@@ -143,7 +143,7 @@ def run_row(
     args: argparse.Namespace,
     make: type[Inputs] = Inputs,
 ) -> dict:
-    if not row.serves(team.world):
+    if not row.supports(team.world):
         note = f"left out: {team.world} ranks do not divide the columns"
         return {**record(row), "link_us": None, "gemm_us": None, "floor_us": None, "results": [], "notes": [note]}
     inputs, reason = team.attempt(lambda: make(row, team, dtype))

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         rows = shapes.select(args.shapes, args.ops, args.ranks)
     except ValueError as error:
         parser.error(str(error))
-    if unserved := [str(row) for row in rows if not row.serves(args.ranks)]:
+    if unserved := [str(row) for row in rows if not row.supports(args.ranks)]:
         parser.error(f"--shapes {args.shapes}: {args.ranks} ranks do not divide the columns of {unserved[0]}")
     return args
 

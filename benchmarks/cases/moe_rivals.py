@@ -60,7 +60,7 @@ def rivals_of(
     captures: Captures = {}
     if with_vllm:
         product = vllm(layer)
-        if of_vllm.serves(layer.A.nbytes, team.world, layer.A.dtype):
+        if of_vllm.supports(layer.A.nbytes, team.world, layer.A.dtype):
             name = "vLLM + custom all-reduce"
             calls[name] = _custom(product, team.device)
             captures[name] = partial(of_vllm.capturing, team.device)
