@@ -1,8 +1,8 @@
-"""What a split model checks of a cache that a caller passes: it must have the heads of this rank, not those of all.
+"""Check a cache that a caller passes to a split model: it must have the heads of this rank, not those of all.
 
-Two caches look right and are not: one that the unsplit model has filled, and a static one whose
-`early_initialization` was given the configuration's number of heads. torch would find it at the first update, with
-an error about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
+Two caches look right and are wrong: one that the unsplit model has filled, and a static one whose
+`early_initialization` got the configuration's number of heads. torch would raise at the first update, with an error
+about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from ..shard import HeadSplit
 
 _HELD = "_heads_held"  # of an attention instance: its `HeadSplit`
-NAMES = "past_key_values", "cache"  # transformers 5.24 has renamed it
+NAMES = "past_key_values", "cache"  # transformers 5.24 renamed it
 
 
 def remember_heads(attention: nn.Module, heads: HeadSplit) -> None:
@@ -33,7 +33,7 @@ def check_caches(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _layers(cache: Any) -> Iterator[list[Any]]:
-    """The layers of a cache of transformers; of an encoder and a decoder, the decoder's."""
+    """Yield the layers of a cache of transformers; of an encoder and a decoder, the decoder's."""
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
@@ -50,7 +50,7 @@ def _check(name: str, layers: list[Any], model: nn.Module) -> None:
         if keys is None or keys.dim() != 4:
             continue
         held, own, whole = keys.shape[1], heads.num_local_kv_heads, heads.num_kv_heads
-        # any other number is the model's own affair, as of a latent attention or of an indexer
+        # any other number is the model's own, as in a latent attention or an indexer
         if held == whole and any(count != whole for count in heads.kv_counts):
             raise ArgumentError(
                 f"{name} is a {type(layers[index]).__name__} of {held} heads in layer {index}: expected {own} of the"
