@@ -18,12 +18,12 @@ from benchmarks.rivals import of_flashinfer, of_nccl, of_vllm
 
 
 def contenders(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:
-    found = [_nccl_symmetric(team, nbytes, dtype)]
+    contenders = [_nccl_symmetric(team, nbytes, dtype)]
     if of_vllm.installed(team):
-        found.append(_vllm(team))
+        contenders.append(_vllm(team))
     if of_flashinfer.installed(team):
-        found += [_flashinfer(team, one_shot) for one_shot in (True, False)]
-    return found
+        contenders += [_flashinfer(team, one_shot) for one_shot in (True, False)]
+    return contenders
 
 
 def _nccl_symmetric(team: Team, nbytes: int, dtype: torch.dtype) -> Contender:

@@ -33,9 +33,9 @@ def installed(team: Team) -> bool:
 
 
 def supports(one_shot: bool, rows: int, columns: int, world: int, dtype: torch.dtype) -> bool:
-    fits = rows * columns * dtype.itemsize <= LIMITS[one_shot] and columns % 8 == 0
+    small_enough = rows * columns * dtype.itemsize <= LIMITS[one_shot] and columns % 8 == 0
     enough = rows > (0 if one_shot else world)
-    return dtype in (torch.bfloat16, torch.float16) and world in WORLDS and fits and enough
+    return dtype in (torch.bfloat16, torch.float16) and world in WORLDS and small_enough and enough
 
 
 @functools.cache

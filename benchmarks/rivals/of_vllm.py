@@ -50,10 +50,10 @@ def communicator(device: torch.device) -> Any:
     settle()
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-    found = CustomAllreduce(dist.new_group(backend="gloo"), device, LIMIT)
-    if found.disabled:
+    reducer = CustomAllreduce(dist.new_group(backend="gloo"), device, LIMIT)
+    if reducer.disabled:
         raise RuntimeError("vLLM's custom all-reduce does not serve these GPUs")
-    return found
+    return reducer
 
 
 def reduced(device: torch.device, partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
