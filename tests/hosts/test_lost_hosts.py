@@ -70,8 +70,10 @@ def test_a_lost_stage_is_named(lost: int, how: str) -> None:
         assert end.exitcode == 0, end.traceback
         seconds, first, again = end.result
         assert seconds < _LIMIT_S + 4
-        for message in (first, again):
-            assert f"lost host host{'ab'[lost]}" in message, message
+        named = f"lost host host{'ab'[lost]}"
+        # where a link breaks, one rank may wait for its neighbour, which waits for the host that no packet reaches
+        assert all(named in message or (how == "unplugged" and "lost rank" in message) for message in (first, again))
+    assert how == "killed" or any(named in text for end in ends if end.result for text in end.result[1:])
 
 
 def _before_loading(rank: int, world_size: int) -> str:
