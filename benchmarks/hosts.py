@@ -1,6 +1,6 @@
 """What a step of a 405B model should take on 1 to 64 hosts, by the planner's arithmetic: TP inside, PP or TP across.
 
-    python -m benchmarks.hosts            writes benchmarks/results/simulated/hosts.json; needs no GPU and takes a minute
+    python -m benchmarks.hosts      writes benchmarks/results/simulated/hosts.json; needs no GPU and takes a minute
 
 Nothing here is measured between hosts. Times inside a host are the planner's, of which those between two and four H200
 were compared with measurements; a link between hosts is the data sheet's, times what a bulk transfer reaches of it.

@@ -101,9 +101,7 @@ def _load_split(
         part = None
         if place is not None and place.stages > 1:
             part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
-            named = model.state_dict(keep_vars=True)
-            moved = {part.local(tensor): source for tensor, source in sources.items()}
-            sources = {tensor: source for tensor, source in moved.items() if tensor in named}
+            sources = part.here(model, sources)
         report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
         try:
             for target, source in _progress(sources, ctx):
