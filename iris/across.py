@@ -12,25 +12,38 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 import json
 import os
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from . import platform
 from .errors import ArgumentError, PeerLostError
-from .group import store_of
+from .group import Ranks, resolve, store_of
 from .host import identity
 from .meeting import Absent, gather
 
+if TYPE_CHECKING:
+    from .group import Members
+
 _NOTE_S = 1.0  # for the store to answer
 _POLL_S = 20e-6
+_PROBE_BYTES, _PROBES = 4 << 20, 3
 _made: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What an all-reduce across hosts reaches: `gbs`, GB/s that one rank sends, and `hop_us`, the time of a message."""
+
+    gbs: float
+    hop_us: float
 
 
 class Across:
@@ -85,6 +98,30 @@ class Across:
         options = dist.AllreduceOptions()
         options.timeout = self._limit
         self._run(None, what, lambda: self.group.allreduce([tensor], options))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+        """Fill `out` [m, ...] with this member's block of the sum over the members of `tensor` [size * m, ...]."""
+        options = dist.ReduceScatterOptions()
+        options.timeout = self._limit
+        self._run(None, what, lambda: self.group._reduce_scatter_base(out, tensor, options))
+
+    def measure(self, device: torch.device) -> Rate:
+        """Measure an all-reduce from `device`, small and large, and return what the slowest member reaches."""
+
+        def fastest(nbytes: int) -> float:
+            memory, times = torch.zeros(nbytes // 4, dtype=torch.float32, device=device), []
+            for _ in range(_PROBES + 1):  # the first one connects
+                begin = time.perf_counter()
+                self.all_reduce(memory, "measuring the rate between hosts")
+                platform.synchronize(device)
+                times.append(time.perf_counter() - begin)
+            return min(times[1:])
+
+        short, long = fastest(4), fastest(_PROBE_BYTES)
+        moved = 2 * (self.size - 1) / self.size * _PROBE_BYTES
+        own = Rate(moved / max(long - short, 1e-6) / 1e9, short * 1e6 / max(1, 2 * (self.size - 1)))
+        told = self.exchange("the rate between hosts", (own.gbs, own.hop_us))
+        return Rate(min(gbs for gbs, _ in told), max(hop for _, hop in told))
 
     def check(self) -> None:
         """Raise `PeerLostError` once a member has been lost."""
@@ -147,6 +184,37 @@ class Across:
         if found:
             return found[0]
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
+
+
+def join(across: Members, ranks: Ranks, device: torch.device, invariant: str | None) -> tuple[Across, Rate] | None:
+    """The line through the hosts on which this rank of a context stands, and its rate; None without one. Collective.
+
+    Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
+    """
+    group = ranks.together("the group across hosts", lambda: None if across is None else resolve(across))
+    given = [other is not None for other in ranks.all_gather(None if group is None else True)]
+    if not all(given):
+        if any(given):
+            raise ArgumentError(
+                "across is None on some ranks of a context: expected a group on all of them, or on none of them"
+            )
+        return None
+    assert group is not None
+    if invariant is not None:
+        raise ArgumentError(
+            f"invariant is {invariant!r} with across: expected None, for the order of sums across hosts is not ours"
+        )
+    line = Across(group)
+    places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
+    told = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
+    if len(set(told)) > 1 or not told[0][2]:
+        raise ArgumentError(
+            f"across joins rank {ranks.rank} of {ranks.size} with {places} (rank, ranks): expected ranks of the same "
+            f"number, of contexts of the same size, one on each host, as mesh['hosts'] beside group=mesh['tp'] has them"
+        )
+    own = line.measure(device)
+    rates = ranks.all_gather((own.gbs, own.hop_us))
+    return line, Rate(min(gbs for gbs, _ in rates), max(hop for _, hop in rates))
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import agreement, aliases, invariance, platform, registry
+from .across import join
 from .barrier import DeviceBarrier
 from .device import bounds, waits
 from .device.context import HEADER, pack
@@ -52,7 +53,7 @@ _MAX_HEAP = 1 << 46
 
 def iris(
     heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
-    copy_engine: str | None = None,
+    copy_engine: str | None = None, across: Members = None,
 ) -> Iris:  # fmt: skip
     """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
@@ -65,12 +66,15 @@ def iris(
     of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
     stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
     (docs/concepts/determinism.md).
+    `across`: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
+    mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+    (docs/guides/several-hosts.md).
     `copy_engine`: None, for code written for ROCm/iris.
 
     Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
     say) or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
-    return Iris(heap_size, allocator_type, group, invariant, copy_engine)
+    return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
 
 class Iris(PeerMethods):
@@ -78,19 +82,21 @@ class Iris(PeerMethods):
 
     Attributes: `cur_rank`, `num_ranks`; `comm`, which connects their processes; `device` and its index, `gpu_id`;
     `heap_size` in bytes; `heap_bases` as `get_heap_bases()` gives them; `group_name`, by which compiled
-    graphs find the context; `invariant`, the guarantee for a row's bits.
+    graphs find the context; `invariant`, the guarantee for a row's bits; `across`, this rank's counterparts on other
+    hosts, and `across_rate`, how fast data travels to them, or None.
     """
 
     def __init__(
         self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None,
-        invariant: str | None = None, copy_engine: str | None = None,
+        invariant: str | None = None, copy_engine: str | None = None, across: Members = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
         self.hosts = self.comm = Ranks(group)
         try:
-            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type), invariant, copy_engine)
+            allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
+            self._make(heap_size, allocator, invariant, copy_engine, across)
         except BaseException:
             self.hosts.close()
             raise
@@ -98,7 +104,9 @@ class Iris(PeerMethods):
         registry.add(self.group_name, self)
         self._closed = False
 
-    def _make(self, heap_size: int, allocator: str, invariant: str | None, copy_engine: str | None) -> None:
+    def _make(
+        self, heap_size: int, allocator: str, invariant: str | None, copy_engine: str | None, across: Members
+    ) -> None:  # fmt: skip
         """Build the context in steps of all ranks: where a step fails on one, it fails on all."""
         ranks = self.hosts
         self.cur_rank, self.num_ranks = ranks.rank, ranks.size
@@ -113,6 +121,8 @@ class Iris(PeerMethods):
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
+        if (joined := join(across, ranks, self.device, invariant)) is not None:
+            self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
         try:
@@ -228,10 +238,10 @@ class Iris(PeerMethods):
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`."""
-        from iris_ops.ops import Ops  # which imports this package
+        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        from iris_ops.hierarchical import ops_of  # which imports this package
 
-        return self.once(Ops)
+        return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:

@@ -109,9 +109,7 @@ def _load_split(
         part = None
         if place is not None and place.stages > 1:
             part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
-            named = model.state_dict(keep_vars=True)
-            moved = ((part.local(tensor), source) for tensor, source in held.sources.items())
-            held.sources = {tensor: source for tensor, source in moved if tensor is not None and tensor in named}
+            held.sources = part.here(model, held.sources)
         report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
         try:
             for target, source in _progress(held.sources, ctx):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from iris.errors import ArgumentError, StyleError
 from iris_ops.recording import is_recording
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from ..serving.arguments import check_tokens
+
+T = TypeVar("T")
 
 _INDEX = "layer_idx"
 
@@ -41,6 +43,12 @@ class Part:
         if not self.first <= int(index) < self.end:
             return None
         return f"{self.stack}.{int(index) - self.first}.{rest}"
+
+    def here(self, model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
+        """Of what the unsplit model's `tensors` are filled from, what this stage of it has, by its own names."""
+        held = model.state_dict(keep_vars=True)
+        found = ((self.local(name), each) for name, each in tensors.items())
+        return {name: each for name, each in found if name is not None and name in held}
 
     def whole(self, name: str) -> str:
         """The name in the unsplit model of the stage's module or tensor `name`."""
@@ -164,7 +172,8 @@ def cut(model: Any, stage: int, stages: int) -> Part:
         _replace(model, head, NoHead(head.out_features))
         model.all_tied_weights_keys = {}
     if stage > 0 and not (last and tied):
-        _replace(model, embedding, NoEmbedding(*embedding.weight.shape, embedding.weight.dtype))
+        words, width = embedding.weight.shape
+        _replace(model, embedding, NoEmbedding(words, width, embedding.weight.dtype))
     return part
 
 
