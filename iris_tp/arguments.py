@@ -195,7 +195,7 @@ def bench(in_checkout: bool) -> argparse.ArgumentParser:
 
 def verify() -> argparse.ArgumentParser:
     parser = _Parser("iris-tp verify", description="Check on this machine that bits are as promised.")
-    levels = "batch: the same bits at every number of rows; ranks: also at every number of ranks; load: weights as in the files"
+    levels = "batch: the same bits at every number of rows; ranks: also of ranks; load: weights as in their files"
     parser.add_argument("level", choices=("batch", "ranks", "load"), help=levels)
     parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
     how_many = "default: one a GPU, or 3 on CPUs; for ranks several, as 1,2,4, each compared with the first"

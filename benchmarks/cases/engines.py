@@ -266,7 +266,8 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
 
 def takes_fp8(module: nn.Module) -> bool:
     """Whether `in_fp8` rounds the weight of this module of a split model."""
-    from layers.sharded import WITH_FP8, ShardedLinear
+    from layers.sharded import ShardedLinear
+    from layers.weight_storage import WITH_FP8
 
     return isinstance(module, ShardedLinear) and module.op in WITH_FP8
 

@@ -128,7 +128,9 @@ def _load_split(
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = [f"{each} has nowhere to come from" for each, tensor in tensors if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
-    if line := held.line(model.dtype):
+    in_fp8 = {name for name in held.quantised if getattr(_owner(model, name)[0], "weight_scale", None) is not None}
+    dtype = dtype or model.config.dtype
+    if line := held.line(dtype, in_fp8):
         report = replace(report, widened=line)
         if ctx.cur_rank == 0:
             ctx.info(f"{name}: {line}")

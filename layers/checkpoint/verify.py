@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..digests import checksum
+from ..formats.fp8 import by_rows
 from ..formats.weight_format import quantised_weights
 from ..shard import Shard, Transposed, concat, fill
 from ..sharded import part_of
@@ -28,7 +29,22 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 21  # numbers that are compared at a time
 _SLACK = 2.0**-22  # of the arithmetic in float32 before the rounding
-_OF_FP8 = 2.0**-4  # what rounding to e4m3 costs
+_OF_FP8, _SMALLEST_FP8 = 2.0**-4, 2.0**-10  # what rounding to e4m3 costs: of a number, and of its channel's scale
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    """How far a number may be from the files': a share of itself, and so much at least."""
+
+    share: float
+    least: float = torch.finfo(torch.float32).tiny
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Allowed:
+        """One rounding to `dtype`."""
+        if not dtype.is_floating_point:
+            return cls(0.0)
+        return cls(torch.finfo(dtype).eps / 2 + _SLACK, torch.finfo(dtype).tiny)
 
 
 @dataclass(frozen=True)
@@ -94,10 +110,13 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     module = model.get_submodule(parent)
     local, shard, dim = _part(module, key)
     scale = getattr(module, "weight_scale", None) if key == "weight" else None
-    allowed = torch.finfo(local.dtype).eps / 2 + _SLACK if local.is_floating_point() else 0.0
     kept = str(local.dtype).removeprefix("torch.")
-    if scale is not None:
-        local, allowed = restored(local, scale, torch.float32), _OF_FP8
+    if scale is None:
+        allowed = _Allowed.of(local.dtype)
+    else:
+        local = restored(local, scale, torch.float32)
+        again = by_rows(source) is None
+        allowed = _Allowed(_OF_FP8, float(scale.max()) * _SMALLEST_FP8) if again else _Allowed(_SLACK)
     stored = _stored(source)
     if getattr(module, "stored_transposed", False) and key == "weight":
         source = Transposed(source)
@@ -138,16 +157,13 @@ def _pieces(local: torch.Tensor, shard: Shard | None, dim: int) -> Iterator[tupl
             yield piece, (slice(start + along.start, start + along.stop),) if dim == 0 else (along, slice(start, stop))
 
 
-def _error(piece: torch.Tensor, source: Any, index: tuple[slice, ...], allowed: float) -> float:
+def _error(piece: torch.Tensor, source: Any, index: tuple[slice, ...], allowed: _Allowed) -> float:
     """The largest difference of `piece` from `source[index]`, in allowed ones."""
     exact = torch.empty(piece.shape, dtype=torch.float64, device=piece.device)
     fill(exact, source, index)
     difference = (piece.double() - exact).abs()
     difference.masked_fill_(piece.isnan() & exact.isnan() | (piece == exact), 0.0)
-    if not piece.is_floating_point():
-        return float("inf") if difference.any() else 0.0
-    tiny = torch.finfo(piece.dtype).tiny
-    return (difference / (exact.abs() * allowed + tiny)).nan_to_num(float("inf")).max().item()
+    return (difference / (exact.abs() * allowed.share + allowed.least)).nan_to_num(float("inf")).max().item()
 
 
 def _missing(parts: list[Verified], total: int) -> int | None:

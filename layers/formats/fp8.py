@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from iris.errors import CheckpointError
 import torch
 
+from ..checkpoint.composed import Concatenation, Source
 from ..checkpoint.files import StoredTensor
 from .bits import block_of, blocks, scales
 from .weight_format import Index, QuantisedWeight, Span, WeightFormat
@@ -59,6 +60,34 @@ class Fp8(WeightFormat):
     def _row_blocks(self, rows: Span, device: torch.device) -> torch.Tensor:
         row, half = torch.arange(*rows, device=device), self.shape[0] // self.halves
         return row // half * -(-half // self.block[0]) + row % half // self.block[0]
+
+
+class _RowScales:
+    """The scales of the rows of a weight, float32 [N]."""
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        self._weight, self.shape, self.dtype = weight, weight.shape[:1], torch.float32
+        self.nbytes, self.place = weight.tensors["scale"].nbytes, weight.tensors["scale"].place
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def copy_to(self, local: torch.Tensor, index: Index = ()) -> None:
+        stored = self._weight.tensors["scale"]
+        one = stored.shape[0] == 1
+        local.copy_(scales(stored[(slice(None) if one else index[0],)], torch.float32).flatten().expand(local.shape))
+
+
+def by_rows(source: Any) -> tuple[Source, Source] | None:
+    """Return the codes e4m3 [N, K] and the scales float32 [N] of `source` if a row has one scale there, else None."""
+    if isinstance(source, QuantisedWeight) and isinstance(source.format, Fp8):
+        if source.format.block[1] >= source.shape[1] and source.tensors["scale"].shape[0] in (1, source.shape[0]):
+            return source.tensors["weight"], _RowScales(source)
+    elif isinstance(source, Concatenation) and source.dim == 0:
+        inside = [each for one in source.inside if (each := by_rows(one)) is not None]
+        if len(inside) == len(source.inside):
+            return Concatenation([each[0] for each in inside], 0), Concatenation([each[1] for each in inside], 0)
+    return None
 
 
 def fp8_weight(

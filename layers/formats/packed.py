@@ -34,7 +34,7 @@ class Packed(GroupedIntegers):
 
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         groups = slice(*self.groups(columns))
-        index = {"packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns))))}
+        index: dict[str, Index] = {"packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns))))}
         index |= {"scale": (slice(*rows), groups)} | self.order(columns)
         if self.asymmetric:
             index["zero"] = (slice(*(rows if self.loose else self.words(rows))), groups)

@@ -12,7 +12,7 @@ scale has no weight, and where the file has scales of a quantised KV cache, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 import math
 
@@ -22,6 +22,7 @@ import torch
 from ..checkpoint.composed import Source, Stack
 from ..checkpoint.files import StoredTensor
 from ..together import listed, shown, words
+from .fp8 import by_rows
 from .weight_format import QuantisedWeight, quantised_weights
 
 Roles = Mapping[str, StoredTensor]
@@ -59,24 +60,38 @@ class Contents:
     def quantised(self) -> dict[str, Source]:
         return {name: source for name, source in self.sources.items() if quantised_weights(source)}
 
-    def line(self, dtype: torch.dtype) -> str:
-        """What loading costs, in one line; empty where nothing is quantised."""
-        weights = [each for source in self.quantised.values() for each in quantised_weights(source)]
-        if not weights:
-            return ""
-        kinds = sorted({each.format.label for each in weights})
-        stored = sum(each.nbytes for each in weights)
-        widened = sum(math.prod(each.shape) for each in weights) * dtype.itemsize
+    def line(self, dtype: torch.dtype, in_fp8: Set[str] = frozenset()) -> str:
+        """Return what loading made of quantised weights, in one line, empty where there are none.
+
+        `in_fp8`: the names of those that layers hold in fp8.
+        """
         name = str(dtype).removeprefix("torch.")
-        kept = f"; activations stay in {name}" if self.activation_scales else ""
-        return f"weights in {', '.join(kinds)} widened to {name}: {_size(widened)} instead of {_size(stored)}{kept}"
+        quantised = self.quantised
+        widened = [each for key in quantised.keys() - in_fp8 for each in quantised_weights(quantised[key])]
+        held = [quantised[key] for key in quantised.keys() & in_fp8]
+        kept = [source for source in held if by_rows(source) is not None]
+        parts = []
+        if widened:
+            kinds = ", ".join(sorted({each.format.label for each in widened}))
+            now = _size(sum(math.prod(each.shape) for each in widened) * dtype.itemsize)
+            parts.append(f"weights in {kinds} widened to {name}: {now} instead of {_size(sum(_sizes(widened)))}")
+            if not in_fp8 and any(by_rows(quantised[key]) is not None for key in quantised):
+                parts.append("weights='fp8_all' keeps linears by channel or by tensor as they are stored")
+        if kept:
+            parts.append(f"{len(kept)} weights kept in fp8 as stored: {_size(sum(_sizes(kept)))}")
+        if len(held) > len(kept):
+            parts.append(f"{len(held) - len(kept)} weights rounded again, to fp8 by channel")
+        if widened and self.activation_scales:
+            parts.append(f"activations stay in {name}")
+        return "; ".join(parts)
 
 
 def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: bool) -> Contents:
     """Return what `stored` tensors hold by `scheme`. Without `strict`, scales of a KV cache are left out."""
     if scheme is None:
         return Contents(dict(stored), _unexplained(stored))
-    found, cache, groups = Contents({}), [], {}
+    found, cache = Contents({}), []
+    groups: dict[str, dict[str, str]] = {}
     placed: dict[str, tuple[str, str]] = {}
     for name in stored:
         if name.endswith(_CACHE):
@@ -157,6 +172,10 @@ def needs(roles: Roles, *wanted: str) -> None:
     """Raises `CheckpointError` unless `roles` has each of those `wanted`."""
     if missing := [each for each in wanted if each not in roles]:
         raise CheckpointError(f"has no stored {', '.join(missing)}")
+
+
+def _sizes(sources: Iterable[Source]) -> Iterator[int]:
+    return (each.nbytes for each in sources)
 
 
 def _size(nbytes: int) -> str:

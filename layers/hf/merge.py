@@ -89,6 +89,10 @@ class Slice(WeightView, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.merged.dtype
 
+    @property
+    def storage(self) -> Any:
+        return self.merged.storage
+
     def load_shard(self, name: str, source: Any) -> None:
         """Fill this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
         self.merged.load_shard(name, source, self.index)

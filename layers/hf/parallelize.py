@@ -36,10 +36,11 @@ from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import place_in
 from ..pipeline.stage import connect
 from ..shard import Shard, even_unit, in_units
-from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter, unit_of
+from ..sharded import ShardedLinear, check_context, flags, split_parameter, unit_of
 from ..together import run_together
 from ..verify import verify
 from ..verify.skeleton import kind_of
+from ..weight_storage import GATHERED, LOCAL, REDUCED
 from . import recurrent_heads, sequence
 from . import styles as styles_of
 from .fused_heads import Taken, layout_of

@@ -32,7 +32,7 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..shard import chunk
-from ..sharded import GATHERED, LOCAL, SCATTERED
+from ..weight_storage import GATHERED, LOCAL, SCATTERED
 from .merge import Product, families_of, sole_use
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..experts import SplitExperts
 from ..linear import RowParallelLinear
-from ..sharded import LOCAL
 from ..verify.skeleton import kind_of
+from ..weight_storage import LOCAL
 from .styles import is_hooked
 
 _NAMES = ("shared_experts", "shared_expert")

@@ -1,4 +1,4 @@
-"""A model on a mesh of hosts has the unsplit model's logits and tokens; a rank reads its layers' slices only."""
+"""A model on a mesh of hosts has the unsplit model's logits and tokens; a rank reads its own layers' slices only."""
 
 from __future__ import annotations
 

@@ -215,6 +215,41 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
         assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
 
 
+def kept_body(ctx, folder: str) -> tuple[torch.Tensor, str, dict[str, tuple]]:
+    model = layers.from_pretrained(folder, ctx, dtype=torch.float32, weights="fp8_all", fuse=False, verify=True)
+    held = {
+        name: (module.weight.cpu().view(torch.uint8), module.weight_scale.cpu(), module.dim, module.parts[0].ranges)
+        for name, module in model.named_modules()
+        if getattr(module, "weight_scale", None) is not None
+    }
+    return models.logits(model, ctx.device).cpu(), model.parallel_report.widened, held
+
+
+@pytest.mark.parametrize("format", ["ct_fp8_channel", "ct_fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_fp8_by_channel_or_tensor_is_kept_as_stored(tmp_path: Path, format: str, world_size: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, exact = written(tmp_path, format, "dense")
+    stored = load_file(folder / "model.safetensors")
+    whole = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32).eval()
+    single = models.logits(whole)
+    own = (single - models.logits(whole.double())).abs().max()
+    for result, line, held in run_ranks(world_size, kept_body, str(folder)):
+        assert len(held) == 7
+        if format == "fp8_block":
+            assert "7 weights rounded again, to fp8 by channel" in line
+            continue
+        assert line.startswith("7 weights kept in fp8 as stored") and "widened" not in line
+        for name, (codes, scale, dim, ranges) in held.items():
+            whole_codes = stored[f"{name}.weight"].view(torch.uint8)
+            assert torch.equal(codes, torch.cat([whole_codes.narrow(dim, a, b - a) for a, b in ranges], dim)), name
+            all_scales = stored[f"{name}.weight_scale"].float().flatten().expand(whole_codes.shape[0])
+            expected = torch.cat([all_scales[a:b] for a, b in ranges]) if dim == 0 else all_scales
+            assert torch.equal(scale, expected), name
+        assert (result - single).abs().max() <= 8 * own, "the numbers are not the stored ones"
+
+
 def reads_body(ctx, folder: str) -> tuple[int, int]:
     with Watched.of_load():
         model = layers.from_pretrained(folder, ctx, dtype=torch.bfloat16)
