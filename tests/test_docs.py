@@ -38,6 +38,8 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
 WITH_PYTHON = [name for name, path in PAGES.items() if "```python" in path.read_text()]
+NEEDED = {"guides/lm-eval.md": "lm_eval"}
+"""What a page's Python needs beyond the library and its extras."""
 QUICK = ("index.md", "start/op.md", "start/kernel.md", "start/laptop.md", "guides/kernels.md", "concepts/planning.md")
 KERNELS = {path.read_text().split("\n", 1)[0].removeprefix("# "): path for path in (DOCS / "kernels").glob("*.md")
            if "_" in path.name or path.name.startswith("moe-")}  # fmt: skip
@@ -63,6 +65,8 @@ def _run(ctx: iris.Iris, path: str) -> str:
 )
 def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     """Its blocks one after the other: triton reads a kernel's source from a file."""
+    if page in NEEDED:
+        pytest.importorskip(NEEDED[page])
     script = tmp_path / "page.py"
     text = "\n".join(BLOCK.findall(PAGES[page].read_text()))
     if tiny_chat.ON_HUB in text:
