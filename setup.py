@@ -1,7 +1,6 @@
-"""The long description of the package: README.md, whose links have to lead somewhere outside the repository, too.
+"""The long description of the package: README.md without its links to files, which only a checkout has.
 
-All else is in pyproject.toml. Links in README.md go to files beside it, which only a checkout has; here they become
-absolute, by the repository's address in [project.urls].
+All else is in pyproject.toml.
 """
 
 from pathlib import Path
@@ -9,18 +8,15 @@ import re
 
 from setuptools import setup
 
-ROOT = Path(__file__).parent
-IMAGES = (".svg", ".png")
+FILE = r"\((?![a-z]+:)[^)\s]+\)"  # of a link: neither an address nor empty
 
 
-def long_description() -> str:
-    repository = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-
-    def absolute(link: re.Match) -> str:
-        kind = "raw" if link[1].endswith(IMAGES) else "blob"
-        return f"]({repository}/{kind}/main/{link[1]})"
-
-    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, (ROOT / "README.md").read_text())
+def long_description(readme: str) -> str:
+    """Return `readme` with links to files and anchors as plain text, and without pictures that are files."""
+    without_pictures = re.sub(rf"!\[[^\]]*\]{FILE}\n*", "", readme)
+    return re.sub(rf"\[([^\]]*)\]{FILE}", r"\1", without_pictures)
 
 
-setup(long_description=long_description(), long_description_content_type="text/markdown")
+if __name__ == "__main__":  # a build runs this file as a script; a test imports it
+    README = (Path(__file__).parent / "README.md").read_text()
+    setup(long_description=long_description(README), long_description_content_type="text/markdown")

@@ -1,7 +1,8 @@
-"""What mkdocs is told beyond mkdocs.yml: pages named by a pattern, links out of docs/, SECURITY.md, and timelines.
+"""What mkdocs does beyond mkdocs.yml: pages named by a pattern, pages of files outside docs/, and timelines.
 
-A link to a file outside docs/ works in a checkout and on the repository's page. On the site it becomes the file's
-address in the repository; where there is no such file, the build fails.
+SECURITY.md, CHANGELOG.md and the tables beside the result files stand elsewhere in the repository and are pages of the
+site. A link to any other file outside docs/ works in a checkout. The site has text in its place, because the project
+has no public home; where there is no such file, the build fails.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WIDE = ("kernels/", "benchmarks")  # pages whose tables need the room of the table of contents
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+WHOLE_LINK = re.compile(r"(\[[^\]]*\])\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+OUTSIDE = {
+    "security.md": ROOT / "SECURITY.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+    **{f"benchmarks/results/{path.name}": path for path in sorted((ROOT / "benchmarks/results").glob("*.md"))},
+}
+PAGE_OF = {path: page for page, path in OUTSIDE.items()}
 sys.path.insert(0, str(DOCS))  # for the module beside this one
 import timeline  # noqa: E402
 
@@ -45,13 +53,21 @@ def _expanded(nav: list[Any]) -> list[Any]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """SECURITY.md stands where forges look for it; the site has it as a page."""
+    """Make pages of files elsewhere in the repository: SECURITY.md, CHANGELOG.md and the tables of results."""
     from mkdocs.structure.files import File
 
-    text = (ROOT / "SECURITY.md").read_text()
-    page = LINK.sub(lambda link: _as_seen_from(DOCS / "security.md", ROOT / link[1]) + (link[2] or ""), text)
-    files.append(File.generated(config, "security.md", content=page))
+    for page, source in OUTSIDE.items():
+        text = source.read_text()
+        moved = LINK.sub(lambda link, page=page, source=source: _moved(link, page, source), text)
+        files.append(File.generated(config, page, content=moved))
     return files
+
+
+def _moved(link: re.Match[str], page: str, source: Path) -> str:
+    """The target of a link of `source`, as seen from the page that `source` becomes."""
+    target = (source.parent / link[1]).resolve()
+    target = DOCS / PAGE_OF[target] if target in PAGE_OF else target
+    return _as_seen_from(DOCS / page, target) + (link[2] or "")
 
 
 def _as_seen_from(page: Path, target: Path) -> str:
@@ -59,21 +75,20 @@ def _as_seen_from(page: Path, target: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of docs/ become addresses in the repository; wide tables get the room of the headings' list."""
+    """Lead links out of docs/ to the page of that file, or make them text; give wide tables the sidebar's room."""
     folder = (DOCS / page.file.src_uri).parent
     if page.file.src_uri.startswith(WIDE):
         page.meta["hide"] = ["toc"]
 
     def outside(link: re.Match[str]) -> str:
-        target = (folder / link[1]).resolve()
+        target = (folder / link[2]).resolve()
         if target.is_relative_to(DOCS):
             return link[0]
-        if target == ROOT / "SECURITY.md":
-            return _as_seen_from(DOCS / page.file.src_uri, DOCS / "security.md") + (link[2] or "")
+        if target in PAGE_OF:
+            return f"{link[1]}({_as_seen_from(DOCS / page.file.src_uri, DOCS / PAGE_OF[target])}{link[3] or ''})"
         if not target.is_relative_to(ROOT) or not target.exists():
-            _log.warning("%s: a link leads to %s, which is not there", page.file.src_uri, link[1])
-            return link[0]
-        return f"{config.repo_url}/blob/main/{target.relative_to(ROOT).as_posix()}{link[2] or ''}"
+            _log.warning("%s: a link leads to %s, which is not there", page.file.src_uri, link[2])
+        return link[1].removeprefix("[").removesuffix("]")
 
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)  # links in code are code
-    return "".join(part if part.startswith("```") else LINK.sub(outside, part) for part in parts)
+    return "".join(part if part.startswith("```") else WHOLE_LINK.sub(outside, part) for part in parts)

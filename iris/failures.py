@@ -36,16 +36,20 @@ def bad_expert(waiter: int, experts: int, seen: int) -> str:
     )
 
 
-def heaps_differ(ranks: Ranks, heap: Heap, kind: int, waiter: int, peer: int, place: int) -> str:
+def heaps_differ(ranks: Ranks, heap: Heap, refused: str, kind: int, waiter: int, peer: int, place: int) -> str:
     """Of heaps that differ, as a barrier found, or an op whose peers write `out`, which lies at `place` here.
 
-    `peer` comes here too, for it has compared itself with this rank, and tells its allocations.
+    `peer` comes here too, for it has compared itself with this rank, and sends its allocations and the error of the
+    last call that it `refused`: a rank that catches such an error lacks what the call allocated on the others.
     """
     rank = ranks.rank
     try:
-        ranks.tell("allocations", heap.allocations())
-        theirs = ranks.hear(peer, "allocations", min(_SAID_S, platform.timeout_s()))
+        ranks.tell("allocations", (heap.allocations(), refused))
+        theirs, refused_there = ranks.hear(peer, "allocations", min(_SAID_S, platform.timeout_s()))
         blame = first_difference({rank: heap.allocations(), peer: theirs})
+        for refuser, error in sorted({rank: refused, peer: refused_there}.items()):
+            if blame and error:
+                blame += f"; rank {refuser} refused a call before: {error}"
     except PeerLostError as error:
         blame = f"rank {peer} differs from rank {rank}; which allocation does is not known: {error}"
     if kind == waits.OUT_DIFFERS.value:

@@ -1,6 +1,8 @@
 """Log lines `[Iris] [rank/world] message`, with one level for the whole process.
 
-Records carry `iris_rank` and `iris_num_ranks`, for handlers and formatters of the user's own.
+All lines go to the logger `iris`. An application that configures logging gets them by its own handlers, on `iris` or on
+the root logger, before or after a context is made. Only where it has none does the library print them to stderr.
+Records carry `iris_rank` and `iris_num_ranks`, for formatters of the application.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -13,6 +15,7 @@ from .errors import ArgumentError
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 logger = logging.getLogger("iris")
+logger.addHandler(logging.NullHandler())
 if logger.level == logging.NOTSET:
     logger.setLevel(INFO)
 
@@ -29,7 +32,7 @@ def set_logger_level(level: int | str) -> None:
 
 
 class _Handler(logging.StreamHandler):
-    """Prints to the current sys.stderr, so that redirections made later are honoured."""
+    """Prints to the current sys.stderr, unless the application has a handler for the same lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's own would keep the sys.stderr of now
@@ -39,12 +42,21 @@ class _Handler(logging.StreamHandler):
     def stream(self) -> TextIO:
         return sys.stderr
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _application_handles():
+            super().emit(record)
+
+
+def _application_handles() -> bool:
+    """Return whether a line reaches a handler that the application has added to `iris` or to the root logger."""
+    handlers = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else ())]
+    return not all(isinstance(handler, (_Handler, logging.NullHandler)) for handler in handlers)
+
 
 def rank_logger(rank: int, world_size: int) -> logging.LoggerAdapter:
-    """A logger whose lines carry `[rank/world]`. Installs the handler on first use, never at import."""
-    if not logger.handlers:
+    """Return a logger whose lines carry `[rank/world]`. The first call adds the handler; `import iris` adds none."""
+    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
         logger.addHandler(_Handler())
-        logger.propagate = False
     return _RankAdapter(logger, {"rank": rank, "world": world_size})
 
 

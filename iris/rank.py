@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from . import failures, platform
+from . import failures, nvtx, platform
 from .agreement import REFUSAL
 from .barrier import DeviceBarrier
 from .device import waits
@@ -33,6 +33,7 @@ from .errors import (
 from .launch import relaunch
 
 if TYPE_CHECKING:
+    from .across import Across, Rate
     from .agreement import Agreement
     from .group import Members, Ranks
     from .heap import Heap
@@ -50,6 +51,7 @@ class Rank:
     `hosts`: the processes of all ranks, and what they exchange. `heap`: where this rank's tensors and workspaces lie.
     `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, what compares the ranks' calls.
     `recording`: whether fused kernels record events (`tracing.py`). `invariant`: what is promised of a row's bits.
+    `across`: the rank's counterparts on other hosts, where the context was made with them.
     """
 
     cur_rank: int
@@ -65,6 +67,8 @@ class Rank:
     log: logging.LoggerAdapter
     recording: bool = False
     invariant: str | None = None
+    across: Across | None = None
+    across_rate: Rate | None = None
     _segment: Segment
     _context_tensor: torch.Tensor
     _record_view: memoryview
@@ -86,7 +90,7 @@ class Rank:
         found = self._kept.get(make)
         if found is None:
             self.check()
-            found = self._kept[make] = make(self)
+            found = self._kept[make] = nvtx.with_ranges(make(self))
         return found
 
     def forget_launches(self) -> None:
@@ -179,10 +183,12 @@ class Rank:
             self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
 
     def tell_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
-        """With IRIS_DEBUG=1: tells the ranks that compare this `call` that this one refuses its arguments by `error`.
+        """Keep the `error` by which this rank refuses a `call`, for the message of heaps that differ afterwards.
 
-        They raise, too, where they would use what an earlier or a later call of this rank sends.
+        With IRIS_DEBUG=1 this rank also sends it to the ranks that compare the call. They raise, too, where they would
+        use what an earlier or a later call of this rank sends.
         """
+        self._refused = str(error)
         if self.agreement is not None:
             with suppress(ArgumentError, PeerLostError):  # this rank raises its own
                 self.compare(call, members, **{REFUSAL: error})
@@ -290,7 +296,9 @@ class Rank:
             return
         if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
-                self._difference = failures.heaps_differ(self.hosts, self.heap, kind, waiter, peer, expected)
+                self._difference = failures.heaps_differ(
+                    self.hosts, self.heap, self._refused, kind, waiter, peer, expected
+                )
             raise NotSymmetricError(self._difference)
         if kind == waits.BAD_EXPERT.value:
             raise ExpertError(failures.bad_expert(waiter, expected, seen))

@@ -301,6 +301,11 @@ def check_context(ctx: Any) -> None:
     """Raises for what is no context, or one that was closed or has lost a rank."""
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
+    if getattr(ctx, "across", None) is not None:
+        raise ArgumentError(
+            "ctx was made with across, and layers are split over the ranks of one host: expected a context without it;"
+            " layers.parallelize(model, ctx, mesh=mesh) divides a model between hosts"
+        )
     ctx.check()
 
 

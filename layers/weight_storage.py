@@ -15,7 +15,7 @@ from iris_ops.fp8 import linear as fp8
 from iris_ops.fp8 import weight_stream
 from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised, restored
 from iris_ops.local import skinny_matmul
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 import torch
 from torch import nn
 from torch.nn import functional as F

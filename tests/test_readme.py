@@ -38,14 +38,14 @@ def _printed(ctx, path: str) -> str:
 
 
 def test_the_split_model_s_text_is_the_unsplit_one_s(tmp_path: Path) -> None:
-    """With a checkpoint, a tokenizer and a chat template that are made here, in place of a download."""
+    """With a checkpoint and a tokenizer that are made here, in place of a download."""
     pytest.importorskip("transformers")
     folder = tiny_chat.save(tmp_path / "model")
     path = Path(block(SPLIT, tmp_path))
     path.write_text(path.read_text().replace(tiny_chat.ON_HUB, str(folder)))
-    message = re.search(r'"content": "(.*?)"', BLOCKS[SPLIT])[1]
+    prompt = re.search(r'tokenizer\("(.*?)"', BLOCKS[SPLIT])[1]
     first, second = run_ranks(2, _printed, str(path))
-    assert (first.strip(), second) == (tiny_chat.answer(folder, message, 32).strip(), "")
+    assert (first.strip(), second) == (tiny_chat.answer(folder, prompt, 32, chat=False).strip(), "")
 
 
 def test_the_command_is_one_that_there_is() -> None:

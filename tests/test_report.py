@@ -179,7 +179,7 @@ def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) 
     assert cells_of(table) == expected
     assert "2 x NVIDIA H100" in table and "2 x NVIDIA H200" in table
     # README has a row's GPUs in a column of its own
-    assert [row[1] for row in cells_of(page_tables.readme(""))] == ["2 x H100", "2 x H100", "2 x H200"]
+    assert [row[1] for row in cells_of(page_tables.summary(""))] == ["2 x H100", "2 x H100", "2 x H200"]
 
 
 def test_without_digests_the_newest_run_of_a_model_stands_alone(results: Path) -> None:

@@ -37,7 +37,7 @@ def unannotated(node: ast.AST, path: str) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_annotated(package):
-    """mypy asks for it, but not in modules with kernels."""
+    """mypy passes over functions without annotations, as kernels are; so this test asks for those of the host."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if INTERPRETER not in path.parents:

@@ -41,8 +41,8 @@ def earlier(folder: str) -> str:
     for run in _tabled():
         if not current(run):
             newer = [each for each in newest(_pattern(run["file"])) if current(each)]
-            names = [f"of {gpus(run)}; newer, of {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
-            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["nothing newer of these rows"])])
+            names = [f"{gpus(run)}; newer on {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
+            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["no newer run has these rows"])])
     return lines_of(["result", "GPUs", "measured", "torch", "why it is kept"], rows, 4)
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from iris_ops.config import FusedConfig
-from iris_ops.planning.kernel_names import kernel_for
+from iris_ops.planning.plan import way_for
 from iris_ops.problem import Problem
 import torch
 
 from benchmarks.measuring.report import RESULTS
-from benchmarks.tables.marks import CHANGED, GRAPHS, changed, current, header, newest, run_of
+from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, changed, current, header, newest, run_of
 
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,13 +33,13 @@ PAGES = {  # of each kernel, by the name in its comment
 }
 # Why a rival of that name is ahead in an op, in graphs and in eager calls.
 _TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
-_GATHERS = "Both have copy engines bring rows; cuBLAS's tiles are some percent ahead of ours at these widths"
-_WHOLE = "Both hide the exchange behind the product; cuBLAS's tiles are a percent ahead of ours at these sizes"
-UNEXPLAINED = "Not known yet"
-_POWER = "Not known: the product of 22 ms takes nearly all of the time"
-_HALVES = "The all-reduce's kernel of these rows cannot end with the norm, so one more reads its result"
-_ONE_HOP = "Both send in one hop, the same bytes; within 0.2 µs of each other, of which the cause is not known"
-_HOST = "The host's time of an eager call; in graphs ours is ahead"
+_GATHERS = "Both move rows by copy engines; cuBLAS's tiles are a few percent faster than ours at these widths"
+_WHOLE = "Both overlap the exchange with the product; cuBLAS's tiles are a percent faster than ours at these sizes"
+UNEXPLAINED = "The cause is unknown"
+_POWER = "The cause is unknown: the product of 22 ms takes nearly all of the time"
+_HALVES = "Our all-reduce kernel for these rows cannot end with the norm, so a second kernel reads its result"
+_ONE_HOP = "Both send the same bytes in one hop; the difference is below 0.2 µs, and its cause is unknown"
+_HOST = "The host takes longer for an eager call of ours; in CUDA graphs ours is faster"
 _REASONS = {
     ("ag", "torch async-TP"): (_GATHERS, _GATHERS),
     ("ag", "cuBLAS + NCCL"): ("", _HOST),
@@ -55,7 +55,7 @@ _OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its ow
 _OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
 _PROTOCOLS = {"lamport": "ccl.lamport", "words": "ccl.lamport", "flags": "ccl.flags"}  # "words": in older files
 _MOST = 5  # rows of a table
-_NONE = "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+_NONE = "The benchmarks never ran this kernel, because the plan chose others on the GPUs that were measured."
 
 
 def of_kernel(name: str, folder: str) -> str:
@@ -88,13 +88,13 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
     config = FusedConfig(**known | {"warp_specialised": plan.get("warp_specialised", plan.get("warp_roles", False))})
     form = row.get("form") or ("" if row["op"] == "ar" else "rows")
     problem = Problem(_OPS[row["op"]], form, row["M"], row["N"], row["K"], run["world"], torch.bfloat16)
-    return kernel_for(problem, config)
+    return way_for(problem, config).kernel
 
 
 def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:
     """Some of `rows`: every op's smallest and largest, and others spread between them."""
     chosen = list(_spread(rows))
-    text = f"µs a call {GRAPHS}; in brackets how many times ours a rival takes, in bold where it wins."
+    text = f"µs a call {GRAPHS}. {FACTOR}"
     lines = [
         header([run for run, _ in chosen], folder, text),
         "",

@@ -70,7 +70,7 @@ def accuracy(folder: str) -> str:
         found += [functools.reduce(lambda x, y: _rounded(x + y), _parts(A, B, ranks)) for ranks in (2, 4, 8)]
         missed = [(each - exact).square().mean().div(exact.square().mean()).sqrt().item() for each in found]
         rows.append([str(K), *(f"{100 * each:.2f} %" for each in missed)])
-    head = ["K", '`"ranks"`', "`None`: 1 rank", "2 ranks", "4 ranks", "8 ranks", "a ring as NCCL's: 2 ranks", "4 ranks"]
+    head = ["K", '`"ranks"`', "`None`: 1 rank", "2 ranks", "4 ranks", "8 ranks", "ring as in NCCL: 2 ranks", "4 ranks"]
     head.append("8 ranks")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---:"] * len(head), *rows])
 
@@ -112,9 +112,10 @@ def models(folder: str) -> str:
             cells += [f"{named}{cell}" if cell else "" for cell in _over_first(theirs, ("vllm", "vllm-batch"), kind)]
             rows.append([*cells, changed(own) if own else ""])
     text = (
-        "ms, random weights, decoder layers compiled, CUDA graphs, median, slowest rank; in brackets over the time"
-        " without the promise, of the same run. vLLM's is VLLM_BATCH_INVARIANT=1, and its cells name the GPU where it"
-        " is another; the last column speaks of ours."
+        "ms, with random weights and compiled decoder layers, in CUDA graphs: the median on the slowest rank. The"
+        " factor in brackets compares with `None`, or with vLLM's default, in the same run. Invariant vLLM is"
+        " VLLM_BATCH_INVARIANT=1."
+        " A cell that begins with a GPU's name comes from a run on that GPU."
     )
     head = ["model", "layers", "batch x prompt", "", "`None`", '`"batch"`', '`"ranks"`', "vLLM", "vLLM, invariant"]
     return f"{header(shown.values(), folder, text)}\n\n{lines_of([*head, CHANGED], rows, 4)}"
@@ -169,12 +170,12 @@ def _compared(run: dict[str, Any]) -> str:
     of_those = "" if beside == run["products"] else f" of {beside} of them"
     ops: dict[str, int] = {}
     for name, count in run["counted"].items() if kind != "products" else ():
-        for op in ["B in eight bits"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
+        for op in ["B in fp8"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
             ops[op] = ops.get(op, 0) + count
     which = "".join(f", `{op}` {count}" if "_" in op else f", {op} {count}" for op, count in ops.items())
     return (
         f"{run['products']} {kind} were compared at 10 numbers of rows each{which and f' ({which[2:]})'}:"
-        f' {differing["None"]} numbers{of_those} had other bits with `None`, {differing["batch"]} with `"batch"`'
+        f' {differing["None"]} values{of_those} differed with `None`, {differing["batch"]} with `"batch"`'
         f" ({run['date']}, {gpus(run)}, commit {run['commit']})."
     )
 
@@ -189,16 +190,16 @@ def invariance_ranks(folder: str) -> str:
         rows.append([*cells, f"{ranks / free:.2f}", changed(run)])
     differing = sum(row["differing"] for row in run["times"])
     text = (
-        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs, median, slowest rank. Of each"
-        f' row the result with `"ranks"` on two ranks was compared with that of one rank alone: {differing} numbers had'
-        " other bits."
+        "µs of Llama-3-8B's row-parallel layers with their all-reduce, in CUDA graphs: the median on the slowest rank."
+        f' For each row the result with `"ranks"` on two ranks was compared with that of one rank: {differing} values'
+        " differed."
     )
     text += _whole_models(by_age("invariance_models*_{gpu}_x2"))
     few, many = (
         geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == wanted])
         for wanted in (True, False)
     )
-    told = f"In the geometric mean that is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} above."
+    told = f"The geometric mean is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} times above."
     head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{told}"
 
@@ -215,8 +216,8 @@ def _whole_models(runs: list[dict[str, Any]]) -> str:
             told.append(f'{model}, {layers} layers, `"{level}"`{how}, batches of {batches}: {differing}')
         told[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
     return (
-        " Of whole models with random weights the logits behind a prompt and of three steps were compared, eagerly and"
-        f" from CUDA graphs, and where it says so compiled; numbers that had other bits: {'; '.join(told)}."
+        " Whole models with random weights ran a prompt and three steps, eagerly, from CUDA graphs and, where noted,"
+        f" compiled. The number of logits that differed: {'; '.join(told)}."
     )
 
 

@@ -24,7 +24,8 @@ import torch
 from benchmarks.measuring import freshness, report
 
 CHANGED = "changed since"
-GRAPHS = "in a CUDA graph, median, slowest rank, multicast off for all"
+GRAPHS = "in a CUDA graph: the median on the slowest rank, with NVLink multicast off for every contender"
+FACTOR = "The factor in brackets is a rival's time divided by ours; bold marks a faster rival."
 """Under which conditions a table's microseconds were measured: docs/benchmarks/how.md has the others."""
 UNKNOWN = "unknown"
 VERSIONS = ("torch", "triton", "NCCL")

@@ -16,6 +16,7 @@ from benchmarks.measuring.tables import geometric_mean
 from benchmarks.tables.ccl_table import size_name
 from benchmarks.tables.marks import (
     CHANGED,
+    FACTOR,
     GRAPHS,
     by_age,
     changed,
@@ -31,8 +32,8 @@ from benchmarks.tables.marks import (
 Run = dict[str, Any]
 Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
 
-README_ROWS: list[Wanted] = [
-    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 1, 8192, 2048),
+SUMMARY: list[Wanted] = [
+    ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 64, 8192, 2048), ("ar", 1, 8192, 2048),
     ("rs", 8192, 8192, 7168), ("ag", 8192, 2560, 8192), ("ga", 8192, 14336, 8192),
 ]  # fmt: skip
 TWO: list[Wanted] = [
@@ -55,7 +56,7 @@ OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
 MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
-OPS_TEXT = f"µs a call {GRAPHS}. In brackets: time relative to ours, in bold where a rival is faster."
+OPS_TEXT = f"µs a call {GRAPHS}. {FACTOR}"
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
 
@@ -92,21 +93,49 @@ def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
     }
 
 
-def readme(_folder: str) -> str:
-    """Rows of ops and steps of models on two GPUs, of current runs only, with vLLM where it was measured."""
-    used, rows = _op_rows(OPS_TWO, README_ROWS, floor=False)
+def summary(_folder: str) -> str:
+    """Return ten rows of ops and of models' steps on two GPUs, from current runs, with vLLM where it was measured."""
+    used, rows = _op_rows(OPS_TWO, SUMMARY, floor=False)
     rows = [[op, gpus(run), *cells] for run, (op, *cells) in zip(used, rows, strict=True)]
     of_models = [found for model in MODELS if (found := _latest_rows(model, 2)) and current(found[0][0])]
     # the smallest batch of each model; of a single model its three batches, too
     for run, row in (each for found in of_models for each in found[: 3 if len(of_models) == 1 else 1]):
         vllm = _vllm(run, row, "step")
-        cells = [f"{MODELS[run['model']]}, a step, ms", gpus(run), f"{row['batch']} x {row['prompt']}"]
+        cells = [f"{MODELS[run['model']]}, one decode step, ms", gpus(run), f"{row['batch']} x {row['prompt']}"]
         cells += [figure(_ms(_by_key(row)["ours"], "step")), _beside_ms(_by_key(row), "nccl", "step")]
         rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
         used += [run, *vllm[:1]]
-    head = ["op, µs", "GPUs", "M, N, K", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
-    text = "CUDA graphs, median, slowest rank, multicast off for all. In brackets: relative to ours, bold if faster."
+    head = ["what", "GPUs", "M, N, K or batch x prompt", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
+    text = f'µs a call, and ms a step of a model, {GRAPHS}. {FACTOR} "vLLM H200" was measured on H200s.'
     return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 3)}"
+
+
+def numbers(_folder: str) -> str:
+    """Return three figures with the best rival of each: an op, a collective, and a model's decode step."""
+    op_run, op_row = _first("ops_{gpu}_x2", op="ar", M=2048, N=8192, K=2048)
+    ccl_run, ccl_row = _first("ccl_{gpu}_x2", op="all_reduce", bytes=4 << 20)
+    model_run, model_row = _latest_rows("llama-3-8b", 2)[0]
+    results = _by_key(model_row)
+    steps = {results[key]["name"]: _ms(results[key], "step") for key in ("ours", "nccl", "vllm") if key in results}
+    rows = []
+    for what, run, times, unit in (
+        ("`matmul_all_reduce`, 2048 x 8192 x 2048", op_run, timed(op_row), "µs"),
+        ("`all_reduce` of 4 MiB", ccl_run, timed(ccl_row), "µs"),
+        ("Llama-3-8B, one decode step, batch 1", model_run, steps, "ms"),
+    ):
+        ours = times.pop("ours")
+        best = min(times, key=times.__getitem__)
+        theirs = f"{best}: {figure(times[best])} {unit}"
+        rows.append([what, gpus(run), f"{figure(ours)} {unit}", theirs, f"{times[best] / ours:.2f}x"])
+    text = "The best of all rivals that were measured, in CUDA graphs, with NVLink multicast off for every contender."
+    head = ["what", "GPUs", "iris-tp", "best rival", "faster by"]
+    return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run], text)}"
+
+
+def _first(pattern: str, **fields: Any) -> tuple[Run, dict[str, Any]]:
+    """The row of the newest run of `pattern` that has these fields."""
+    (run,) = newest(pattern)
+    return run, next(row for row in run["rows"] if all(row[name] == value for name, value in fields.items()))
 
 
 def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str) -> str:
@@ -178,13 +207,13 @@ def models(ranks: int, folder: str) -> str:
     others = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
     head = ["model", "batch x prompt", "step", *others, "first token", *others, CHANGED]
     text = (
-        "ms, CUDA graphs, multicast off for all, decoder layers compiled. In brackets: time relative to ours, in bold"
-        " where a rival is faster."
+        "ms, in CUDA graphs, with NVLink multicast off for every contender and compiled decoder layers."
+        f" A step is one decode step of the batch. {FACTOR}"
     )
     if with_vllm:
         text += (
-            " vLLM is compared with ours of the same run. Of several runs on these GPUs, the table shows the one in"
-            " which vLLM is fastest. Without a run on these GPUs, the cell names the GPUs of another."
+            " vLLM's factor compares it with ours in the same run. Where several runs have vLLM, the table shows its"
+            " best one. A cell that begins with a GPU's name comes from a run on that GPU."
         )
     return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
@@ -219,8 +248,8 @@ def mixtures(ranks: int, folder: str) -> str:
                 rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
     text = (
-        "ms, CUDA graphs, random weights and uneven routers; in brackets how many times ours. The rival's experts are"
-        " torch's grouped product. Layers are compiled where it says so."
+        "ms, in CUDA graphs, with random weights and uneven routers. The rival multiplies its experts by torch's"
+        f" grouped product. Layers are compiled where the row says so. {FACTOR}"
     )
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
@@ -283,7 +312,7 @@ def collectives(ranks: int, folder: str) -> str:
             cells = [f"`{op}`" if op != before else "", size_name(row["bytes"]), us(times["ours"])]
             rows.append([*cells, *(beside(times.get(name), times["ours"]) for name in names), changed(run)])
             before = op
-    text = f"µs a call {GRAPHS}; in brackets how many times ours, in bold where faster."
+    text = f"µs a call {GRAPHS}. {FACTOR}"
     return f"{header([run], folder, text)}\n\n{lines_of(['op', 'size', 'ours', *names, CHANGED], rows, 2)}"
 
 
@@ -302,15 +331,15 @@ def norms(folder: str) -> str:
             cells = [_size(row), us(times["ours"]), *(beside(times.get(name), times["ours"]) for name in names)]
             rows.append([*cells, changed(run, row)])
     shown = [name.removeprefix("cuBLAS + ").removesuffix(", norm") for name in names]
-    text = f"µs a call {GRAPHS}. Rivals multiply by cuBLAS; in brackets how many times ours."
+    text = f"µs a call {GRAPHS}. Rivals multiply with cuBLAS. {FACTOR}"
     return f"{header([run], folder, text)}\n\n{lines_of(['M, N, K', 'ours', *shown, CHANGED], rows, 1)}"
 
 
 FILES = {
-    "ops_{gpu}_x2": "the sizes of facts",
+    "ops_{gpu}_x2": "assorted sizes",
     "ops_models_{gpu}_x2": "the layers of six models",
     "ops_between_{gpu}_x2": "rows between powers of two",
-    "ops_{gpu}_x4": "the sizes of facts",
+    "ops_{gpu}_x4": "assorted sizes",
     "ops_models_{gpu}_x4": "the layers of six models",
 }
 
@@ -326,8 +355,8 @@ def means(folder: str) -> str:
             rows.append([f"[{gpus(run)}]({folder}{run['file']}.md), {what}", *cells, together(marks)])
     head = ["rows", *(f"`{call}`" for call in CALLS.values()), CHANGED]
     text = (
-        "How many times ours cuBLAS + NCCL takes in a CUDA graph, geometric mean of all rows, and behind the stroke the"
-        " best rival of each row."
+        "Time relative to ours in CUDA graphs, as the geometric mean of all rows: first cuBLAS + NCCL, then the best"
+        " rival of each row."
     )
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
 
@@ -345,7 +374,7 @@ def floors(folder: str) -> str:
         marks = {changed(run, row) for row in run["rows"]}
         rows.append([f"[{run['file']}]({folder}{run['file']}.md)", *cells, together(marks)])
     head = ["rows from 2048 on", *(f"`{call}`" for call in CALLS.values()), CHANGED]
-    text = "How many times the floor ours take in a CUDA graph, geometric mean."
+    text = "Our time divided by the floor, in CUDA graphs, as the geometric mean of the rows."
     return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 1)}"
 
 
@@ -358,7 +387,8 @@ def hosts(folder: str) -> str:
         rows.append([f"[{gpus(run)}]({folder}{run['file']}.md)", *figures, changed(run)])
         used.append(run)
     head = ["rows of the ops", "least", "median", "most", CHANGED]
-    return f"{header(used, folder, 'Host time of an eager call of ours, µs.')}\n\n{lines_of(head, rows, 1)}"
+    text = "µs for which the host is busy with one eager call of ours."
+    return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 1)}"
 
 
 def _eager(pattern: str) -> list[Run]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.tables.ccl_table import size_name
-from benchmarks.tables.marks import CHANGED, GRAPHS, by_age, changed, gpus, header, in_short, newest
+from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import beside, lines_of, us
 
 _MIXTURES = "moe*_{gpu}_x2"
@@ -24,8 +24,8 @@ def mixtures(folder: str) -> str:
         size = [gpus(run), row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
         rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
     text = (
-        f"µs of `moe_gate_up` and `moe_down_all_reduce` {GRAPHS}. The floor is the bytes"
-        " of the experts that tokens go to over a copy's rate; in brackets how many times that ours takes."
+        f"µs of `moe_gate_up` and `moe_down_all_reduce` {GRAPHS}. The floor is the time to read the weights of all"
+        f" chosen experts at the rate of a copy; its factor is our time divided by it. {FACTOR}"
     )
     head = ["GPUs", "model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
     return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 2)}"
@@ -59,9 +59,9 @@ def of_mixture_kernel(name: str, folder: str) -> str:
                 name_of_best, time = _best_rival(row)
                 rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
     if not rows:
-        return "No row of the benchmarks runs this kernel: on the GPUs that were measured the plan takes others."
+        return "The benchmarks never ran this kernel, because the plan chose others on the GPUs that were measured."
     rows = [rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST)] if len(rows) > _MOST else rows
-    text = f"µs of the op alone, and of both ops beside the best rival's, {GRAPHS}."
+    text = f"µs of the op alone, and of both ops with the best rival's, {GRAPHS}. {FACTOR}"
     head = ["GPUs", "model", "tokens", "op", "tile", "alone", "both ops", "best rival", CHANGED]
     return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 4)}"
 
@@ -79,7 +79,7 @@ def outputs(folder: str) -> str:
         copied, kept = row["layer, copied, graph us"], row["layer, graph us"]
         cells = [f"{row['M']}, {row['N']}, {row['K']}", f"`{row['kernel']}`", us(copied), us(kept)]
         rows.append([*cells, f"{copied / kept:.3f}", changed(run)])
-    text = f"µs of a row-parallel layer {GRAPHS}. The first kernel writes no peer's output."
+    text = f"µs of a row-parallel layer {GRAPHS}. The gain is the first time divided by the second."
     head = ["M, N, K", "kernel", "copied", "on the heap", "gain", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 2)}"
 
@@ -98,8 +98,8 @@ def rooted(folder: str) -> str:
         for call, times in calls.items()
     ]
     text = (
-        f"µs a call of ours and of NCCL's {GRAPHS}; in brackets how many times ours NCCL's"
-        " takes, in bold where it leads. Sizes are of the whole tensor that a root has, or of what a rank sends."
+        f"µs a call of ours, then of NCCL's, {GRAPHS}. {FACTOR}"
+        " A size is that of the root's whole tensor, or of the message that a rank sends."
     )
     table = lines_of(["call", *map(size_name, sizes), CHANGED], [[*row, changed(run)] for row in rows], 1)
     lost = [
@@ -126,10 +126,10 @@ def tiles(folder: str) -> str:
         ratio = f"{min(times.values()) / whole:.2f}" if whole and times else ""
         rows.append([f"`{row['what']}`", row["size"], *own, us(whole), ratio, us(theirs), changed(run)])
     text = (
-        f"µs of a call {GRAPHS}. The ratio is that of the fastest kernel of one's own to"
-        " `ctx.ops` or `ctx.ccl`, which do the same; torch takes its product and NCCL."
+        f"µs a call {GRAPHS}. The first three columns are kernels that use `iris.tiles`; the fourth is `ctx.ops` or"
+        " `ctx.ccl`. The ratio is the fastest of the three divided by the fourth. torch is its product and NCCL."
     )
-    head = ["what", "size", "one shot", "two shots", "specialised warps", "ours whole", "ratio", "torch", CHANGED]
+    head = ["what", "size", "one shot", "two shots", "specialised warps", "`ctx`", "ratio", "torch", CHANGED]
     return f"{header([run], folder, text)}\n\n{lines_of(head, rows, 2)}"
 
 

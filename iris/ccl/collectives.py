@@ -17,6 +17,7 @@ from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
+from ..transforms import are_differentiated
 from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
@@ -311,7 +312,7 @@ class Collectives(RootedCalls):
     ) -> tuple | None:  # fmt: skip
         """What a call comes down to: one with the same key passes the same checks and launches the same."""
         try:
-            if (out.requires_grad or inp.requires_grad) and torch.is_grad_enabled():
+            if are_differentiated(out, inp):
                 return None
             if out.dtype in relaunch.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
                 return None

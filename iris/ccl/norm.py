@@ -31,6 +31,7 @@ from ..device.sync import advance, next_epoch
 from ..device.waits import WAITERS
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_memory, check_tensor, check_written, span
+from ..transforms import check_undifferentiated
 from .config import Config
 from .plan import plan
 from .problem import ALL_REDUCE, Problem
@@ -142,8 +143,7 @@ def check(
         tensors["scale"] = scale
     for name, t in tensors.items():
         check_tensor(OP, name, t, device)
-        if t.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{OP}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+        check_undifferentiated(OP, name, t)
     if inp.dtype not in DTYPES:
         raise DtypeError(f"{OP}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, DTYPES))}")
     wanted = {

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_tensor, check_written, extent
+from ..transforms import check_undifferentiated
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -131,8 +132,7 @@ def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.d
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, SUMMED))}")
         if t.dtype.itemsize not in _BITS or t.is_conj() or t.is_neg():
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected elements of at most 8 bytes, not conjugated")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+        check_undifferentiated(op, name, t)
     if out.dtype != inp.dtype:
         raise DtypeError(f"{op}: out has dtype {out.dtype} and inp has {inp.dtype}; expected the same")
     check_written(op, "out", out)

@@ -16,6 +16,7 @@ import torch
 from ..device.tiles import SPACE_HEADER
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_memory, check_tensor, check_written, span
+from ..transforms import check_undifferentiated
 from . import two_steps
 from .config import ReduceOp
 from .problem import SUMMED, bits
@@ -186,8 +187,7 @@ def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> 
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{op}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+    check_undifferentiated(op, name, tensor)
     check_memory(op, (name,), (tensor.data_ptr(),), (span(tensor),))
     if written:
         check_written(op, name, tensor)

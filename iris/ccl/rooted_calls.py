@@ -11,6 +11,7 @@ import torch
 from ..aliases import keywords
 from ..errors import ArgumentError
 from ..launch.streams import check_async
+from ..transforms import are_differentiated
 from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .messages import P2POp, P2PState, Work
@@ -247,7 +248,7 @@ def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
             if t is None:
                 found.append(None)
                 continue
-            if (t.requires_grad and torch.is_grad_enabled()) or t.is_conj() or t.is_neg():
+            if are_differentiated(t) or t.is_conj() or t.is_neg():
                 return None
             found += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
         hash(key := tuple(found))

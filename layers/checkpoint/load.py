@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 import inspect
 import os
 from pathlib import Path
@@ -27,11 +28,14 @@ from torch import nn
 from ..formats.registry import scheme_of
 from ..formats.scheme import Contents, contents
 from ..formats.weight_format import quantised_weights
-from ..hf.parallelize import Options, check_options, parallelize
+from ..hf.parallelize import Options, check_options, split_layers
 from ..hf.tied import retie
+from ..pipeline.cut import Part, cut
+from ..pipeline.mesh import Place, place_in
+from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import check_context, flags, keep_units, part_of, split_parameter
-from ..together import agree, raise_together, shown, words
+from ..together import agree, raise_together, run_together, shown, words
 from . import names
 from .buffers import Staging
 from .composed import Source
@@ -42,6 +46,7 @@ from .verify import compare_with_files
 
 if TYPE_CHECKING:
     from iris.context import Iris
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import GenerationMixin, PreTrainedModel
     from typing_extensions import Unpack
 
@@ -61,6 +66,7 @@ def from_pretrained(
     strict: bool = True,
     trust_remote_code: bool = False,
     verify: bool = False,
+    mesh: DeviceMesh | None = None,
     **options: Unpack[Options],
 ) -> SplitModel:
     """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
@@ -69,15 +75,29 @@ def from_pretrained(
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
-    files (see `checkpoint.verify`). `options` are those of `parallelize`. What became of each module is in the model's
-    `parallel_report`.
+    files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
+    reads its slices of its own stage's layers only. What became of each module is in the model's `parallel_report`.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
     with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
     otherwise than rank 0.
     """
     check_context(ctx)
-    own: dict[str, Any] = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
+    own = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
+    place = place_in(mesh, ctx)
+    if place is None:
+        return _load_split(path_or_id, ctx, None, dtype, own, options)[0]
+    model, part = place.run("from_pretrained", partial(_load_split, path_or_id, ctx, place, dtype, own, options))
+    connect(model, place, part)
+    return model
+
+
+def _load_split(
+    path_or_id: str | Path, ctx: Iris, place: Place | None, dtype: torch.dtype | None, own: dict[str, Any],
+    options: Options,
+) -> tuple[SplitModel, Part | None]:  # fmt: skip
+    """The model, or its stage, and which layers that has. `own`: the flags of `from_pretrained`, by name."""
+    strict, trust_remote_code = own["strict"], own["trust_remote_code"]
     asked = {"dtype": dtype, **own, **options}
     refusal = _refusal(path_or_id, dtype, own, options)
     agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
@@ -86,7 +106,11 @@ def from_pretrained(
         model, checkpoint, held, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
     try:
         raise_together(problems, f"{name} cannot be loaded", ctx)
-        report = parallelize(model, ctx, **options)
+        part = None
+        if place is not None and place.stages > 1:
+            part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
+            held.sources = part.here(model, held.sources)
+        report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
         try:
             for target, source in _progress(held.sources, ctx):
                 _load(model, target, source, ctx.device)
@@ -95,7 +119,7 @@ def from_pretrained(
         except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
         raise_together(problems, f"{name} cannot be read", ctx)
-        if verify:
+        if own["verify"]:
             report = replace(report, verified=compare_with_files(model, held.sources, name, ctx))
     finally:
         if checkpoint is not None:
@@ -111,7 +135,7 @@ def from_pretrained(
         if ctx.cur_rank == 0:
             ctx.info(f"{name}: {line}")
     model.parallel_report = report
-    return model.eval()
+    return model.eval(), part
 
 
 def _read(

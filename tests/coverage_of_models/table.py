@@ -38,7 +38,7 @@ by a call on all tokens before it, without a cache.
   padded, and of some tokens behind are the unsplit model's. *One length*: it refuses prompts of different lengths in
   one call, because the model does not pass over padding. *No*: it refuses the type, and says so; the model's own
   `generate()` serves it.
-- **formats**: the [quantised layouts](guides/quantised.md) in which tests load the type. Every type that is split takes
+- **formats**: the [quantized layouts](guides/quantised.md) in which tests load the type. Every type that is split takes
   any of them, by the same code.
 - **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.
 - **not tried**: transformers cannot build or run the type by itself here.

@@ -4,6 +4,7 @@ from collections import namedtuple
 import contextlib
 import gc
 import io
+import logging
 import math
 import os
 import time
@@ -276,10 +277,37 @@ def test_a_bad_broadcast_fails_on_every_rank_alike(world_size):
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _no_handlers_of_the_application():
+    """pytest, where it runs in the ranks, has handlers on the root logger."""
+    root = logging.getLogger()
+    kept, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = kept
+
+
+def _lines_by_the_application(ctx):
+    """A handler that the application adds after the context was made takes the lines, and stderr has none."""
+    printed, taken = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(taken)
+    for logger in (logging.getLogger(), logging.getLogger("iris")):
+        with contextlib.redirect_stderr(printed), _no_handlers_of_the_application():
+            logger.addHandler(handler)
+            ctx.warning("once")
+            logger.removeHandler(handler)
+    assert printed.getvalue() == "" and taken.getvalue() == f"[{ctx.cur_rank}/{ctx.num_ranks}] once\n" * 2
+
+
+def test_an_application_s_handlers_take_the_log_lines():
+    run_ranks(2, _lines_by_the_application)
+
+
 def _log_lines(ctx):
     printed = io.StringIO()
     levels = {"debug": iris.DEBUG, "info": iris.INFO, "warning": iris.WARNING, "error": iris.ERROR}
-    with contextlib.redirect_stderr(printed):
+    with contextlib.redirect_stderr(printed), _no_handlers_of_the_application():
         for level in levels.values():
             iris.set_logger_level(level)
             for name in levels:

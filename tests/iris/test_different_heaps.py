@@ -65,6 +65,19 @@ def ragged(rank: int, world: int, where: str) -> None:
     os._exit(0)
 
 
+def caught(rank: int, world: int) -> None:
+    ctx = iris.iris(1 << 24)
+    if rank == 0:
+        with pytest.raises(DtypeError, match="int64"):
+            ctx.ops.matmul_all_reduce(torch.empty(4, 4), torch.ones(4, 4, dtype=torch.int64), torch.ones(4, 4))
+    with pytest.raises(NotSymmetricError, match="rank 0 refused a call before: matmul_all_reduce: .*int64"):
+        multiply(ctx) if rank else ctx.barrier()
+
+
+def test_a_refused_call_that_others_made_is_named() -> None:
+    run(2, caught)
+
+
 @pytest.mark.parametrize("where", FOUND_BY)
 def test_allocations_that_differ_are_found_wherever_ranks_meet(where: str) -> None:
     run(2, ragged, where)

@@ -1,0 +1,117 @@
+"""The words of the documentation: none that was retired, and the length of its sentences, printed and not judged.
+
+`RETIRED` has the retired words, each with the field's word for it. Pages of `docs/lab` are a record of experiments and
+keep the words of their time.
+"""
+
+from pathlib import Path
+import re
+
+import pytest
+
+from tests.processes import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
+PAGES += [path for path in sorted(DOCS.rglob("*.md")) if DOCS / "lab" not in path.parents]
+
+RETIRED = {
+    # words of prose
+    r"told|said": "reports, prints, is documented",
+    r"kin": "name the things",
+    r"mend|mends|mended|mending": "fix, correct",
+    r"stand-ins?|stands? in for": "fallback",
+    r"stretch|stretches": "split, range",
+    r"hears?": "receives",
+    r"weigh|weighs|weighed|weighing": "compare",
+    r"seeks?": "look for",
+    r"behind it|behind them|behind the stroke": "after",
+    r"in eight bits|eight bits": "fp8, 8 bits",
+    r"who has|whoever has": "name the reader or the rank",
+    r"of so many": "name the number",
+    r"in words|by words|travel in words": "by the Lamport protocol",
+    r"warps? with roles|warps of roles": "warp-specialised",
+    r"depths": "k_per_rank",
+    # names of code that have another name now
+    r"[a-z_]*_roles": "warp_specialised",
+    r"owned_tiles": "tile_orders",
+    r"few_rows(_gather)?": "lamport_matmul, lamport_gather_matmul",
+    r"shard_sums": "copy_reduce",
+    r"step_product": "skinny_matmul",
+    r"norm_ahead": "rmsnorm_epilogue",
+    r"weigh_kernel": "combine_kernel",
+    r"stretch_kernel": "split_kernel",
+    r"by_tree|by_halves": "order",
+    r"stand_in": "fallback",
+}
+KEPT = {
+    "`depths`": "the parameter's name until it is renamed",
+    "timeline_roles_h200_x4": "a result file",
+}
+"""What a page may say all the same: names that files and parameters have today."""
+
+
+def prose(text: str) -> str:
+    """Return a page without its front matter, code blocks and comments."""
+    text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "\n", re.sub("<!--.*?-->", "", text, flags=re.DOTALL), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^( {4}|\t).*$", "", text, flags=re.MULTILINE)
+
+
+def retired(text: str) -> list[str]:
+    """Return the retired words of a page, each with its line and the word to use."""
+    for name in KEPT:
+        text = text.replace(name, "")
+    found = []
+    for word, instead in RETIRED.items():
+        for match in re.finditer(rf"(?<![\w-])(?:{word})(?![\w-])", prose(text), re.IGNORECASE):
+            line = prose(text)[: match.start()].rpartition("\n")[2] + prose(text)[match.start() :].partition("\n")[0]
+            found.append(f"{match[0]!r} (say: {instead}) in: {line.strip()[:100]}")
+    return found
+
+
+def sentences(text: str) -> list[int]:
+    """Return the number of words of each sentence outside tables, code and headings."""
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "code", prose(text)))
+    lines = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[|:::|<)", line)]
+    parts = re.split(r"(?<=[.!?:;])\s+|\n\s*\n|(?:^|\n)\s*(?:[-*]|\d+\.)\s", "\n".join(lines))
+    return [words for part in parts if (words := len(re.findall(r"\w\S*", part))) > 2]
+
+
+UNREVISED = ("docs/architecture.md", "docs/contributing.md", "docs/guides/fp8.md")
+"""Pages that still have some. A page without any leaves this list."""
+
+
+def _parameter(page: Path) -> object:
+    name = str(page.relative_to(ROOT))
+    marks = pytest.mark.xfail(reason="not revised yet") if name in UNREVISED else ()
+    return pytest.param(page, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("page", map(_parameter, PAGES))
+def test_no_page_has_a_retired_word(page: Path) -> None:
+    assert retired(page.read_text()) == []
+
+
+def test_retired_words_are_found_in_prose_only() -> None:
+    text = "The rank is told so.\n\n```python\ntold = 1\n```\n\nStand-ins run.\n"
+    assert [each.split(" ")[0] for each in retired(text)] == ["'told'", "'Stand-ins'"]
+    assert retired("A kinder, retold story about `depths`.") == []
+
+
+def test_sentences_are_counted() -> None:
+    text = "# A title\n\nOne two three. Four five six seven; eight nine ten.\n\n| a |\n\n- one two three\n- four five six\n"
+    assert sentences(text) == [3, 4, 3, 3, 3]
+
+
+def test_lengths_of_sentences(capsys: pytest.CaptureFixture) -> None:
+    """Prints the mean and the longest sentence of each page, the longest first."""
+    counted = {page: sentences(page.read_text()) for page in PAGES}
+    rows = sorted(
+        ((max(found), sum(found) / len(found), page) for page, found in counted.items() if found), reverse=True
+    )
+    assert rows
+    with capsys.disabled():
+        print("\nwords in a sentence: longest, mean")
+        for longest, mean, page in rows:
+            print(f"{longest:4} {mean:6.1f}  {page.relative_to(ROOT)}")
