@@ -166,7 +166,7 @@ CASES = [
     ("ct_int4_zeros", "groups128", 3), ("ct_int4_channel", "dense", 2), ("ct_int8_128", "groups128", 4),
     ("ct_int8", "dense", 2), ("modelopt_fp8", "dense", 2), ("modelopt_nvfp4", "dense", 2), ("awq", "dense", 3),
     ("gptq", "dense", 3), ("gptq_v2", "groups128", 2), ("gptq_ordered", "dense", 2), ("mxfp4", "gpt_oss", 4),
-    ("ct_int4_32", "experts192", 1),
+    ("ct_int4_32", "experts192", 1), ("fp8_with_fp4_experts", "deepseek", 3),
 ]  # fmt: skip
 
 
