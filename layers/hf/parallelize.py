@@ -35,8 +35,8 @@ from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParall
 from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import place_in
 from ..pipeline.stage import connect
-from ..shard import Shard, even_unit, in_units
-from ..sharded import ShardedLinear, check_context, flags, split_parameter, unit_of
+from ..shard import Shard, in_units
+from ..sharded import ShardedLinear, check_context, flags, split_parameter
 from ..together import run_together
 from ..verify import verify
 from ..verify.skeleton import kind_of
@@ -46,6 +46,7 @@ from . import styles as styles_of
 from .fused_heads import Taken, layout_of
 from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
+from .group_cuts import cut_size, units_of
 from .guards import guard
 from .heads import cuts_its_output, head_parameters, head_parts, head_split, output_of, set_local_heads
 from .linear_like import as_linear
@@ -315,7 +316,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    units = _units(model, split.linears, ctx)
+    units = units_of(model, split.linears, ctx)
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -327,8 +328,8 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         if style in styles_of.LINKED and attention is not None:
             around, held = model.get_submodule(attention), heads[attention]
             parts, layout = head_parts(around, child, linear, style, held), layout_of(around, child)
-        elif (unit := units.get((parent_name, _cut(linear, style)))) is not None:
-            half = (in_units(_cut(linear, style), ctx.num_ranks, ctx.cur_rank, unit),)
+        elif (unit := units.get((parent_name, cut_size(linear, style)))) is not None:
+            half = (in_units(cut_size(linear, style), ctx.num_ranks, ctx.cur_rank, unit),)
             parts = half * 2 if style in styles_of.PACKED else half
         tied = embeddings.get(id(linear.weight))
         layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
@@ -402,35 +403,6 @@ def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
         for name in names
         if styles_of.is_attention(model.get_submodule(name))
     }
-
-
-def _units(model: nn.Module, linears: dict[str, str], ctx: Any) -> dict[tuple[str, int], int]:
-    """By module and size: in which units its linears are cut, where the files store groups that share a scale.
-
-    That is what a row-parallel linear multiplies and a column-parallel one of the same module makes.
-    """
-    units = {name: unit_of(model.get_submodule(name)) for name, style in linears.items() if style in styles_of.ROW}
-    grouped = {name: unit for name, unit in units.items() if unit > 1 and ctx.invariant != RANKS}
-    if not grouped:
-        return {}
-    sizes: dict[str, tuple[str, int]] = {}
-    for name, style in linears.items():
-        found = as_linear(model.get_submodule(name))
-        assert found is not None, name
-        sizes[name] = name.rpartition(".")[0], _cut(found[0], style)
-    made = {sizes[name] for name, style in linears.items() if style in styles_of.COLUMN | styles_of.PACKED}
-    return {
-        sizes[name]: even_unit(sizes[name][1], ctx.num_ranks, unit)
-        for name, unit in grouped.items()
-        if sizes[name] in made
-    }
-
-
-def _cut(linear: Any, style: str) -> int:
-    """How many entries the ranks share of a linear: inputs, outputs, or a half of outputs that hold two."""
-    if style in styles_of.ROW | styles_of.ROW_SPLIT:
-        return linear.in_features
-    return linear.out_features // 2 if style in styles_of.PACKED else linear.out_features
 
 
 def _split(

@@ -12,7 +12,7 @@ from layers.hf.plans import PLANS
 
 from tests.layers.written_formats import PUBLISHED_IN_FP8
 
-# What `tests/layers/test_formats.py` loads of a type.
+# What `tests/layers/test_quantised_models.py` loads of a type.
 FORMATS = dict.fromkeys(PUBLISHED_IN_FP8, "fp8") | {
     "llama": "fp8, MXFP4, NVFP4, int4, int8, AWQ, GPTQ",
     "qwen3_moe": "fp8, int4",

@@ -1,0 +1,46 @@
+"""Where linears are cut whose quantised weights have groups that share a scale: between groups.
+
+A row-parallel linear multiplies what column-parallel ones of its module make: all of them are cut at the same places.
+Attention is cut between heads instead, wherever its groups end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iris.invariance import RANKS
+from torch import nn
+
+from ..shard import even_unit
+from ..sharded import unit_of
+from . import styles as styles_of
+from .linear_like import as_linear
+
+
+def units_of(model: nn.Module, linears: dict[str, str], ctx: Any) -> dict[tuple[str, int], int]:
+    """By module and size: in which units its linears are cut, where the files store groups that share a scale.
+
+    That is what a row-parallel linear multiplies and a column-parallel one of the same module makes.
+    """
+    units = {name: unit_of(model.get_submodule(name)) for name, style in linears.items() if style in styles_of.ROW}
+    grouped = {name: unit for name, unit in units.items() if unit > 1 and ctx.invariant != RANKS}
+    if not grouped:
+        return {}
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, style in linears.items():
+        found = as_linear(model.get_submodule(name))
+        assert found is not None, name
+        sizes[name] = name.rpartition(".")[0], cut_size(found[0], style)
+    made = {sizes[name] for name, style in linears.items() if style in styles_of.COLUMN | styles_of.PACKED}
+    return {
+        sizes[name]: even_unit(sizes[name][1], ctx.num_ranks, unit)
+        for name, unit in grouped.items()
+        if sizes[name] in made
+    }
+
+
+def cut_size(linear: Any, style: str) -> int:
+    """How many entries the ranks share of a linear: inputs, outputs, or a half of outputs that hold two."""
+    if style in styles_of.ROW | styles_of.ROW_SPLIT:
+        return linear.in_features
+    return linear.out_features // 2 if style in styles_of.PACKED else linear.out_features
