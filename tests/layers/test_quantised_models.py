@@ -18,7 +18,6 @@ from tests.layers import models, written_formats
 
 pytest.importorskip("transformers")
 pytestmark = both
-alone = pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 
 _DENSE: dict[str, Any] = {
     "hidden_size": 160,

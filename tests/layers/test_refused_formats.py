@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 import torch
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, both, once, run_ranks
+from tests.harness import WORLDS, both, once, run_ranks
 from tests.layers import models, written_formats
 from tests.layers.test_quantised_models import loaded_body, written
 
