@@ -1,8 +1,8 @@
-"""What the library costs on a machine, beside what its users run otherwise.
+"""Measure the library on a machine, and what its users would run otherwise.
 
 Each module of this folder is a command, `python -m benchmarks.NAME`; `--help` says what it asks for. Among them:
 
-    ops       the four fused ops beside cuBLAS + NCCL and torch's own overlapped ops
+    ops       the four fused ops, against cuBLAS + NCCL and torch's own overlapped ops
     ccl       the collectives of a context
     llm       whole models, tokens per second
     litmus    whether ranks see each other's accesses in the order that is promised

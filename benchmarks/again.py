@@ -82,9 +82,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def line_of(step: Step, gpu: str, ranks: int, out: Path, limit_s: float) -> list[str]:
     """The command of a step."""
     name = step.name or f"{step.line.split()[0]}_{{gpu}}"
-    words = [sys.executable, "-m", f"benchmarks.{step.line.split()[0]}", *step.line.split()[1:]]
+    command = [sys.executable, "-m", f"benchmarks.{step.line.split()[0]}", *step.line.split()[1:]]
     named = ["--name", f"{name.format(gpu=gpu)}_x{ranks}"]
-    return [*words, "--ranks", str(ranks), "--time-limit", f"{limit_s:.0f}", *named, "--out", str(out)]
+    return [*command, "--ranks", str(ranks), "--time-limit", f"{limit_s:.0f}", *named, "--out", str(out)]
 
 
 def run(line: list[str], timeout_s: float) -> bool:
@@ -104,8 +104,8 @@ def probe(ranks: int, out: Path) -> None:
     """Leaves the rivals out, by the environment, with which a few rows do not come through."""
     for without in ("", "flashinfer", "flashinfer,vllm"):
         os.environ["IRIS_WITHOUT"] = without
-        words = PROBE.split()
-        line = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:], "--ranks", str(ranks), "--name", "probe"]
+        probe = PROBE.split()
+        line = [sys.executable, "-m", f"benchmarks.{probe[0]}", *probe[1:], "--ranks", str(ranks), "--name", "probe"]
         if run([*line, "--out", str(out)], PROBE_S):
             return
 
@@ -118,14 +118,14 @@ def main() -> None:
     if not args.no_probe:
         probe(args.ranks, args.out)
         (args.out / "probe.json").unlink(missing_ok=True)
-    left = []
+    skipped = []
     for step in (step for step in STEPS if step.key in args.only):
         limit = min(step.limit_s, end - time.monotonic() - SPARE_S)
         if limit < step.limit_s / 3:
-            left.append(step.key)
+            skipped.append(step.key)
             continue
         run(line_of(step, gpu, args.ranks, args.out, limit), end - time.monotonic())
-    print(f"left out for want of time: {', '.join(left)}" if left else "all measured")
+    print(f"left out for want of time: {', '.join(skipped)}" if skipped else "all measured")
 
 
 if __name__ == "__main__":

@@ -84,13 +84,15 @@ class Inputs:
 
     def contenders(self) -> list[Contender]:
         A, weight, case, world = self.A, self.weight, self.case, self.team.world
-        found = []
+        contenders = []
         for name in self.variants:
             variant = importlib.import_module(f"examples.all_scatter.{name}").all_scatter
-            found.append(Contender(name, "variant", _returning(lambda i, run=variant: run(case), case.out), case.out))
+            contenders.append(
+                Contender(name, "variant", _returning(lambda i, run=variant: run(case), case.out), case.out)
+            )
         out = self.ctx.empty(*case.out.shape, dtype=A.dtype)
         op = self.ctx.ops.matmul_all_gather
-        found.append(Contender("ctx.ops", "op", _returning(lambda i: op(out, A, weight.T), out), out))
+        contenders.append(Contender("ctx.ops", "op", _returning(lambda i: op(out, A, weight.T), out), out))
         local, parts = A.new_empty(case.M, case.N), A.new_empty(world * case.M, case.N)
         whole = torch.empty_like(out)
 
@@ -100,16 +102,16 @@ class Inputs:
             whole.view(case.M, world, case.N).copy_(parts.view(world, case.M, case.N).transpose(0, 1))
 
         backend = "NCCL" if self.team.cuda else "gloo"
-        found.append(Contender(f"torch + {backend}", "rival", _returning(usual, whole), whole))
+        contenders.append(Contender(f"torch + {backend}", "rival", _returning(usual, whole), whole))
         alone = A.new_empty(case.M, case.N)
         multiply = _returning(lambda i: torch.matmul(A, weight.T, out=alone), alone)
-        found.append(Contender("torch alone", ALONE, multiply, alone))
+        contenders.append(Contender("torch alone", ALONE, multiply, alone))
         kernel = importlib.import_module("examples.all_scatter.bulk_synchronous").product_kernel
         ours = case.out[:, self.columns]
-        found.append(
+        contenders.append(
             Contender("tiles alone", ALONE, _returning(lambda i: kernel[case.grid()](**case.args()), ours), ours)
         )
-        return found
+        return contenders
 
     def poison(self, contender: Contender) -> None:
         contender.out.fill_(float("nan"))

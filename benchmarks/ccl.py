@@ -59,12 +59,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     ours = Ours(team, max(args.sizes), args.heap_gib, dtype)
-    found = [ours.contender()]
+    contenders = [ours.contender()]
     if not args.sweep:
-        found.append(torch_distributed(team))
+        contenders.append(torch_distributed(team))
         if team.cuda:
-            found += symmetric_memory(team, max(args.sizes), dtype)
-            found += ccl_installed.contenders(team, max(args.sizes), dtype)
+            contenders += symmetric_memory(team, max(args.sizes), dtype)
+            contenders += ccl_installed.contenders(team, max(args.sizes), dtype)
     measured = {**report.describe_run(team, args), "rows": []}
     begin = time.monotonic()
     # sizes outermost: a run that is cut short has every op
@@ -79,7 +79,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             if args.sweep:
                 sweep(case, ours, row)
             else:
-                measure(case, found, row, args)
+                measure(case, contenders, row, args)
             measured["rows"].append(row)
             shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in row["results"][:8])
             team.say(f"[{elapsed:4.0f} s] {op} {ccl_table.size_name(nbytes)}: {shown}")
@@ -90,10 +90,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
     ours.ctx.close()
 
 
-def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namespace) -> None:
+def measure(case: Case, contenders: list[Contender], row: dict, args: argparse.Namespace) -> None:
     team, calls, results, estimates = case.team, {}, {}, {}
-    for contender in found:
-        if not contender.serves(case):
+    for contender in contenders:
+        if not contender.supports(case):
             continue
         result = {"name": contender.name, "kind": contender.kind, "status": "ok", "notes": []}
         results[contender.name] = result
@@ -113,7 +113,7 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
         calls[contender.name] = pair[1]
         if contender.plan:
             result["plan"] = contender.plan(case)
-    captures = {contender.name: contender.capture for contender in found}
+    captures = {contender.name: contender.capture for contender in contenders}
     budget = BUDGET if team.cuda else timing.INTERPRETED
     if not calls:
         return
@@ -130,7 +130,7 @@ def measure(case: Case, found: list[Contender], row: dict, args: argparse.Namesp
             else:
                 batches[name], outputs[name] = captured
         # a rival that sums in place has no right result after its first call
-        replayable = {contender.name for contender in found if contender.kind == "ours" or not contender.in_place}
+        replayable = {contender.name for contender in contenders if contender.kind == "ours" or not contender.in_place}
         round_us = sum(estimates[name] * batch.calls for name, batch in batches.items())
         timings, failed = timing.interleave(team, batches, budget.repeats_for(round_us, len(batches)))
         for name, reason in failed.items():

@@ -75,8 +75,8 @@ def run_row(rows: list[Row], team: Team, heap: everyone.Heap, dtype: torch.dtype
         raise RuntimeError(f"{failed}")
     alone = {str(row): timings[str(row)].call_us for row in rows}
     chain = timings["chain"].call_us
-    found = {"M": rows[0].M, "ops": len(rows) * layers, "alone_us": alone, "layer_us": chain}
-    return found | {"over_sum": chain / sum(alone.values()), "eager_layer_us": timings["issued one by one"].call_us}
+    result = {"M": rows[0].M, "ops": len(rows) * layers, "alone_us": alone, "layer_us": chain}
+    return result | {"over_sum": chain / sum(alone.values()), "eager_layer_us": timings["issued one by one"].call_us}
 
 
 def render(written: dict) -> str:

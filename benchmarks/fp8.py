@@ -69,8 +69,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
             calls = calls_of(ctx, outputs, x, weights, rounded) | rivals_of(team, largest, x, rounded)
             row = {"shape": name, "M": m, "N": n, "K": k}
             if ctx:
-                found = ctx.ops.plan("matmul_all_reduce", m, n, k, x.dtype, explained=False, fp8=True)
-                row["plan"] = {key: value for key, value in asdict(found).items() if key != "reasons"}
+                config = ctx.ops.plan("matmul_all_reduce", m, n, k, x.dtype, explained=False, fp8=True)
+                row["plan"] = {key: value for key, value in asdict(config).items() if key != "reasons"}
             rows_out.append(row | measure(team, calls, x, weights, budget))
             team.say(line(rows_out[-1]))
     if ctx:
@@ -153,11 +153,13 @@ def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor
         call(0).fill_(float("nan"))  # on all ranks, before what counts
         team.barrier()
         team.synchronize()
-        return compare.missed(call(0)[some], exact)
+        return compare.relative_error(call(0)[some], exact)
 
-    found = compare.compare(team, calls, error, len(weights), budget)
-    found["wrong"] = [name for name, error in found["errors"].items() if not error <= ALLOWED.get(name, ALLOWED["fp8"])]
-    return found
+    result = compare.compare(team, calls, error, len(weights), budget)
+    result["wrong"] = [
+        name for name, error in result["errors"].items() if not error <= ALLOWED.get(name, ALLOWED["fp8"])
+    ]
+    return result
 
 
 def line(row: dict) -> str:

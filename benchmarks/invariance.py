@@ -31,8 +31,8 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
-from benchmarks.cases.invariance_case import Case, product_of, random_case, said_of_random
-from benchmarks.cases.invariance_costs import LEVELS, asked, expected
+from benchmarks.cases.invariance_case import Case, describe_random, product_of, random_case
+from benchmarks.cases.invariance_costs import LEVELS, expected, problem_for
 from benchmarks.measuring import models, report, shapes
 from benchmarks.measuring.ahead import compile_ahead
 from benchmarks.measuring.tables import geometric_mean
@@ -67,26 +67,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def print_expected(gpu: str, world: int) -> None:
-    found = expected(gpu, world)
+    expected_rows = expected(gpu, world)
     for op in CALLS:
-        costs = [each["cost"] for each in found if each["op"] == op]
+        costs = [each["cost"] for each in expected_rows if each["op"] == op]
         print(f"{op}: {len(costs)} rows, {geometric_mean(costs):.4f} in the geometric mean, {max(costs):.3f} at most")
-    costs = [each["cost"] for each in found]
+    costs = [each["cost"] for each in expected_rows]
     over = sum(cost > 1.05 for cost in costs)
     print(f"all: {len(costs)} rows, {geometric_mean(costs):.4f}, {max(costs):.3f} at most, {over} above 1.05")
-    for each in sorted(found, key=lambda each: -each["cost"])[:10]:
+    for each in sorted(expected_rows, key=lambda each: -each["cost"])[:10]:
         print(f"  {each['cost']:.3f}  {each['row']}  {' -> '.join(each['kernels'])}")
 
 
-def print_table(found: dict) -> None:
+def print_table(record: dict) -> None:
     """The rows of `docs/concepts/determinism.md`: what was measured, and what the promise cost."""
     versions = ", ".join(
-        f"{name} {version}" for name, version in found["versions"].items() if name in ("torch", "triton")
+        f"{name} {version}" for name, version in record["versions"].items() if name in ("torch", "triton")
     )
-    print(f"{found['world']} {found['gpu']}, {found['date']}, {versions}: {found['products']} products at")
-    print(f"{len(NUMBERS)} numbers of rows each, numbers that differ: {found['differing']}\n")
+    print(f"{record['world']} {record['gpu']}, {record['date']}, {versions}: {record['products']} products at")
+    print(f"{len(NUMBERS)} numbers of rows each, numbers that differ: {record['differing']}\n")
     print("| call | None, us | batch, us | cost |\n|---|---:|---:|---:|")
-    for each in found.get("times", []):
+    for each in record.get("times", []):
         free, alike = float(each["us"]["None"]), float(each["us"]["batch"])
         print(f"| {each['row']} | {free:.1f} | {alike:.1f} | {alike / free:.3f} |")
 
@@ -98,7 +98,7 @@ def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
     layers = sorted(known) if team.cuda and not args.random else []
     rng.shuffle(layers)
     for op, N, K, form in layers:
-        if Row(op, 0, N, K, form).serves(team.world):
+        if Row(op, 0, N, K, form).supports(team.world):
             dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
             form = "" if op == "ar" else form
             yield Case(CALLS[op], form, N, K, dtype, rng.random() < 0.3, rng.randrange(1 << 30), NUMBERS)
@@ -106,13 +106,13 @@ def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
         yield random_case(rng, team.world, team.device.type, ANY[team.device.type] if args.random else NUMBERS)
 
 
-def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: dict, write: Callable) -> None:
+def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, record: dict, write: Callable) -> None:
     """Compares `args.products` products, or as many as there is time for, and counts them in `found`.
 
     The first of them are computed with nothing promised, too, so that it is seen that the comparison finds something.
     The kernels of all random products are compiled before the first.
     """
-    begin, done = time.monotonic(), found["products"]
+    begin, done = time.monotonic(), record["products"]
     products = islice(drawn(args, team), done, args.products)
     if args.random and team.cuda:
         cases = list(products)
@@ -123,66 +123,68 @@ def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, found: 
                 if number % 500 == 0:
                     team.say(f"[{time.monotonic() - begin:4.0f} s] {number} products planned")
 
-        found["kernels"] = compile_ahead(team, contexts.values(), calls)
-        found["compiled_s"] = round(time.monotonic() - begin, 1)
-        team.say(f"[{time.monotonic() - begin:4.0f} s] {found['kernels']} kernels compiled")
+        record["kernels"] = compile_ahead(team, contexts.values(), calls)
+        record["compiled_s"] = round(time.monotonic() - begin, 1)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {record['kernels']} kernels compiled")
         products, begin = iter(cases), time.monotonic()
     while some := list(islice(products, BATCH[team.device.type])):
-        count_differing(team, contexts, some, args.beside - found["products"], found)
-        team.say(f"[{time.monotonic() - begin:4.0f} s] {found['products']} products, differ: {found['differing']}")
+        count_differing(team, contexts, some, args.beside - record["products"], record)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {record['products']} products, differ: {record['differing']}")
         write()
         if team.slowest([time.monotonic() - begin])[0] > args.seconds:
             break
-    found["compared_s"] = round(time.monotonic() - begin, 1)
+    record["compared_s"] = round(time.monotonic() - begin, 1)
 
 
-def results(team: Team, contexts: dict, cases: list[Case], beside: int) -> list[tuple[str, Case, torch.Tensor]]:
+def results(team: Team, contexts: dict, cases: list[Case], unpromised: int) -> list[tuple[str, Case, torch.Tensor]]:
     """Computes cases with the promise, the first `beside` also without: (level, case, what differs, on the device)."""
     lent: dict[str | None, list[torch.Tensor]] = {level: [] for level in contexts}
 
     def compute() -> list[tuple[str, Case, torch.Tensor]]:
-        found = []
+        outcomes = []
         for number, case in enumerate(cases):
             for level, ctx in contexts.items():
-                if level or number < beside:
+                if level or number < unpromised:
                     product = product_of(team, ctx, case)
                     product.run()
                     lent[level] += product.lent
-                    found.append((str(level), case, product.differing))
-        return found
+                    outcomes.append((str(level), case, product.differing))
+        return outcomes
 
-    found, reason = team.attempt(compute)
-    if found is None:
+    outcomes, reason = team.attempt(compute)
+    if outcomes is None:
         raise RuntimeError(f"among {'; '.join(map(str, cases))}: {reason}")
     for level, ctx in contexts.items():  # all ranks are here
         ctx.free(*lent[level])
-    return found
+    return outcomes
 
 
-def count_differing(team: Team, contexts: dict, cases: list[Case], beside: int, found: dict) -> None:
+def count_differing(team: Team, contexts: dict, cases: list[Case], unpromised: int, record: dict) -> None:
     """Computes some cases and counts in `found`. The host waits once for all of them."""
-    every = results(team, contexts, cases, beside)
+    every = results(team, contexts, cases, unpromised)
     counts = torch.stack([differing for *_, differing in every])
     distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
     for (level, case, _), differing in zip(every, counts.tolist(), strict=True):
-        found["differing"][level] += sum(differing)
+        record["differing"][level] += sum(differing)
         if any(differing):
             rows = {str(M): count for M, count in zip(case.numbers, differing, strict=True) if count}
-            found["bits"].append({"case": str(case), "level": level, "first": case.numbers[0], "differing": rows})
+            record["bits"].append({"case": str(case), "level": level, "first": case.numbers[0], "differing": rows})
     for case in cases:
-        found["counted"][case.kind] = found["counted"].get(case.kind, 0) + 1
-    found["products"] += len(cases)
-    found["beside"] += max(0, min(len(cases), beside))
+        record["counted"][case.kind] = record["counted"].get(case.kind, 0) + 1
+    record["products"] += len(cases)
+    record["beside"] += max(0, min(len(cases), unpromised))
 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
     """Microseconds of each op in a graph: with the promise and without."""
-    rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.serves(team.world) and row.M <= 4096]
+    rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.supports(team.world) and row.M <= 4096]
     machine = machine_named(torch.cuda.get_device_name(), 132) if team.cuda else machine_named("interpreter", 1)
-    other = [plan(asked(row, team.world, torch.bfloat16, level), machine, False) for row in rows for level in LEVELS]
+    other = [
+        plan(problem_for(row, team.world, torch.bfloat16, level), machine, False) for row in rows for level in LEVELS
+    ]
     differ = [a.prediction.total_us < b.prediction.total_us for a, b in zip(other[::2], other[1::2], strict=True)]  # type: ignore[union-attr]
     rows = [row for row, unlike in zip(rows, differ, strict=True) if unlike][:24] + rows[:8]
-    found = []
+    measurements = []
     begin = time.monotonic()
     for row in dict.fromkeys(rows):
         if team.slowest([time.monotonic() - begin])[0] > 0.6 * args.time_seconds:
@@ -191,12 +193,12 @@ def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
         for level, ctx in contexts.items():
             call = op_call(team, ctx, row)
             batches[str(level)] = (call, 2)
-        found.append({"row": str(row), "us": times_of(team, batches)})
+        measurements.append({"row": str(row), "us": times_of(team, batches)})
     for N, K in column_shapes(team.world):
         own = contexts["batch"]
         for M in (1, 16, 64, 128, 256, 512, 2048):
             if team.slowest([time.monotonic() - begin])[0] > args.time_seconds:
-                return found
+                return measurements
             x = torch.randn(M, K, device=team.device).to(torch.bfloat16)
             weights = [
                 torch.randn(N, K, device=team.device).to(torch.bfloat16) for _ in range(max(2, (1 << 27) // (N * K)))
@@ -205,8 +207,8 @@ def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
                 "None": (lambda i, x=x, w=weights: F.linear(x, w[i]), len(weights)),
                 "batch": (lambda i, x=x, w=weights, ctx=own: matmul.linear(ctx, x, w[i], None), len(weights)),
             }
-            found.append({"row": f"linear {M}, {N}, {K}", "us": times_of(team, batches)})
-    return found
+            measurements.append({"row": f"linear {M}, {N}, {K}", "us": times_of(team, batches)})
+    return measurements
 
 
 def column_shapes(world: int) -> list[tuple[int, int]]:
@@ -249,7 +251,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     written = report.describe_run(team, args)
     written |= {"products": 0, "beside": 0, "differing": dict.fromkeys(map(str, LEVELS), 0), "counted": {}, "bits": []}
     written["numbers_of_rows"] = ANY[team.device.type] if args.random else NUMBERS
-    written["drawn"] = said_of_random(team.world, team.device.type, args.random)
+    written["drawn"] = describe_random(team.world, team.device.type, args.random)
     if args.resume:
         before = json.loads(args.resume.read_text())
         written |= {name: before[name] for name in ("products", "beside", "differing", "counted", "bits")}

@@ -75,20 +75,20 @@ def split(whole: nn.Module, ctx: iris.Iris) -> nn.Module:
 def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) -> list[dict]:
     """One for each level, way to run and batch: how many numbers have other bits, on the rank with most."""
     heap, sizes = int(args.heap_gib * 2**30), BATCHES[team.device.type]
-    found: list[dict] = []
+    rows: list[dict] = []
     begin = time.monotonic()
 
     def keep(level: str, compiled: bool, findings: list) -> None:
         counts = team.slowest([float(each.differing) for each in findings])
         for each, differing in zip(findings, counts, strict=True):
             row = {"model": name, "level": level, "mode": "compiled" if compiled else each.mode, "batch": each.batch}
-            found.append({**row, "differing": int(differing), "first": each.first})
+            rows.append({**row, "differing": int(differing), "first": each.first})
         worst = sum(map(int, counts))
         seconds = time.monotonic() - begin
         way = "compiled" if compiled else "eager, and graphs on GPUs"
         team.say(f"[{seconds:4.0f} s] {name}, {level}, {way}: {len(findings)} batches, {worst} numbers differ")
 
-    def ahead(contexts: list[iris.Iris], *calls) -> None:
+    def precompile(contexts: list[iris.Iris], *calls) -> None:
         if team.cuda:
             kernels = compile_ahead(team, contexts, lambda: [call() for call in calls])
             team.say(f"[{time.monotonic() - begin:4.0f} s] {kernels} kernels compiled")
@@ -96,7 +96,7 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
     with iris.iris(heap, invariant="batch") as ctx:
         parted = split(whole, ctx)
         given = {"batches": sizes, "steps": args.steps, "length": LENGTH, "thorough": False}
-        ahead([ctx], partial(verify.batch, parted, ctx, **given, modes=("eager",)))
+        precompile([ctx], partial(verify.batch, parted, ctx, **given, modes=("eager",)))
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
             keep("batch", compiled, verify.batch(parted, ctx, compile=compiled, modes=_modes(compiled), **given))
     del parted
@@ -109,11 +109,13 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
             return verify_ranks.read(model, ctx, numbers, args.steps, LENGTH, compiled, **more)
 
         eager = ("eager",)
-        ahead([alone, ctx], lambda: read(one, alone, False, modes=eager), lambda: read(many, ctx, False, modes=eager))
+        precompile(
+            [alone, ctx], lambda: read(one, alone, False, modes=eager), lambda: read(many, ctx, False, modes=eager)
+        )
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
-            first, others = (read(*each, compiled, modes=_modes(compiled)) for each in ((one, alone), (many, ctx)))
-            keep("ranks", compiled, verify_ranks.compared(first, [others], team.world))
-    return found
+            first, readings = (read(*each, compiled, modes=_modes(compiled)) for each in ((one, alone), (many, ctx)))
+            keep("ranks", compiled, verify_ranks.compared(first, [readings], team.world))
+    return rows
 
 
 def _modes(compiled: bool) -> tuple[str, ...] | None:

@@ -51,14 +51,14 @@ class Layer:
 
     def __init__(self, team: Team, M: int, N: int, K: int) -> None:
         self.team, self.M, self.N, self.K = team, M, N, K
-        self.depths = sum_tree.shares(K, team.world)
-        begin = sum(self.depths[: team.rank])
-        self.own = slice(begin, begin + self.depths[team.rank])
+        self.k_per_rank = sum_tree.shares(K, team.world)
+        begin = sum(self.k_per_rank[: team.rank])
+        self.own = slice(begin, begin + self.k_per_rank[team.rank])
         draw = torch.Generator(team.device).manual_seed(M + K)  # on all ranks the same
         self.A, self.W = (
             torch.randn(*size, generator=draw, device=team.device).bfloat16() for size in ((M, K), (N, K))
         )
-        count = max(2, _BEYOND_CACHES // (2 * N * self.depths[team.rank])) if team.cuda else 2
+        count = max(2, _BEYOND_CACHES // (2 * N * self.k_per_rank[team.rank])) if team.cuda else 2
         self.weights = [self.W[:, self.own].clone() for _ in range(count)]
         self.rows = self.A[:, self.own].contiguous()
 
@@ -68,12 +68,12 @@ class Layer:
         if ctx.num_ranks == 1:
             ctx.ops.matmul_all_reduce(out, self.A, self.W.t())
         else:
-            ctx.ops.matmul_all_reduce(out, self.rows, self.weights[0].t(), depths=self.depths)
+            ctx.ops.matmul_all_reduce(out, self.rows, self.weights[0].t(), depths=self.k_per_rank)
         return out.clone()
 
     def call(self, ctx: iris.Iris):
         out = ctx.empty(self.M, self.N, dtype=torch.bfloat16)
-        given = {"depths": self.depths} if ctx.invariant == "ranks" else {}
+        given = {"depths": self.k_per_rank} if ctx.invariant == "ranks" else {}
 
         def call(i: int) -> torch.Tensor:
             ctx.ops.matmul_all_reduce(out, self.rows, self.weights[i].t(), **given)
@@ -83,7 +83,7 @@ class Layer:
 
 
 def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
-    found = []
+    rows = []
 
     def calls() -> None:
         for _, N, K in layers(team):
@@ -107,15 +107,17 @@ def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
             row: dict = {"row": str(Row("ar", M, N, K)), "layer": name, "M": M, "differing": int(differing)}
             row["plan"] = (
                 contexts["ranks"]
-                .ops.plan("matmul_all_reduce", M, N, layer.depths[team.rank], torch.bfloat16, depths=layer.depths)
+                .ops.plan(
+                    "matmul_all_reduce", M, N, layer.k_per_rank[team.rank], torch.bfloat16, depths=layer.k_per_rank
+                )
                 .kernel
             )
             if team.cuda:
                 calls = {str(level): (layer.call(ctx), len(layer.weights)) for level, ctx in contexts.items()}
                 row["us"] = times_of(team, calls)
                 team.say(f"{name}, {M} rows: " + ", ".join(f"{level} {us:.1f} us" for level, us in row["us"].items()))
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def run(team: Team, args: argparse.Namespace) -> None:

@@ -114,7 +114,7 @@ class Bench:
         self.programs = min(programs or resident, resident)
         self.inbox = ctx.empty(self.programs, LARGEST // 4, dtype=torch.int32)
         self.variables = ctx.empty(self.programs, 3, LANES, SPACING.value, dtype=torch.int32)
-        self.told = ctx.empty(self.programs, 2, MOST_THREADS.value, LANES, dtype=torch.int32)
+        self.reported = ctx.empty(self.programs, 2, MOST_THREADS.value, LANES, dtype=torch.int32)
         self.flags = ctx.empty(self.programs, MOST_THREADS.value, dtype=torch.int32)
         self.stamps = ctx.empty(2, self.world, dtype=torch.int32)
 
@@ -131,7 +131,7 @@ class Bench:
         torch.distributed.all_reduce(counts)
         return counts.tolist()
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Devices idle, then all ranks here; not by the barrier that is tested."""
         if self.cuda:
             torch.cuda.synchronize()
@@ -162,7 +162,7 @@ class KernelCase:
         bench.flags.fill_(wrapped(self.first - 1))
         bench.variables.fill_(wrapped(4 * (self.first - 1)))
         bench.inbox.fill_(-1)
-        bench.meet()
+        bench.rendezvous()
         begin = time.perf_counter()
         kernel, args, constants = self.call(bench, counts, each)
         kernel[(bench.programs,)](*args, num_warps=self.warps, **constants)
@@ -181,7 +181,7 @@ class Threads(KernelCase):
 
     def call(self, bench: Bench, counts: torch.Tensor, rounds: int) -> tuple:
         context = bench.ctx.get_device_context()
-        args = (context, bench.variables, bench.told, bench.flags, counts, wrapped(self.first), rounds)
+        args = (context, bench.variables, bench.reported, bench.flags, counts, wrapped(self.first), rounds)
         return threads_kernel, args, dict(TEST=self.test.threads, ORDER=self.order, WORLD_SIZE=bench.world, LANES=LANES)
 
     def result(self, bench: Bench, counts: list[int], rounds: int, seconds: float) -> Result:
@@ -241,7 +241,7 @@ class Barrier:
         bench.stamps.fill_(wrapped(self.first))
         ctx.barrier()
         ctx._barrier.counts.fill_(wrapped(self.first))  # as if there had been as many
-        bench.meet()
+        bench.rendezvous()
         begin = time.perf_counter()
 
         def one() -> None:
@@ -259,7 +259,7 @@ class Barrier:
                 done += BARRIERS_A_GRAPH
         for _ in range(rounds - done):
             one()
-        bench.meet()
+        bench.rendezvous()
         ctx.check()
         seconds = time.perf_counter() - begin
         right, wrong = bench.total(counts)
@@ -280,11 +280,11 @@ def cases(family: str, world: int) -> list:
     if family == "barrier":
         return [Barrier(first) for first in (0, BELOW_2_31, BELOW_2_32)]
     sizes = (4, 1 << 10, LARGEST)
-    found = [Message(nbytes, warps, BELOW_2_31) for nbytes in sizes for warps in (1, 4, 8)]
-    found += [Message(nbytes, 8, BELOW_2_32) for nbytes in (4, LARGEST)]
+    messages = [Message(nbytes, warps, BELOW_2_31) for nbytes in sizes for warps in (1, 4, 8)]
+    messages += [Message(nbytes, 8, BELOW_2_32) for nbytes in (4, LARGEST)]
     if world > 2:
-        found += [Message(nbytes, warps, BELOW_2_32, hops=2) for nbytes in sizes for warps in (1, 8)]
-    return [*found, Message(LARGEST, 8, 0, ordered=False)]
+        messages += [Message(nbytes, warps, BELOW_2_32, hops=2) for nbytes in sizes for warps in (1, 8)]
+    return [*messages, Message(LARGEST, 8, 0, ordered=False)]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -105,8 +105,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
             f" the idlest {uneven[1]:.2f}"
         )
     # cuBLAS + NCCL: by whose errors the others' are judged
-    wanted = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key not in engines.APART]
-    found, failed = engines.contenders(team, ctx, model, wanted)
+    requested = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key not in engines.APART]
+    contenders, failed = engines.contenders(team, ctx, model, requested)
     if engines.NCCL in failed:
         raise RuntimeError(f"{engines.NAMES[engines.NCCL]}: {failed[engines.NCCL]}")
     missing = [f"{engines.NAMES[key]}: {each['failed']}" for key, each in args.vllm.items() if "failed" in each]
@@ -128,7 +128,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if elapsed > args.time_limit:
             say(f"stopped: {len(rows) - number + 1} rows left out")
             break
-        row = run_row(team, ctx, found, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
+        row = run_row(team, ctx, contenders, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
         for each in args.vllm.values():
             if "rows" in each:
                 row["results"].append(vllm_engine.result_of(each, batch, prompt))
@@ -140,19 +140,19 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.rank == 0:
             report.write(measured, args)
     team.say("\n" + render(measured))
-    for contender in found:
+    for contender in contenders:
         if contender.key in engines.PROMISING:
             contender.context.close()
     ctx.close()
 
 
-def run_row(team: Team, ctx, found, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:
+def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:
     """One result a contender; cuBLAS + NCCL is among `found`, and left out of the results if nobody asked for it."""
     from layers import Engine
 
     length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks want whole vectors
     random = torch.Generator().manual_seed(7)
-    ordered = sorted(found, key=lambda each: each.key != engines.NCCL)
+    ordered = sorted(contenders, key=lambda each: each.key != engines.NCCL)
     vocabulary = min(ordered[0].model.config.vocab_size, 30000)
     tokens = torch.randint(0, vocabulary, (batch, prompt + 1), generator=random).to(team.device)
     prompts, cache = tokens[:, :-1].contiguous(), None
@@ -336,9 +336,9 @@ def clock(team: Team, work: Callable[[], object]) -> float:
 
 def same_everywhere(team: Team, engine) -> bool:
     """Whether all ranks made the same tokens."""
-    made = engine.output.double()
-    places = torch.arange(1, made.numel() + 1, device=made.device).view_as(made)
-    digest = ((made * places) % 65521).sum().item()
+    tokens = engine.output.double()
+    places = torch.arange(1, tokens.numel() + 1, device=tokens.device).view_as(tokens)
+    digest = ((tokens * places) % 65521).sum().item()
     highest, lowest = team.slowest([digest, -digest])
     return highest == -lowest
 
@@ -352,19 +352,19 @@ def allocated(team: Team, peak: bool = False) -> int:
     return torch.cuda.memory_allocated()
 
 
-def beside_vllm(args: argparse.Namespace) -> dict[str, dict]:
+def measure_vllm(args: argparse.Namespace) -> dict[str, dict]:
     """What vLLM takes, by contender, if it is asked for: before the ranks start, for it wants the GPUs for itself."""
     keys = [key for key in engines.APART if key in args.contenders]
     if not keys:
         return {}
     config = whole_models.config_for_others(args.model, args.layers)
-    found = vllm_engine.measure_apart(args, rows_of(args), config, [key == engines.VLLM_BATCH for key in keys])
-    return dict(zip(keys, found, strict=True))
+    results = vllm_engine.measure_apart(args, rows_of(args), config, [key == engines.VLLM_BATCH for key in keys])
+    return dict(zip(keys, results, strict=True))
 
 
 def main() -> None:
     args = parse()
-    args.vllm = beside_vllm(args)
+    args.vllm = measure_vllm(args)
     sys.exit(launch(run, args, limit_s=args.time_limit + 150))
 
 

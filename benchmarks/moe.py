@@ -27,7 +27,8 @@ from iris import platform
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
-from iris_ops.planning.moe_ways import candidates, moe_plan, need_sorting
+from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.plan import plan, weigh
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -58,17 +59,17 @@ def run(team: Team, args: argparse.Namespace) -> None:
     budget = compare.budget_of(team, True)
     with_vllm = not args.tune and has_vllm(team)
     copy_gbs = copied(team) if team.cuda else 1.0
-    found = report.describe_run(team, args) | {"copy_gbs": copy_gbs, "skew": moe_layer.SKEW, "rows": []}
+    record = report.describe_run(team, args) | {"copy_gbs": copy_gbs, "skew": moe_layer.SKEW, "rows": []}
     team.say(f"copy {copy_gbs:.0f} GB/s\n| shape | T | experts | ours us | floor us | best rival | factor | alone us |")
     shapes = {name: shape for name, shape in (moe_layer.SHAPES | moe_layer.TINY).items() if name in args.shapes}
     for name, shape in shapes.items():
         if late(team, begin, args):
-            found.setdefault("left_out", []).append(name)
+            record.setdefault("left_out", []).append(name)
             continue
         layer = Layer(shape, team.world, team.rank, team.device, team.cuda)
         for tokens in args.tokens:
             if late(team, begin, args):
-                found.setdefault("left_out", []).append(f"{name} T={tokens}")
+                record.setdefault("left_out", []).append(f"{name} T={tokens}")
                 continue
             layer.tokens(tokens)
             row = {"shape": name, "T": tokens, **layer.described()}
@@ -79,13 +80,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
             else:
                 row |= measured(team, ctx, layer, budget, args, with_vllm)
                 team.say(line(row))
-            found["rows"].append(row)
+            record["rows"].append(row)
             if team.rank == 0:
-                report.write(found, args)
+                report.write(record, args)
         del layer
         torch.cuda.empty_cache() if team.cuda else None
     ctx.close()
-    wrong = [row for row in found["rows"] if row.get("wrong")]
+    wrong = [row for row in record["rows"] if row.get("wrong")]
     if wrong:
         team.say(f"WRONG: {json.dumps(report.rounded(wrong))}")
         sys.exit(1)
@@ -99,8 +100,8 @@ def copied(team: Team) -> float:
     """GB/s that a copy reads and writes."""
     source = torch.empty(256 << 20, dtype=torch.uint8, device=team.device)
     target = torch.empty_like(source)
-    found = compare.compare(team, {"copy": lambda i: target.copy_(source)}, lambda *_: 0.0, 1, compare.QUICK)
-    return 2 * source.numel() / found["us"]["copy"] / 1e3
+    result = compare.compare(team, {"copy": lambda i: target.copy_(source)}, lambda *_: 0.0, 1, compare.QUICK)
+    return 2 * source.numel() / result["us"]["copy"] / 1e3
 
 
 def ours(
@@ -152,19 +153,19 @@ def measured(
             return 0.0
         call(0).fill_(float("nan"))
         team.barrier()
-        return compare.missed(call(0)[:CHECKED], exact)
+        return compare.relative_error(call(0)[:CHECKED], exact)
 
-    found = compare.compare(team, calls, error, layer.calls, budget, captures)
-    found["wrong"] = {name: error for name, error in found["errors"].items() if not error <= ALLOWED}
+    result = compare.compare(team, calls, error, layer.calls, budget, captures)
+    result["wrong"] = {name: error for name, error in result["errors"].items() if not error <= ALLOWED}
     problems = problems_of(ctx, layer)
     form = "rows" if layer.shape.gpt_oss else None
     plans = [
         ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, form, experts=p.experts, top_k=p.top_k) for p in problems
     ]  # fmt: skip
-    found["plans"] = [plan.reasons[-1] for plan in plans]
+    result["plans"] = [plan.reasons[-1] for plan in plans]
     if "vLLM alone" in rivals:
-        found["vLLM tiles"] = vllm_tiles(layer)
-    return found
+        result["vLLM tiles"] = vllm_tiles(layer)
+    return result
 
 
 def problems_of(ctx: iris.Iris, layer: Layer) -> tuple[MoeProblem, MoeProblem]:
@@ -189,14 +190,14 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tile
             for c in configs
         }
     if team.cuda:
-        compile_ahead(ctx, [both for found in every.values() for both, *_ in found.values()])
+        compile_ahead(ctx, [both for result in every.values() for both, *_ in result.values()])
     for problem in problems_of(ctx, layer):
         calls = {}
         for label, (both, gate_up, down) in every[problem.op].items():
             if compare_error(team, both, exact) <= ALLOWED:
                 calls[label] = gate_up if problem.op == GATE_UP else down
-        found = compare.compare(team, calls, lambda name, call: 0.0 * call(0).numel(), layer.calls, budget)
-        rows[problem.op] = dict(sorted(found["us"].items(), key=lambda item: item[1])) | found["failed"]
+        result = compare.compare(team, calls, lambda name, call: 0.0 * call(0).numel(), layer.calls, budget)
+        rows[problem.op] = dict(sorted(result["us"].items(), key=lambda item: item[1])) | result["failed"]
     return rows
 
 
@@ -221,25 +222,25 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
 
 def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:
     """What the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
-    known = candidates(problem, machine)
+    known = [each.config for each in weigh(problem, machine).candidates]
     mean = problem.pairs / layer.described()["touched"]
     tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
     if given is not None:
-        known = [moe_plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
-        known_ways = [moe_plan(problem, machine, False)]
+        known = [plan(problem, machine, False, way) for way in sorted({c.algorithm for c in known})]
+        known_ways = [plan(problem, machine, False)]
         name = "up" if problem.op == GATE_UP else "down"
-        wanted = {None, name}, {None, str(problem.tokens)}
-        tiles = [tile for op, tokens, *tile in given if op in wanted[0] and tokens in wanted[1]]
+        accepted = {None, name}, {None, str(problem.tokens)}
+        tiles = [tile for op, tokens, *tile in given if op in accepted[0] and tokens in accepted[1]]
     else:
         known_ways = known = [c for c in known if c.block_m <= max(16, 4 * mean) and 8 * c.block_m >= mean]
-    found = {named(c): c for c in known}
+    configs = {named(c): c for c in known}
     ways = {c.algorithm: c for c in known_ways}
     for m, n, k, warps, stages in tiles:
         if machine.stages((m + n) * k * 2) >= stages:
             for like in ways.values():
                 each = replace(like, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
-                found[named(each)] = each
-    return list(found.values())
+                configs[named(each)] = each
+    return list(configs.values())
 
 
 def named(config: FusedConfig) -> str:
@@ -254,17 +255,17 @@ def tile(text: str) -> tuple:
 
     Raises `ValueError`.
     """
-    found = _TILE.fullmatch(text)
-    if found is None:
+    match = _TILE.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r}; expected a tile like 16x64x128s5w4, or up:, 16: or down16: before it")
-    m, n, k, stages, warps = (int(each) for each in found.groups()[2:])
-    return found[1], found[2], m, n, k, warps, stages
+    m, n, k, stages, warps = (int(each) for each in match.groups()[2:])
+    return match[1], match[2], m, n, k, warps, stages
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:
     """How far a call is from the truth on any rank; without end where it raises."""
-    found, _ = team.attempt(lambda: compare.missed(call(0)[:CHECKED], exact))
-    return team.slowest([float("inf") if found is None else found])[0]
+    error, _ = team.attempt(lambda: compare.relative_error(call(0)[:CHECKED], exact))
+    return team.slowest([float("inf") if error is None else error])[0]
 
 
 def line(row: dict) -> str:

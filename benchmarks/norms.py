@@ -83,16 +83,16 @@ def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     rows = [Row("ar", M, *size) for size in dict.fromkeys(sizes(team)) for M in args.rows]
     heaps = everyone.heaps(team, rows, dtype, args.heap_gib)
-    found = contenders(team, rows, dtype, *heaps)
+    entries = contenders(team, rows, dtype, *heaps)
     measured = {**report.describe_run(team, args), "rows": []}
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             team.say(f"stopped: {len(rows) - number + 1} rows left out")
             break
-        result = ops.run_row(row, team, found, dtype, args, NormInputs)
+        result = ops.run_row(row, team, entries, dtype, args, NormInputs)
         measured["rows"].append(result)
-        measured["left_out"] = [str(left) for left in rows[number:]]
+        measured["left_out"] = [str(skipped) for skipped in rows[number:]]
         shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in result["results"])
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {shown}")
         if team.rank == 0:
@@ -106,22 +106,22 @@ def contenders(
     team: Team, rows: list[Row], dtype: torch.dtype, heap: everyone.Heap, alone: everyone.Heap
 ) -> list[Contender]:
     blas = "cuBLAS" if team.cuda else "torch"
-    found = [Contender("ours", OURS, {"ar": partial(_ours, heap)}, plan=partial(_plan, heap))]
-    found.append(Contender(f"{blas} + {'NCCL' if team.cuda else 'gloo'}, norm", RIVAL, {"ar": _with_torch}))
+    entries = [Contender("ours", OURS, {"ar": partial(_ours, heap)}, plan=partial(_plan, heap))]
+    entries.append(Contender(f"{blas} + {'NCCL' if team.cuda else 'gloo'}, norm", RIVAL, {"ar": _with_torch}))
     if team.cuda:
         windows = of_nccl.Windows(team, rows, dtype)
-        found.append(Contender("cuBLAS + NCCL symmetric, norm", RIVAL, {"ar": partial(_symmetric, windows)}))
+        entries.append(Contender("cuBLAS + NCCL symmetric, norm", RIVAL, {"ar": partial(_symmetric, windows)}))
         if of_vllm.installed(team):
             capture = partial(of_vllm.capturing, team.device)
-            found.append(Contender(f"cuBLAS + {of_vllm.NAME}, norm", RIVAL, {"ar": _vllm}, _small, capture=capture))
+            entries.append(Contender(f"cuBLAS + {of_vllm.NAME}, norm", RIVAL, {"ar": _vllm}, _small, capture=capture))
         if of_flashinfer.installed(team):
             for one_shot, name in of_flashinfer.NAMES.items():
                 served = of_flashinfer.served(one_shot)
-                found.append(
+                entries.append(
                     Contender(f"cuBLAS + {name} with norm", RIVAL, {"ar": partial(_flashinfer, one_shot)}, served)
                 )
-    found += [each for each in everyone.contenders(team, rows, dtype, heap, alone) if each.alone]
-    return found
+    entries += [each for each in everyone.contenders(team, rows, dtype, heap, alone) if each.alone]
+    return entries
 
 
 def _plan(heap: everyone.Heap, row: Row) -> dict:
@@ -214,7 +214,7 @@ def _vllm(inputs: Inputs) -> Call:
 
 
 def _small(row: Row, world: int, dtype: torch.dtype) -> bool:
-    return of_vllm.serves(row.M * row.N * dtype.itemsize, world, dtype)
+    return of_vllm.supports(row.M * row.N * dtype.itemsize, world, dtype)
 
 
 def _flashinfer(one_shot: bool, inputs: Inputs) -> Call:

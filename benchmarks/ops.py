@@ -71,8 +71,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
     """All that serve one of `rows`; none of them is made ready."""
     team, dtype = Team(1, args.ranks, torch.device(args.device)), getattr(torch, args.dtype)  # rank 1 prints nothing
-    found = everyone.contenders(team, rows, dtype, *everyone.heaps(team, rows, dtype, args.heap_gib))
-    return list(dict.fromkeys(each.name for each in found if any(each.takes(row, team.world, dtype) for row in rows)))
+    candidates = everyone.contenders(team, rows, dtype, *everyone.heaps(team, rows, dtype, args.heap_gib))
+    return list(
+        dict.fromkeys(each.name for each in candidates if any(each.takes(row, team.world, dtype) for row in rows))
+    )
 
 
 def variations(text: str) -> list[dict[str, int | bool | str]]:
@@ -81,12 +83,12 @@ def variations(text: str) -> list[dict[str, int | bool | str]]:
         return []
     from iris_ops import FusedConfig  # here, so that rivals can be measured where the library cannot start
 
-    wanted = [part.partition("=")[::2] for part in text.split(";")]
+    requested = [part.partition("=")[::2] for part in text.split(";")]
     kinds = {field.name: field.type for field in fields(FusedConfig)}
-    unknown = [name for name, _ in wanted if kinds.get(name) not in _READ]
+    unknown = [name for name, _ in requested if kinds.get(name) not in _READ]
     if unknown:
         raise ValueError(f"--vary has {unknown[0]!r}; expected fields of FusedConfig, such as num_stages or algorithm")
-    choices = [[(name, _READ[kinds[name]](value)) for value in values.split(",")] for name, values in wanted]
+    choices = [[(name, _READ[kinds[name]](value)) for value in values.split(",")] for name, values in requested]
     return [dict(chosen) for chosen in itertools.product(*choices)]
 
 
@@ -112,9 +114,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     rows = shapes.select(args.shapes, args.ops, team.world, args.rows)
     heaps = everyone.heaps(team, rows, dtype, args.heap_gib)
-    found = everyone.contenders(team, rows, dtype, *heaps)
-    found = [contender for contender in found if any(word in contender.name for word in args.only)]
-    found += [everyone.varied(heaps[0], changes) for changes in args.vary]
+    candidates = everyone.contenders(team, rows, dtype, *heaps)
+    candidates = [contender for contender in candidates if any(word in contender.name for word in args.only)]
+    candidates += [everyone.varied(heaps[0], changes) for changes in args.vary]
     measured = {**report.describe_run(team, args), "link_gb_s": LINK_GB_S, "rows": []}
     begin = time.monotonic()
     for number, row in enumerate(rows, 1):
@@ -122,9 +124,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if elapsed > args.time_limit:
             team.say(f"stopped after {elapsed:.0f} s: {len(rows) - number + 1} rows left out")
             break
-        result = run_row(row, team, found, dtype, args)
+        result = run_row(row, team, candidates, dtype, args)
         measured["rows"].append(result)
-        measured["left_out"] = [str(left) for left in rows[number:]]
+        measured["left_out"] = [str(skipped) for skipped in rows[number:]]
         shown = [f"{r['name']} {report.summary(r)}" for r in result["results"]]
         shown = shown or result.get("notes", ["none of these contenders serves it"])
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
@@ -138,12 +140,12 @@ def run(team: Team, args: argparse.Namespace) -> None:
 def run_row(
     row: Row,
     team: Team,
-    found: list[Contender],
+    candidates: list[Contender],
     dtype: torch.dtype,
     args: argparse.Namespace,
     make: type[Inputs] = Inputs,
 ) -> dict:
-    if not row.serves(team.world):
+    if not row.supports(team.world):
         note = f"left out: {team.world} ranks do not divide the columns"
         return {**record(row), "link_us": None, "gemm_us": None, "floor_us": None, "results": [], "notes": [note]}
     inputs, reason = team.attempt(lambda: make(row, team, dtype))
@@ -151,7 +153,7 @@ def run_row(
         raise RuntimeError(f"{row}: no inputs: {reason}")
     results: dict[str, dict] = {}
     calls: dict[str, Call] = {}
-    for contender in found:
+    for contender in candidates:
         if contender.takes(row, team.world, dtype):
             notes = [contender.note] if contender.note else []
             result = {"name": contender.name, "kind": contender.kind, "status": "ok", "notes": notes}
@@ -171,7 +173,7 @@ def run_row(
         else:
             estimates[name] = team.slowest([local])[0]
     for mode in sorted(args.modes):  # eager first: a capture that fails may leave a rival unusable
-        time_mode(mode, inputs, {c.name: c for c in found if c.name in calls}, calls, estimates, results, budget)
+        time_mode(mode, inputs, {c.name: c for c in candidates if c.name in calls}, calls, estimates, results, budget)
     gemms = [r.get("graph_us") or r.get("eager_us") for r in results.values() if r["kind"] == GEMM]
     gemm_us = min((us for us in gemms if us), default=None)
     itemsize = dtype.itemsize
@@ -203,7 +205,7 @@ def get_ready(contender: Contender, inputs: Inputs, result: dict) -> Call | None
 def time_mode(
     mode: str,
     inputs: Inputs,
-    found: dict[str, Contender],
+    contenders: dict[str, Contender],
     calls: dict[str, Call],
     estimates: dict[str, float],
     results: dict[str, dict],
@@ -218,7 +220,7 @@ def time_mode(
         if mode == "eager":
             batches[name] = timing.eager_batch(call, count, copies)
             continue
-        capture = found[name].capture
+        capture = contenders[name].capture
         captured, reason = team.attempt(partial(captured_batch, capture, call, count, copies))
         if reason:
             results[name]["notes"].append(f"no CUDA graph ({reason})")
@@ -230,7 +232,7 @@ def time_mode(
         results[name]["notes"].append(f"failed while timed, {mode} ({reason})")
     for name, taken in timings.items():
         if name in outputs:
-            alone = found[name].alone
+            alone = contenders[name].alone
             error, reason = team.attempt(
                 lambda name=name, alone=alone: replayed_error(inputs, batches[name], outputs[name], alone)
             )
@@ -263,11 +265,11 @@ def replayed_error(inputs: Inputs, batch: timing.Batch, out: torch.Tensor, alone
 
 def main() -> None:
     """With `--shapes moe` the ops are those of mixtures: `benchmarks.moe` takes the other arguments."""
-    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    asked.add_argument("--shapes")
-    chosen, others = asked.parse_known_args()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--shapes")
+    chosen, remaining = parser.parse_known_args()
     if chosen.shapes == MIXTURES:
-        sys.exit(moe.main(others))
+        sys.exit(moe.main(remaining))
     args = parse()
     sys.exit(launch(run, args, limit_s=args.time_limit + 150))
 

@@ -44,9 +44,9 @@ class Exact(Inputs):
 
     def expected(self, copy: int, alone: bool = False) -> torch.Tensor:
         if (copy, alone) not in self._expected:
-            found = self.A[copy].double() @ self.B[copy].double()
-            dist.all_reduce(found)
-            self._expected[copy, alone] = found
+            product = self.A[copy].double() @ self.B[copy].double()
+            dist.all_reduce(product)
+            self._expected[copy, alone] = product
         return self._expected[copy, alone]
 
 
@@ -84,29 +84,29 @@ def calls(inputs: Inputs, ctx: iris.Iris, on_heap: torch.Tensor) -> dict[str, Ca
         ctx.ops.matmul_all_reduce(out, inputs.A[i], inputs.B[i])
         return out
 
-    found = layer_copied, layer, partial(op, out=anywhere), partial(op, out=on_heap)
-    return dict(zip(CONTENDERS, found, strict=True))
+    functions = layer_copied, layer, partial(op, out=anywhere), partial(op, out=on_heap)
+    return dict(zip(CONTENDERS, functions, strict=True))
 
 
 def run_row(row: Row, team: Team, ctx: iris.Iris, dtype: torch.dtype) -> dict:
     """Times one row; raises where a result is wrong."""
     inputs = Exact(row, team, dtype)
     on_heap = ctx.empty(row.M, row.N, dtype=dtype)
-    found = calls(inputs, ctx, on_heap)
+    by_name = calls(inputs, ctx, on_heap)
     config = ctx.ops.plan(ALL_REDUCE, row.M, row.N, row.K, dtype, explained=False)
     result = {"M": row.M, "N": row.N, "K": row.K, "kernel": config.kernel, "algorithm": config.algorithm}
-    for name, call in found.items():
+    for name, call in by_name.items():
         accept(team, f"{row}, {name}", inputs.check(call))
         where = ctx.heap.contains(call(0))
         if where == ("copied" in name) and config.algorithm == "overlapped":
             raise RuntimeError(f"{row}, {name}: the output lies {'on' if where else 'outside'} the heap")
-    kept, batches = Kept(), {}
-    for name, call in found.items():
+    keeper, batches = Kept(), {}
+    for name, call in by_name.items():
         calls_us = timing.estimate_us(team, call, inputs.copies)
         number = int(team.slowest([timing.QUICK.calls_for(calls_us, inputs.copies) if team.cuda else 1])[0])
         batches[f"{name}, eager"] = timing.eager_batch(call, number, inputs.copies)
         if team.cuda:
-            around: AbstractContextManager = ctx.ops.outputs.keeping(kept) if name == "layer" else nullcontext()
+            around: AbstractContextManager = ctx.ops.outputs.keeping(keeper) if name == "layer" else nullcontext()
             with around:
                 batch, out = timing.graph_batch(call, number, inputs.copies)
             inputs.poison(out)

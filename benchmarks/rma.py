@@ -92,10 +92,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def sizes(args: argparse.Namespace) -> list[int]:
     """Bytes: 4 KiB to 1 GiB, each four times the one before."""
-    found = [4 << (10 + 2 * i) for i in range(10)]
+    nbytes = [4 << (10 + 2 * i) for i in range(10)]
     if args.device == "cpu":
-        return found[:3:2]
-    return found[::3] if args.quick else found
+        return nbytes[:3:2]
+    return nbytes[::3] if args.quick else nbytes
 
 
 def program_counts(most: int) -> list[int]:
@@ -216,7 +216,7 @@ class Memory:
     def round_trips(self) -> list[dict]:
         """A signal and its answer, between every two ranks, by whoever begins."""
         rounds = ROUND_TRIPS if self.team.cuda else 5
-        found, first = [], 1
+        trips, first = [], 1
         for a in range(self.team.world):
             for b in range(self.team.world):
                 if a == b:
@@ -232,8 +232,8 @@ class Memory:
                     best = min(best, int(self.ticks[0]) / platform.ticks(1e-6) / rounds)
                     first += rounds
                 us = self.team.slowest([best if self.team.rank == a else 0.0])[0]
-                found.append({"caller": a, "peer": b, "us": us})
-        return found
+                trips.append({"caller": a, "peer": b, "us": us})
+        return trips
 
 
 def run(team: Team, args: argparse.Namespace) -> None:

@@ -53,8 +53,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
             contenders.progress(team, f"{op} {nbytes}")
             ours, theirs, exact = CASES.get(op, messages)(team, ctx, dtype, op, nbytes)
             allowed = 8 * torch.finfo(dtype).eps * team.world if op == "reduce" else 0.0
-            found = contenders.timed(team, {"ctx.ccl": ours, "torch": theirs}, exact, allowed)
-            written["rows"].append({"what": op, "size": f"{nbytes} bytes", **found})
+            result = contenders.timed(team, {"ctx.ccl": ours, "torch": theirs}, exact, allowed)
+            written["rows"].append({"what": op, "size": f"{nbytes} bytes", **result})
             if team.rank == 0:
                 report.write(written, args)
     team.say("\n" + contenders.render(report.rounded(written), "ctx.ccl", NAMES))
@@ -112,9 +112,9 @@ def messages(team: Team, ctx: iris.Iris, dtype: torch.dtype, op: str, nbytes: in
         parts, places = given.chunk(w), out.chunk(w)
         if op == "sendrecv":
             return [message(send, given, after), message(recv, out, before)]
-        others = [peer for peer in range(w) if peer != rank]
-        sends = [message(send, parts[peer], peer) for peer in others]
-        return sends + [message(recv, places[peer], peer) for peer in others]
+        peers = [peer for peer in range(w) if peer != rank]
+        sends = [message(send, parts[peer], peer) for peer in peers]
+        return sends + [message(recv, places[peer], peer) for peer in peers]
 
     def ours() -> None:
         if op == "sendrecv":

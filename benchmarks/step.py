@@ -63,7 +63,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
         def error(_: str, call: Callable, exact=exact) -> float:
             poison(exact, args.dtype)
-            return compare.missed(call(0), exact)
+            return compare.relative_error(call(0), exact)
 
         row = {"kind": kind, "size": list(size), "moved_bytes": moved}
         row |= compare.compare(team, calls, error, inputs, budget)

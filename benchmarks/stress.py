@@ -29,7 +29,7 @@ LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank
 CYCLES_A_SECOND = 1.8e9
 REPORTS = 20
-TOLD = 8  # cases between two words about how far they are
+PROGRESS_EVERY = 8  # cases between two words about how far they are
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         rows = shapes.select(args.shapes, args.ops, args.ranks)
     except ValueError as error:
         parser.error(str(error))
-    if unserved := [str(row) for row in rows if not row.serves(args.ranks)]:
+    if unserved := [str(row) for row in rows if not row.supports(args.ranks)]:
         parser.error(f"--shapes {args.shapes}: {args.ranks} ranks do not divide the columns of {unserved[0]}")
     return args
 
@@ -88,10 +88,10 @@ class Record:
         self.written = report.describe_run(team, args)
         self.written |= {"cases": [case.name for case in cases], "longest_delay_ms": LONGEST_DELAY_S * 1e3}
 
-    def add(self, **found: object) -> dict[str, int]:
+    def add(self, **figures: object) -> dict[str, int]:
         """Collective. Returns which cases have deviated so far."""
         deviating = deviations(self.team, self.cases)
-        self.written |= {**found, "deviating": deviating}
+        self.written |= {**figures, "deviating": deviating}
         if self.team.rank == 0:
             report.write(self.written, self.args)
         return deviating
@@ -157,7 +157,7 @@ def record(team: Team, rows: list[Row], sizes: list[int], dtype: torch.dtype, ct
     makers += [lambda op=op, n=n: of_collective(op, n, team, dtype, ctx) for n in sizes for op in COLLECTIVES]
     cases = []
     for make in makers:
-        if len(cases) % TOLD == 0:
+        if len(cases) % PROGRESS_EVERY == 0:
             team.say(f"{len(cases)}/{len(makers)} cases recorded, whose kernels are compiled first")
         case, reason = team.attempt(make)
         if reason:

@@ -175,12 +175,12 @@ def products(
         calls["tiles, specialised warps"] = partial(
             tile_all_reduce_hopper.tile_matmul_hopper, ctx, room, a, b, specialised
         )
-    found = {name: Contender(call, outs[name]) for name, call in calls.items()}
+    entries = {name: Contender(call, outs[name]) for name, call in calls.items()}
     return {
         "what": op,
         "size": f"{M} x {N} x {K}",
         "blocks": list(tile),
-        **contenders.timed(team, found, exact, 8 * torch.finfo(dtype).eps * w),
+        **contenders.timed(team, entries, exact, 8 * torch.finfo(dtype).eps * w),
     }
 
 
@@ -218,9 +218,9 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
     def side_by_side(out: torch.Tensor) -> torch.Tensor:
         return out.view(w, M, N).movedim(0, 1).reshape(M, w * N)
 
-    found = {"tiles": Contender(tiles, outs["tiles"]), "ctx.ccl": Contender(ours, outs["ctx.ccl"])}
-    found["torch"] = Contender(torchs, outs["torch"], side_by_side if exchange else torch.Tensor.detach)
-    return {"what": op, "size": f"{nbytes} bytes", **contenders.timed(team, found, exact, 0.0)}
+    entries = {"tiles": Contender(tiles, outs["tiles"]), "ctx.ccl": Contender(ours, outs["ctx.ccl"])}
+    entries["torch"] = Contender(torchs, outs["torch"], side_by_side if exchange else torch.Tensor.detach)
+    return {"what": op, "size": f"{nbytes} bytes", **contenders.timed(team, entries, exact, 0.0)}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import tempfile
 
 from iris.tracing import MOST_EVENTS
 from iris_ops import FusedConfig
-from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.config import WITH_TORCH
 from iris_tp.bench import timing
 from iris_tp.bench.inputs import Inputs
 from iris_tp.bench.rows import CALLS, Row
@@ -61,11 +61,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
             continue
         size = "x".join(map(str, (row.M, row.N, row.K)))
         name = f"timeline_{row.op}_{size}_{report.slug(measured['gpu'])}_x{team.world}"
-        found, events = record(row, team, heap, dtype, args.max_events)
-        measured["rows"].append(found | {"name": name})
-        shown = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"][0].items())
-        times = f"{found['plain_us']:.1f} us, {found['traced_us']:.1f} us while recorded"
-        team.say(f"{row}: {times}; rank 0: {shown}; {found['dropped']} events dropped")
+        result, events = record(row, team, heap, dtype, args.max_events)
+        measured["rows"].append(result | {"name": name})
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in result["shares"][0].items())
+        times = f"{result['plain_us']:.1f} us, {result['traced_us']:.1f} us while recorded"
+        team.say(f"{row}: {times}; rank 0: {shown}; {result['dropped']} events dropped")
         if team.rank == 0:
             trace["traceEvents"] += in_trace(events, row, len(measured["rows"]) - 1, team.world)
             with gzip.open(report.path(measured, args, ".trace.json.gz"), "wt", compresslevel=6) as file:
@@ -76,7 +76,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 def is_recorded(config: FusedConfig) -> bool:
     """Whether calls of this configuration leave events (docs/guides/tracing.md)."""
-    return config.warp_specialised or config.algorithm not in TORCH_WAYS
+    return config.warp_specialised or config.algorithm not in WITH_TORCH
 
 
 def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
@@ -117,7 +117,7 @@ def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_ev
     dist.all_gather_object(ranks, events)
     if not all(map(len, ranks)):
         raise RuntimeError(f"{row}: a rank has recorded nothing")
-    found = {
+    result = {
         **asdict(row),
         "plain_us": plain_us,
         "traced_us": traced_us,
@@ -128,7 +128,7 @@ def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_ev
         "shares": [shares(events, names) for events in ranks],
         "names": names,
     }
-    return found, written
+    return result, written
 
 
 def span_us(written: list[dict]) -> float | None:
@@ -170,8 +170,12 @@ def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
     whole = np.ptp(np.concatenate([events["begin"], np.maximum(events["begin"], events["end"])]))
     whole = max(1, int(whole)) * len(np.unique(events[["multiprocessor", "thread"]]))
     own = own_time(events)
-    found = {names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])}
-    return dict(sorted(found.items(), key=lambda item: -item[1])) | {"nothing recorded": 1 - sum(found.values())}
+    by_activity = {
+        names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])
+    }
+    return dict(sorted(by_activity.items(), key=lambda item: -item[1])) | {
+        "nothing recorded": 1 - sum(by_activity.values())
+    }
 
 
 def main() -> None:

@@ -79,6 +79,7 @@ _ELSEWHERE = {
     "make_tensor_view": "pointers",
     "bench": "iris.do_bench, or the command iris-tp bench",
     "hip": "ctx.get_cu_count() and torch.cuda",
+    "memset_tensor": "tensor.fill_(value)",
     "get_device_id_for_rank": "ctx.get_device_id()",
     "is_simulation_env": "TRITON_INTERPRET=1, or no GPU, for the interpreter",
     "tensor_from_ptr": "ctx.empty(...), or ctx.as_remote(tensor, rank)",

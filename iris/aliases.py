@@ -1,6 +1,6 @@
-"""Names that code written for ROCm/iris uses, taken for ours: keywords of calls, and fields of configurations.
+"""Accept names of code written for ROCm/iris as ours: keywords of calls, and fields of configurations.
 
-`docs/guides/coming-from-iris.md` lists all of them. What a name cannot mean here is told once, with that page's name.
+`docs/guides/coming-from-iris.md` lists all of them. A name without a meaning here is warned of once, with that page.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A call that takes each of these keywords for the parameter that it names."""
+    """Return a decorator: the call takes each of these keywords for the parameter that it names."""
 
     def taking(call: Callable[P, T]) -> Callable[P, T]:
         @wraps(call)
         def called(*args: P.args, **given: P.kwargs) -> T:
-            for name in given:  # at most a few: a set of names takes longer to ask
+            for name in given:  # at most a few: building a set of names takes longer
                 if name in ours:
                     return call(*args, **_renamed(call.__name__, given, ours))  # type: ignore[arg-type]
             return call(*args, **given)
@@ -38,28 +38,28 @@ def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = False) -> Callable[[type[T]], type[T]]:
-    """A dataclass that takes the fields `ours` by either name, and `unused` ones, each with why it has no use here.
+    """Return a decorator of dataclasses: fields `ours` under either name, and `unused` ones, each with its reason.
 
-    The first `unused` field of a class that is given is named in a `UserWarning`. It keeps its value, for kernels of
-    the user's own, and is None if it was not given; it has no part in comparisons. `assignable`: of a frozen class,
-    fields may be set all the same, to what its constructor would take.
+    The first `unused` field that a class is given is named in a `UserWarning`. It keeps its value, for kernels of the
+    user's own, and is None if it was not given; it has no part in comparisons. `assignable`: fields of a frozen class
+    may be set all the same, to any value that its constructor would take.
     """
 
     def taking(cls: type[T]) -> type[T]:
-        made, told = cls.__init__, False
+        original_init, warned = cls.__init__, False
 
-        @wraps(made)
+        @wraps(original_init)
         def init(self: T, *args: Any, **given: Any) -> None:
-            nonlocal told
+            nonlocal warned
             if given and not ours.keys().isdisjoint(given):
                 given = _renamed(cls.__name__, given, ours)
-            kept = {name: given.pop(name) for name in sorted(unused.keys() & given.keys())}
-            for name, value in kept.items():
-                if value is not None and not told:
-                    told = True
+            values = {name: given.pop(name) for name in sorted(unused.keys() & given.keys())}
+            for name, value in values.items():
+                if value is not None and not warned:
+                    warned = True
                     warnings.warn(f"{cls.__name__}.{name} has no use here: {unused[name]} ({PAGE})", stacklevel=2)
-            made(self, *args, **given)
-            self.__dict__.update(kept)
+            original_init(self, *args, **given)
+            self.__dict__.update(values)
 
         def absent(self: T, name: str) -> None:
             if name not in unused:
@@ -78,18 +78,18 @@ def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = Fals
 
 
 def _set_field(config: Any, name: str, value: Any) -> None:
-    """Makes `config` what it would be with another value of a field; its hash changes, so it is found anew."""
+    """Give a field of `config` another value; its hash changes, so lookups by it start anew."""
     changed = replace(config, **{config.aliases.get(name, name): value})
     config.__dict__.update(changed.__dict__)
 
 
 def _renamed(call: str, given: dict[str, Any], ours: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, value in given.items():
         own = ours.get(name, name)
-        if own != name and value is None:  # as left open
+        if own != name and value is None:  # the same as not given
             continue
-        if own in found or (own != name and own in given):
+        if own in renamed or (own != name and own in given):
             raise ArgumentError(f"{call}: {name} and {own} are two names of one argument; expected one of them")
-        found[own] = value
-    return found
+        renamed[own] = value
+    return renamed

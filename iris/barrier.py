@@ -1,4 +1,4 @@
-"""Barriers of the ranks, in the order of a stream: what comes behind one begins when all ranks have come to it.
+"""Barriers of the ranks in stream order: work after one begins when all ranks have reached it.
 
 `Iris.barrier` and `Iris.device_barrier` launch one small kernel. Its flags count barriers and are never reset, so a
 captured barrier can be replayed. Ranks exchange a digest of their heaps with it: ranks whose allocations differ learn
@@ -20,22 +20,22 @@ _NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel 
 
 
 class DeviceBarrier:
-    """Barriers that count for themselves: two of them may be under way in two streams. Making one is collective.
+    """Barriers with counts of their own: two of them may be under way in two streams. Construction is collective.
 
-    Those of one object follow each other in the same order on all ranks. Who makes one after the context was made lets
-    all ranks come together before it is called: a peer must not signal here before the counts are zero.
+    Those of one object follow each other in the same order on all ranks. Code that makes one after the context must
+    synchronise all ranks before its first call: a peer must not signal here before the counts are zero.
     """
 
     WORDS = 7  # int32 of each rank
 
     def __init__(self, device: torch.device, context: torch.Tensor, world: int, memory: torch.Tensor) -> None:
-        """`context`: the context tensor. `memory`: int32 [WORDS * world] of the heap, zeroed."""
+        """Take `context`, the context tensor, and `memory`, int32 [WORDS * world] of the heap, zeroed."""
         self._device, self._context, self._world = device, context, world
         self._digests, self.counts = (
             memory[: 4 * world].view(torch.int64).view(2, world),
             memory[4 * world :].view(3, world),
         )
-        self.passed = self.counts[2, :1]  # of barriers that this rank came through, the count
+        self.passed = self.counts[2, :1]  # the number of barriers that this rank has passed
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, Callable[[], bool] | None]] = {}
 
     def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:
@@ -49,5 +49,5 @@ class DeviceBarrier:
             sent, arrived, _ = self.counts
             args = dict(ctx_ptr=self._context, members=table, num_members=len(members), sent=sent, arrived=arrived,
                         passed=self.passed, digests=self._digests, digest=digest, WORLD_SIZE=self._world)  # fmt: skip
-            found = relaunch.launch({}, self._device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
-            self._known[members] = table, digest, found and found.again
+            launched = relaunch.launch({}, self._device, sync.device_barrier_kernel, (1, 1, 1), args, num_warps=1)
+            self._known[members] = table, digest, launched and launched.again

@@ -33,12 +33,12 @@ from typing import Any
 from .descriptors import is_lacking, lacking, remedy
 from .device.arch import has_ended
 from .errors import ArgumentError, PeerLostError, PlatformError, VersionError
+from .host import check_one_host, check_process, identity, pid_here, unreachable
 from .meeting import Absent, gather
 from .packets import close_all, packets_of, receive, send
 from .requirements import versions
 
 _HELLO = struct.Struct("!32sI")  # nonce, rank
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_STRANGERS = 64  # that have connected and not said who they are
 _STORE_S = 0.5  # that an answer of the store may come late
 _DESCRIPTORS = 8  # beside one for each rank's connection: a listener, a heap, what is passed and closed
@@ -81,14 +81,15 @@ class Channel:
         try:
             own = dict(pid=os.getpid(), path=os.path.join(folder, "socket"), nonce=nonce)
             own["failure"] = failure
-            own["versions"] = versions()
+            own["versions"], own["host"] = versions(), (here := identity())
             told = self._meet(store, what, own, timeout_s, (), broken)
-            self.pids = [int(each["pid"]) for each in told]
+            self.pids = [pid_here(each, here) or 0 for each in told]  # 0 is nobody's: of another host
             _raise_failures([each.get("failure", "") for each in told])
             try:
                 self._meet(store, f"{what}/read", dict(failure=""), timeout_s, self.pids)
             finally:  # by now the others have read this rank's, too
                 _check_versions(told)
+                check_one_host(told)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 os.mkdir(folder, 0o700)
@@ -98,6 +99,9 @@ class Channel:
                 failure = f"no Unix socket in {folder}: {error}; set TMPDIR to a short path"
             listening = self._meet(store, f"{what}/listening", dict(failure=failure), timeout_s, self.pids)
             _raise_failures([each["failure"] for each in listening])
+            unseen = self._meet(store, f"{what}/seen", dict(failure=unreachable(told, rank)), timeout_s, self.pids)
+            if reason := next((each["failure"] for each in unseen if each["failure"]), ""):
+                raise PlatformError(reason)
             try:
                 for peer in range(rank):
                     self._peers[peer] = self._dial(peer, told[peer], deadline)
@@ -143,7 +147,7 @@ class Channel:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.01)
-            _check_process(peer, rank, int(told["pid"]))
+            check_process(peer, rank, int(told["pid"]))
             peer.send(_HELLO.pack(str(told["nonce"]).encode()[:32], self.rank))
             return peer
         except BaseException as error:
@@ -197,7 +201,7 @@ class Channel:
             shown, rank = _HELLO.unpack(caller.recv(_HELLO.size))
             if not hmac.compare_digest(shown, nonce.encode()) or rank not in missing:
                 return None
-            _check_process(caller, rank, self.pids[rank])
+            check_process(caller, rank, self.pids[rank])
             return rank
         except (OSError, PlatformError, struct.error):
             return None
@@ -372,15 +376,16 @@ _REMEDY = "Expected the same calls in the same order on all ranks; end all ranks
 def _remove_sockets_of_ended(told: Sequence[dict]) -> None:
     """What a killed rank cannot remove. Only a socket in a folder that is called as ours are goes, for anybody may
     have written the path."""
-    end = time.monotonic() + _ENDS_S
+    end, here = time.monotonic() + _ENDS_S, identity()
     for each in told:
         path = Path(str(each["path"]))
         with suppress(OSError, ValueError):
             if path.name != "socket" or not path.parent.name.startswith("iris-"):
                 continue
-            while path.parent.exists() and not has_ended(int(each["pid"])) and time.monotonic() < end:
+            pid = pid_here(each, here)
+            while pid and path.parent.exists() and not has_ended(pid) and time.monotonic() < end:
                 time.sleep(0.01)
-            if has_ended(int(each["pid"])):
+            if pid and has_ended(pid):
                 if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
                     path.unlink()
                 path.parent.rmdir()
@@ -401,12 +406,3 @@ def _raise_failures(failures: Sequence[str]) -> None:
     said = {rank: text for rank, text in enumerate(failures) if text}
     if said:
         raise PlatformError(f"the ranks could not be connected; by rank: {said}")
-
-
-def _check_process(peer: socket.socket, rank: int, pid: int) -> None:
-    there, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if (there, uid) != (pid, os.geteuid()):
-        raise PlatformError(
-            f"the process behind rank {rank}'s socket is {there} of user {uid}; expected {pid} of user {os.geteuid()}. "
-            f"All ranks must run on one host, as one user and in one process namespace."
-        )

@@ -1,7 +1,7 @@
 """`Iris`: one rank's handle on the symmetric heap.
 
 It is the host side of everything: tensors on the heap, barriers, broadcast, failure reports. It owns three pieces of
-memory beside the heap: the context tensor that kernels read, the status that stops waiting kernels, and the record
+memory besides the heap: the context tensor that kernels read, the status that stops waiting kernels, and the record
 through which a failed wait reaches the host.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import agreement, aliases, invariance, platform, registry
+from .across import join
 from .barrier import DeviceBarrier
 from .device import bounds, waits
 from .device.context import HEADER, pack
@@ -52,45 +53,50 @@ _MAX_HEAP = 1 << 46
 
 def iris(
     heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
-    copy_engine: str | None = None,
+    copy_engine: str | None = None, across: Members = None,
 ) -> Iris:  # fmt: skip
-    """Makes the symmetric heap and returns this rank's handle on it. Collective: every rank calls it.
+    """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
     `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
     symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
-    mapped when it is needed, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
+    mapped on demand, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
     variable IRIS_ALLOCATOR overrides it.
     `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
     process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
     of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
     stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
     (docs/concepts/determinism.md).
+    `across`: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
+    mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+    (docs/guides/several-hosts.md).
     `copy_engine`: None, for code written for ROCm/iris.
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine cannot serve (fewer GPUs than ranks,
-    say), `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
+    say) or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
-    return Iris(heap_size, allocator_type, group, invariant, copy_engine)
+    return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
 
 class Iris(PeerMethods):
     """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
 
-    Attributes: `cur_rank`, `num_ranks`; `comm`, through which their processes talk; `device` and its index, `gpu_id`;
+    Attributes: `cur_rank`, `num_ranks`; `comm`, which connects their processes; `device` and its index, `gpu_id`;
     `heap_size` in bytes; `heap_bases` as `get_heap_bases()` gives them; `group_name`, by which compiled
-    graphs find the context; `invariant`, what is promised of a row's bits.
+    graphs find the context; `invariant`, the guarantee for a row's bits; `across`, this rank's counterparts on other
+    hosts, and `across_rate`, how fast data travels to them, or None.
     """
 
     def __init__(
         self, heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None,
-        invariant: str | None = None, copy_engine: str | None = None,
+        invariant: str | None = None, copy_engine: str | None = None, across: Members = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._closed = True  # until it is built
         self._thread = threading.get_ident()
         self.hosts = self.comm = Ranks(group)
         try:
-            self._make(heap_size, os.environ.get("IRIS_ALLOCATOR", allocator_type), invariant, copy_engine)
+            allocator = os.environ.get("IRIS_ALLOCATOR", allocator_type)
+            self._make(heap_size, allocator, invariant, copy_engine, across)
         except BaseException:
             self.hosts.close()
             raise
@@ -98,25 +104,29 @@ class Iris(PeerMethods):
         registry.add(self.group_name, self)
         self._closed = False
 
-    def _make(self, heap_size: int, allocator: str, invariant: str | None, copy_engine: str | None) -> None:
-        """Each step is one of all ranks: where it fails on one, it fails on all."""
+    def _make(
+        self, heap_size: int, allocator: str, invariant: str | None, copy_engine: str | None, across: Members
+    ) -> None:  # fmt: skip
+        """Build the context in steps of all ranks: where a step fails on one, it fails on all."""
         ranks = self.hosts
         self.cur_rank, self.num_ranks = ranks.rank, ranks.size
         self.log = rank_logger(self.cur_rank, self.num_ranks)
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
-        asked = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
+        settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
         wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant)
-        told = ranks.all_gather(_Told(self._device_name(), *asked, wrong), "the creation of a context")
-        _agree(told)
+        requests = ranks.all_gather(_Request(self._device_name(), *settings, wrong), "the creation of a context")
+        _agree(requests)
         self.invariant = invariant
-        gpus = [rank.gpu for rank in told if rank.gpu]
+        gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
+        if (joined := join(across, ranks, self.device, invariant)) is not None:
+            self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
         try:
-            ranks.together("the memory", self._furnish)  # every heap is mapped and zeroed before anyone writes to it
+            ranks.together("the memory", self._furnish)  # every heap is mapped and zeroed before any rank writes to it
         except BaseException:
             self._segment.close()
             raise
@@ -128,7 +138,7 @@ class Iris(PeerMethods):
         return device
 
     def _furnish(self) -> None:
-        """What the context has beside its heap, and of it."""
+        """Create the heap and all else that the context owns."""
         self.heap = Heap(self._segment)
         # both in one block, for they are small
         memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks + 1,), torch.int32).zero_()
@@ -153,7 +163,7 @@ class Iris(PeerMethods):
         self._difference = ""  # between heaps, once it is known
         self._refused = ""  # the error of the last call that this rank refused
         self._handed_out = fields[-1]
-        self.agreement = agreement.Agreement(self.hosts) if agreement.wanted() and self.num_ranks > 1 else None
+        self.agreement = agreement.Agreement(self.hosts) if agreement.enabled() and self.num_ranks > 1 else None
         self._pool: Pool | None = None
         self.side = SideStream(self.device)
         platform.synchronize(self.device)
@@ -180,15 +190,15 @@ class Iris(PeerMethods):
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
+        """Return rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
 
-        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is not
-        looked at. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
+        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is
+        ignored. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
         """
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
             raise ArgumentError(f"src is {src!r}; expected a rank from 0 to {self.num_ranks - 1}")
-        self.barrier()  # whatever comes of the value, all that was launched before has been done
+        self.barrier()  # whatever the value, all earlier launches have completed
         with self.exchanging():
             return self.hosts.broadcast(value, src)
 
@@ -219,19 +229,19 @@ class Iris(PeerMethods):
             )
 
     def trim(self) -> int:
-        """Gives memory of the heap in which no allocation lies back to the system. Collective. Returns how many bytes.
+        """Return memory of the heap without allocations to the system; return how many bytes. Collective.
 
-        With allocator "torch", whose memory is one piece, nothing.
+        Allocator "torch", whose memory is one piece, returns 0.
         """
-        self.barrier()  # no peer may still be using what goes
+        self.barrier()  # no peer may still use the unmapped memory
         return self.heap.trim()
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`."""
-        from iris_ops.ops import Ops  # which imports this package
+        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        from iris_ops.hierarchical import ops_of  # which imports this package
 
-        return self.once(Ops)
+        return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
@@ -278,26 +288,26 @@ class Iris(PeerMethods):
         self._segment.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Closes without the other ranks, which an `error` keeps this one from waiting for; their waits end at once."""
+        """Close without the other ranks, which an `error` keeps this one from waiting for; their waits end at once."""
         self._await_thread()
-        self._say_that_it_leaves(error)
+        self._announce_departure(error)
         self._end()
 
-    def _say_that_it_leaves(self, error: BaseException) -> None:
-        """Ends the other ranks' waits for this one, which makes no further call because of `error`.
+    def _announce_departure(self, error: BaseException) -> None:
+        """End the other ranks' waits for this one, which makes no further call because of `error`.
 
-        The word that ends them goes behind what this rank has launched, so whatever a peer still needs of it arrives.
+        The mark that ends them follows this rank's launches in stream order, so earlier data still reaches the peers.
         """
         if self._record_view[0]:
             return  # they have lost this context, too
         self.hosts.leave(error)
-        left = torch.full((1,), waits.left_by(self.cur_rank), dtype=torch.int32, device="cpu")
-        left = left.pin_memory() if self.device.type == "cuda" else left
+        mark = torch.full((1,), waits.departure_mark(self.cur_rank), dtype=torch.int32, device="cpu")
+        mark = mark.pin_memory() if self.device.type == "cuda" else mark
         bases = self._segment.bases
         for rank in range(self.num_ranks):
             if rank != self.cur_rank:
                 theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
-                theirs.copy_(left, non_blocking=True)
+                theirs.copy_(mark, non_blocking=True)
         platform.synchronize(self.device)
 
     def __enter__(self) -> Iris:
@@ -320,19 +330,19 @@ class Iris(PeerMethods):
         )
 
     def debug(self, message: str) -> None:
-        """Prints `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
+        """Print `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Prints such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:
-        """Prints such a line unless the level is ERROR."""
+        """Print such a line unless the level is ERROR."""
         self.log.warning(message)
 
     def error(self, message: str) -> None:
-        """Prints such a line at every level. Raises nothing."""
+        """Print such a line at every level. It raises nothing."""
         self.log.error(message)
 
     def _device_name(self) -> str | None:
@@ -343,7 +353,7 @@ class Iris(PeerMethods):
 
 @atexit.register
 def _leave_by_exception() -> None:
-    """Ends the peers' waits where an exception ends this process outside of any `with` block of an open context.
+    """End the peers' waits where an exception ends this process outside of any `with` block of an open context.
 
     Python keeps the exception that ended the main program in `sys.last_value`, before exit functions run; it keeps no
     `SystemExit`. By now all threads but daemons have ended, so no call of this rank is under way.
@@ -353,12 +363,12 @@ def _leave_by_exception() -> None:
         for ctx in registry.opened():
             if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
                 with suppress(Exception):  # the error that ends the process may be the device's
-                    ctx._say_that_it_leaves(error)
+                    ctx._announce_departure(error)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What the ranks tell each other before anything is allocated."""
+class _Request:
+    """What a rank requests of a context; the ranks compare it before anything is allocated."""
 
     gpu: str | None
     heap_size: str
@@ -369,7 +379,7 @@ class _Told:
 
 
 def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
-    """What is wrong with this rank's arguments and environment: told to all ranks, so that none waits for it."""
+    """Return the error in this rank's arguments and environment; all ranks get it, so that none waits for this one."""
     if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
     if copy_engine is not None:
@@ -378,23 +388,23 @@ def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
             f"those of the GPU without it ({aliases.PAGE})"
         )
     try:
-        agreement.wanted()
-        graphs.wanted()
+        agreement.enabled()
+        graphs.enabled()
     except PlatformError as error:
         return error
     return None
 
 
-def _agree(told: list[_Told]) -> None:
-    """Raises on every rank alike when one of them cannot go on or two contradict each other."""
-    for refusal in filter(None, (rank.refusal for rank in told)):
+def _agree(requests: list[_Request]) -> None:
+    """Raise on every rank alike when one of them cannot go on or two contradict each other."""
+    for refusal in filter(None, (request.refusal for request in requests)):
         raise refusal
-    asked = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")
-    for name, key in (*asked, (agreement.ENV_DEBUG, "debug")):
-        values = [getattr(rank, key) for rank in told]
+    fields = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")
+    for name, key in (*fields, (agreement.ENV_DEBUG, "debug")):
+        values = [getattr(request, key) for request in requests]
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
-    gpus = [rank.gpu for rank in told if rank.gpu]
+    gpus = [request.gpu for request in requests if request.gpu]
     if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
         raise PlatformError(
             f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK), or let them take "

@@ -1,4 +1,4 @@
-"""Every exception a user of the library can meet.
+"""Every exception that the library raises for a user.
 
 Each derives from `IrisError` and from the built-in exception that Python users would catch for the same mistake; where
 torch raises a `RuntimeError` for a wrong tensor, from that too. Messages name the argument, what it was, what is
@@ -19,7 +19,7 @@ class ShapeError(ArgumentError, RuntimeError):
 
 
 class ConstructorError(ArgumentError, RuntimeError):
-    """A constructor of tensors on the heap was given what torch's own refuses."""
+    """A constructor of tensors on the heap got arguments that torch's own refuses."""
 
 
 class DtypeError(IrisError, TypeError, RuntimeError):
@@ -31,7 +31,7 @@ class DeviceError(ArgumentError, RuntimeError):
 
 
 class ExpertError(IrisError, IndexError):
-    """A token was given to an expert that there is not: a routing index is out of range."""
+    """A token was routed to an expert that does not exist: its index is out of range."""
 
 
 class NotSymmetricError(ArgumentError, RuntimeError):
@@ -63,7 +63,7 @@ class VersionError(PlatformError, ImportError):
 
 
 class CaptureError(IrisError, RuntimeError):
-    """Something that cannot be part of a CUDA graph was asked for while one is captured."""
+    """A call that cannot be part of a CUDA graph was made while one is captured."""
 
 
 class CheckpointError(IrisError, ValueError):
@@ -71,4 +71,4 @@ class CheckpointError(IrisError, ValueError):
 
 
 class StyleError(IrisError, ValueError):
-    """A tensor-parallel plan names a style or a module that cannot be served."""
+    """A tensor-parallel plan names a style or a module that is not supported."""

@@ -1,12 +1,12 @@
-"""Matrix products on the host whose rows have the same bits whatever stands beside them.
+"""Multiply matrices on the host so that a row's bits do not depend on the other rows.
 
-A BLAS chooses among kernels by the sizes: for one row, for products that are small as a whole, for the rows and columns
-at the edge of a block. They add along K in different orders, so a row's bits depend on how many others there are. Here
-every product is made large enough, and even enough, for the one kernel that large products get: rows and columns are
-filled up with zeros. Then the order along K depends on K alone.
+A BLAS chooses among kernels by the sizes: for one row, for small products, for the rows and columns at the edge of a
+block. They add along K in different orders, so a row's bits depend on the number of rows. Here every product is made
+large enough, and even enough, for the one kernel that large products get: zeros pad rows and columns. Then the order
+along K depends on K alone.
 
-That is so of OpenBLAS, which numpy brings along for x86 and Arm; `tests/iris/test_fixed_order.py` tries it. Another
-BLAS may have other kernels.
+That holds for OpenBLAS, which numpy ships for x86 and Arm; `tests/iris/test_fixed_order.py` checks it. Another BLAS may
+have other kernels.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ROWS, _COLUMNS = 16, 64
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float32 a [M, K] @ b [K, N], both of any float dtype up to float32; the order of each sum depends on K only.
+    """Return float32 a [M, K] @ b [K, N], both of any float dtype up to float32; each sum's order depends on K only.
 
-    So it is the same for the transposed product, which is taken where less is filled up, and for operands of either
-    layout in memory.
+    So the order is the same for the transposed product, which is taken where it needs less padding, and for operands of
+    either layout in memory.
     """
     (rows, depth), columns = a.shape, b.shape[1]
     if rows > columns:
@@ -38,7 +38,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _filled(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """`x` in float32, row after row or column after column in memory, with zeros behind."""
+    """Return `x` in float32, row-major or column-major, padded with zeros."""
     by_columns = x.flags.f_contiguous and not x.flags.c_contiguous
     if x.shape == (rows, columns) and (by_columns or x.flags.c_contiguous) and x.dtype == np.float32:
         return x

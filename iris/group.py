@@ -41,7 +41,7 @@ class Ranks:
         try:
             with suppress(PlatformError):
                 limit = platform.timeout_s()
-            self.group = _resolve(group, limit)
+            self.group = resolve(group, limit)
             platform.timeout_s()
         except PeerLostError:
             raise
@@ -54,7 +54,7 @@ class Ranks:
         self.name = name_of(self.group.group_name if self.group else "alone")
         if self.group is not None and self.size > 1:
             self._channel = Channel(
-                _store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
+                store_of(self.group), f"iris/{self.name}", self.rank, self.size, limit, gloo_watch(self.group, limit)
             )
         self.together("the group", lambda: _raised(refusal))
 
@@ -148,7 +148,7 @@ class Ranks:
             ranks = [rank if type(rank) is int else -1 for rank in group]  # bool is one too
         else:
             inside = {self._global(rank): rank for rank in range(self.size)}
-            ranks = [inside.get(rank, -1) for rank in dist.get_process_group_ranks(_resolve(group))]
+            ranks = [inside.get(rank, -1) for rank in dist.get_process_group_ranks(resolve(group))]
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise ArgumentError(f"group is {group!r}; expected distinct ranks of this context, 0 to {self.size - 1}")
         if self.rank not in ranks:
@@ -194,7 +194,7 @@ def _told(error: Exception) -> tuple[type, str]:
     return PlatformError, f"{type(error).__name__}: {error}"
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Any:
     """The store that the processes of a group share."""
     try:
         return group.get_group_store()
@@ -243,7 +243,7 @@ def _unpack(
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
+def resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
     """A process group from what the user gave, or from the launcher's environment; None is a world of one."""
     if isinstance(group, dist.ProcessGroup):
         return group

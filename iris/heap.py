@@ -1,14 +1,14 @@
 """Offsets on the symmetric heap.
 
-The same calls give the same offsets on every rank, without a word between them, because nothing depends on when a
-tensor dies (Python frees cycles at times that differ by rank). An allocation lives until `free`, which every rank calls
-alike, until the ranks agree that all of them have dropped it, or until the context closes. They agree when an
-allocation finds no room: all ranks come to that point in the same call, and reuse what is in the `dropped` of each
-(`TensorMethods._room`). The heap never asks which kind of memory it cuts.
+The same calls give the same offsets on every rank without communication, because nothing depends on when a tensor dies
+(Python frees cycles at times that differ by rank). An allocation lives until `free`, which every rank calls alike,
+until the ranks agree that all of them have dropped it, or until the context closes. They agree when an allocation finds
+no room: all ranks come to that point in the same call, and reuse what is in the `dropped` of each
+(`TensorMethods._room`). The heap does not depend on the kind of memory that it cuts.
 
 Users' tensors are cut from the heap's low end, the library's workspaces from its high end. So a user's allocation that
-differs between ranks shifts later tensors of users only, never a workspace. `digest` sums up what lies where; barriers
-exchange it (`iris/barrier.py`), and `first_difference` then says which allocation is to blame.
+differs between ranks shifts later tensors of users only, never a workspace. `digest` sums up all places; barriers
+exchange it (`iris/barrier.py`), and `first_difference` then names the allocation that differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRANULE = 256
 
 @dataclass(frozen=True)
 class Allocation:
-    """A block that was taken: the how many-th of its end, where, how many bytes were asked for, and for what."""
+    """A block that was taken: its number at its end of the heap, place, requested bytes, and purpose."""
 
     number: int
     library: bool
@@ -53,7 +53,7 @@ class Heap:
         self.size = segment.local.numel()
         self.base = segment.local.data_ptr()
         self.heap_bases: torch.Tensor | None = None
-        """As `Iris.get_heap_bases()` gives them, once the context has them on its device."""
+        """The tensor of `Iris.get_heap_bases()`, once the context has it on its device."""
         self._ends = Offsets(self.size), Offsets(self.size)  # users', and the library's, counted down from the top
         self._taken, self._reached = [0, 0], [0, 0]  # how many blocks, and how far, from each end
         self._blocks: dict[int, Allocation] = {}
@@ -65,7 +65,7 @@ class Heap:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The heap's bytes, uint8; who keeps them keeps the heap mapped."""
+        """The heap's bytes, uint8; a tensor of them keeps the heap mapped."""
         return self._segment.local
 
     @property
@@ -76,7 +76,7 @@ class Heap:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no allocation has."""
+        """Bytes that belong to no allocation."""
         return self.size - sum(end - begin for begin, end in self._live())
 
     @property
@@ -87,7 +87,7 @@ class Heap:
         return high.longest
 
     def cut(self, used: tuple[int, int]) -> list[tuple[int, int]]:
-        """Frees what was taken beyond an earlier `used`. Returns the [begin, end) that was used there since."""
+        """Free what was taken beyond an earlier `used`; return the [begin, end) that was used there since."""
         (low, high), (begin, top) = used, self._reached
         self._reached = list(used)
         for offset, block in list(self._blocks.items()):
@@ -97,7 +97,8 @@ class Heap:
         return [span for span in ((low, begin), (self.size - top, self.size - high)) if span[0] < span[1]]
 
     def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
-        """An uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`, by default just enough.
+        """Return an uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`, by default just
+        enough.
 
         Its storage is its own and keeps the heap mapped. Raises `HeapExhausted`, and then nothing was taken.
         """
@@ -110,16 +111,16 @@ class Heap:
         return own[:filled].view(dtype).view(sizes)
 
     def dropped(self) -> list[int]:
-        """The offsets of users' allocations of which this rank has no tensor any more, nor a view."""
+        """Return the offsets of users' allocations of which this rank has no tensor or view any more."""
         return [offset for offset, storage in self._storages.items() if storage.expired()]
 
     def can_reuse(self, nbytes: int) -> bool:
-        """Whether `nbytes` might fit if all users' tensors were dropped; the same on all ranks."""
+        """Return whether `nbytes` might fit if all users' tensors were dropped; the same on all ranks."""
         taken = sum(rounded(max(self._blocks[offset].nbytes, 1), GRANULE) for offset in self._storages)
         return rounded(max(nbytes, 1), GRANULE) <= self._ends[0].free + taken
 
     def reserve(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same for the library itself, from the high end of the heap."""
+        """Allocate for the library itself, from the high end of the heap."""
         offset = self.take(math.prod(sizes) * dtype.itemsize, f"{tuple(sizes)} of {dtype} of a workspace", library=True)
         return self._tensor(offset, sizes, dtype)
 
@@ -129,10 +130,10 @@ class Heap:
     def take(self, nbytes: int, what: str, alignment: int = GRANULE, library: bool = False, lent: bool = False,
         filled: int | None = None,
     ) -> int:  # fmt: skip
-        """The offset of `nbytes` for `what`, with memory behind them; `library`: from the high end.
+        """Return the offset of `nbytes` for `what`, with memory mapped there; `library`: from the high end.
 
         `lent`: to torch's pool. Raises `HeapExhausted`; `CaptureError` in a capture, whose replays would use memory
-        that may long be somebody else's.
+        that may belong to another tensor by then.
         """
         if platform.is_capturing(self._segment.local.device):
             raise CaptureError(f"{what} is to be allocated on the heap while a graph is captured; allocate it before")
@@ -163,7 +164,7 @@ class Heap:
         return begin
 
     def give(self, offset: int) -> None:
-        """Frees what `take` gave; `KeyError` if it gave nothing there."""
+        """Free what `take` gave; raise `KeyError` if it gave nothing there."""
         block = self._blocks.pop(offset)
         self._storages.pop(offset, None)
         taken = rounded(max(block.nbytes, 1), GRANULE)
@@ -174,16 +175,16 @@ class Heap:
             self.digest ^= _mark(block)
 
     def allocations(self) -> list[Allocation]:
-        """What is in `digest`: users' allocations first, in the order in which they were made."""
-        kept = (block for offset, block in self._blocks.items() if offset not in self.lent)
-        return sorted(kept, key=lambda block: (block.library, block.number))
+        """Return the allocations in `digest`: users' first, in the order in which they were made."""
+        blocks = (block for offset, block in self._blocks.items() if offset not in self.lent)
+        return sorted(blocks, key=lambda block: (block.library, block.number))
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Where `tensor` begins, counted from the heap's first byte; negative if it has no one place."""
+        """Return the byte at which `tensor` begins, from the heap's first; negative if it has no one place."""
         return _first_byte(tensor) - self.base if tensor.layout is torch.strided else -1
 
     def free(self, *tensors: torch.Tensor) -> None:
-        """Frees the blocks that these fill. Raises `ArgumentError` where one fills none, and frees nothing."""
+        """Free the blocks that these tensors fill. Raise `ArgumentError` where one fills none, and free nothing."""
         if platform.is_capturing(self._segment.local.device):
             raise CaptureError(
                 "free() is called while a graph is captured, whose replays use the memory; free it after"
@@ -205,22 +206,22 @@ class Heap:
                 self.give(offset)
 
     def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
-        """A tensor on the heap that shares memory with `tensor`, itself if it lies `inside`."""
+        """Return a tensor on the heap that shares memory with `tensor`, itself if it lies `inside`."""
         return self._segment.adopt(tensor, inside)
 
     def trim(self) -> int:
-        """Gives memory without allocations back to the system. Collective. Returns how many bytes."""
+        """Return memory without allocations to the system; return how many bytes. Collective."""
         return self._segment.trim(self._live())
 
     def _live(self) -> list[tuple[int, int]]:
         return sorted((b, b + rounded(max(block.nbytes, 1), GRANULE)) for b, block in self._blocks.items())
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether every element of `tensor` lies in this heap, or in what was imported into it."""
+        """Return whether every element of `tensor` lies in this heap, or in an import."""
         return self.holds(*extent(tensor))
 
     def holds(self, begin: int, end: int) -> bool:
-        """The same of the elements between two addresses."""
+        """Return whether all bytes between two addresses lie in this heap, or in an import."""
         return self.base <= begin and end <= self.base + self._segment.span
 
 
@@ -233,21 +234,23 @@ def _mark(block: Allocation) -> int:
     return int.from_bytes(digest, "big")
 
 
-def first_difference(said: dict[int, list[Allocation]]) -> str | None:
-    """By the `allocations` of some ranks, the first that is not the same on all of them; None if all are alike."""
-    places = {rank: {(block.offset, block.nbytes) for block in blocks} for rank, blocks in said.items()}
+def first_difference(by_rank: dict[int, list[Allocation]]) -> str | None:
+    """Return the first of the ranks' `allocations` that is not the same on all of them; None if all are alike."""
+    places = {rank: {(block.offset, block.nbytes) for block in blocks} for rank, blocks in by_rank.items()}
     common = set.intersection(*places.values())
-    rest = [block for blocks in said.values() for block in blocks if (block.offset, block.nbytes) not in common]
+    rest = [block for blocks in by_rank.values() for block in blocks if (block.offset, block.nbytes) not in common]
     if not rest:
         return None
     first = min((block.library, block.number) for block in rest)
-    found = {rank: [b for b in blocks if (b.library, b.number) == first] for rank, blocks in sorted(said.items())}
-    listed = ", ".join(f"{blocks[0] if blocks else 'none'} on rank {rank}" for rank, blocks in found.items())
+    differing = {
+        rank: [b for b in blocks if (b.library, b.number) == first] for rank, blocks in sorted(by_rank.items())
+    }
+    listed = ", ".join(f"{blocks[0] if blocks else 'none'} on rank {rank}" for rank, blocks in differing.items())
     return f"{'workspace' if first[0] else 'allocation'} number {first[1]} differs between ranks: {listed}"
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses at which a tensor's elements begin and end."""
+    """Return the addresses at which a tensor's elements begin and end."""
     if not tensor.numel():
         begin = _first_byte(tensor)
         return begin, begin
@@ -258,13 +261,13 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def span(tensor: torch.Tensor | None) -> int:
-    """The bytes between where a tensor's elements begin and where they end."""
+    """Return the bytes between the begin and the end of a tensor's elements."""
     begin, end = extent(tensor) if tensor is not None else (0, 0)
     return end - begin
 
 
 def check_tensor(call: str, name: str, t: object, device: torch.device) -> None:
-    """Raises a typed error for anything but a tensor on `device`, of which shape and strides can be asked."""
+    """Raise a typed error for anything but a strided tensor on `device`."""
     if not isinstance(t, torch.Tensor):
         raise ArgumentError(f"{call}: {name} is {type(t).__name__}; expected a torch.Tensor")
     if t.is_nested:  # which has no shape
@@ -274,7 +277,7 @@ def check_tensor(call: str, name: str, t: object, device: torch.device) -> None:
 
 
 def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int]) -> None:
-    """Raises for a tensor without memory at an address of its own: what has been freed, wrapped or traced."""
+    """Raise for a tensor without memory at an address of its own: freed, wrapped or traced."""
     for name, begin, nbytes in zip(names, begins, spans, strict=True):
         if nbytes and not begin:
             raise ArgumentError(
@@ -284,8 +287,8 @@ def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: 
 
 
 def check_written(call: str, name: str, t: torch.Tensor) -> None:
-    """Raises for a tensor that is written, several of whose elements are one in memory."""
-    if t.is_contiguous() or not t.numel() or not _meets_itself(t):
+    """Raise for a tensor to be written whose elements overlap in memory."""
+    if t.is_contiguous() or not t.numel() or not _overlaps_itself(t):
         return
     raise ArgumentError(
         f"{call}: {name} {tuple(t.shape)} has strides {t.stride()}; expected no expanded tensor, and none whose rows"
@@ -293,10 +296,10 @@ def check_written(call: str, name: str, t: torch.Tensor) -> None:
     )
 
 
-def _meets_itself(t: torch.Tensor) -> bool:
-    """Whether two elements of `t` have one address."""
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Return whether two elements of `t` have one address."""
     dims = sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
-    beyond = 1  # of what smaller strides reach
+    beyond = 1  # the reach of smaller strides
     for stride, size in dims:
         if stride < beyond:
             break
@@ -308,7 +311,7 @@ def _meets_itself(t: torch.Tensor) -> bool:
     if len(dims) == 2:
         (narrow, columns), (wide, rows) = dims
         common = math.gcd(narrow, wide)
-        return wide // common < columns and narrow // common < rows  # as far by the one as by the other
+        return wide // common < columns and narrow // common < rows  # both strides reach one address
     places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
         places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten().unique()

@@ -1,9 +1,9 @@
-"""Reads the world that the launcher of this process describes: torchrun, or on one host srun or mpirun.
+"""Read the world that the launcher of this process describes: torchrun, or on one host srun or mpirun.
 
 A launcher gives each rank its number in environment variables, under names of its own. `adopt` translates them into
 torchrun's, which everything below reads, torch.distributed included. A description that is incomplete, or that spans
-hosts without an address where ranks can meet, is an error: a rank that overlooks it would compute alone, and silently
-return its own part as the sum.
+hosts without an address for a rendezvous, is an error: a rank that ignores it would compute alone, and silently return
+its own part as the sum.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below those that Linux gives to outg
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of one launcher. `job`: of those that name the job, the ones that are set are taken together."""
+    """The environment variables of one launcher. `job`: variables that name the job, combined where they are set."""
 
     name: str
     rank: str
-    size: tuple[str, ...]  # the first that is set counts
+    size: tuple[str, ...]  # the first that is set is used
     local_rank: str
     local_size: str | None
     num_hosts: tuple[str, ...] = ()
@@ -61,33 +61,35 @@ def adopt() -> bool:
     if _set(("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun()
     for launcher in _LAUNCHERS:
-        found = _set((launcher.rank, *launcher.size))
-        size = next((found[name] for name in launcher.size if name in found), "")
-        is_shell = launcher is _SLURM and launcher.rank not in found  # of salloc
-        if found and size != "1" and not is_shell:
-            _translate(launcher, found, size)
+        variables = _set((launcher.rank, *launcher.size))
+        size = next((variables[name] for name in launcher.size if name in variables), "")
+        is_shell = launcher is _SLURM and launcher.rank not in variables  # of salloc
+        if variables and size != "1" and not is_shell:
+            _translate(launcher, variables, size)
             return True
     return False
 
 
 def _torchrun() -> bool:
-    found = _set(("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if "RANK" in found and "WORLD_SIZE" in found:
-        _check(found["RANK"], found["WORLD_SIZE"], found)
+    variables = _set(("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        _check(variables["RANK"], variables["WORLD_SIZE"], variables)
         return True
-    if found in ({"WORLD_SIZE": "1"}, {"LOCAL_RANK": "-1"}):  # as some programs say that there is one process
+    if variables in ({"WORLD_SIZE": "1"}, {"LOCAL_RANK": "-1"}):  # as some programs say that there is one process
         return False
-    raise PlatformError(f"{_listed(found)}; expected RANK and WORLD_SIZE too, or none of them: start with {_TORCHRUN}")
+    raise PlatformError(
+        f"{_listed(variables)}; expected RANK and WORLD_SIZE too, or none of them: start with {_TORCHRUN}"
+    )
 
 
-def _translate(launcher: _Launcher, found: dict[str, str], size: str) -> None:
-    known = found | _set(filter(None, (launcher.local_rank, launcher.local_size, *launcher.num_hosts)))
+def _translate(launcher: _Launcher, variables: dict[str, str], size: str) -> None:
+    known = variables | _set(filter(None, (launcher.local_rank, launcher.local_size, *launcher.num_hosts)))
     if launcher is _SLURM and not _set(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")):
         raise PlatformError(
             f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start "
             f"ranks with `srun python script.py` or `{_TORCHRUN}`, or one process with `env -u SLURM_PROCID ...`"
         )
-    _check(found.get(launcher.rank, ""), size, known)
+    _check(variables.get(launcher.rank, ""), size, known)
     address = os.environ.get("MASTER_ADDR")
     if not address and not _on_one_host(launcher, known, size):
         raise PlatformError(
@@ -95,9 +97,9 @@ def _translate(launcher: _Launcher, found: dict[str, str], size: str) -> None:
             f"host, or MASTER_ADDR and MASTER_PORT where they meet. On one host: {_TORCHRUN}"
         )
     os.environ.update(
-        RANK=found[launcher.rank],
+        RANK=variables[launcher.rank],
         WORLD_SIZE=size,
-        LOCAL_RANK=known.get(launcher.local_rank, found[launcher.rank]),
+        LOCAL_RANK=known.get(launcher.local_rank, variables[launcher.rank]),
         MASTER_ADDR=address or "127.0.0.1",
         MASTER_PORT=os.environ.get("MASTER_PORT") or str(_port(launcher)),
     )
@@ -114,10 +116,10 @@ def _port(launcher: _Launcher) -> int:
     return _FIRST_PORT + zlib.crc32(repr(sorted(job.items())).encode()) % _NUM_PORTS
 
 
-def _check(rank: str, size: str, found: dict[str, str]) -> None:
+def _check(rank: str, size: str, variables: dict[str, str]) -> None:
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise PlatformError(
-            f"{_listed(found)}; expected a number of ranks, and a rank from 0 below it: start with {_TORCHRUN}"
+            f"{_listed(variables)}; expected a number of ranks, and a rank from 0 below it: start with {_TORCHRUN}"
         )
 
 
@@ -125,5 +127,5 @@ def _set(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def _listed(found: dict[str, str]) -> str:
-    return "the environment has " + ", ".join(f"{name}={value}" for name, value in found.items())
+def _listed(variables: dict[str, str]) -> str:
+    return "the environment has " + ", ".join(f"{name}={value}" for name, value in variables.items())

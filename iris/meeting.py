@@ -24,6 +24,7 @@ import torch.distributed as dist
 from .descriptors import lacking
 from .device.arch import has_ended
 from .errors import PeerLostError, PlatformError
+from .host import identity, pid_here
 
 _PAUSE_S = 2e-3
 _NOTE_S = 0.1  # for a rank to say whom it has lost, before others see that it ends by that
@@ -54,7 +55,7 @@ def gather(
 
     `pids`: of the ranks, where they are known, else what they leave has them; `broken`: whether a rank has ended.
     """
-    look = _Look(store, name, rank, size, own)
+    look, here = _Look(store, name, rank, size, own), identity()
     end = time.monotonic() + limit_s
     look.start()
     while look.is_alive():
@@ -65,7 +66,7 @@ def gather(
         if look.blamed is not None:
             raise look.absent(look.blamed, "another rank has found it lost")
         known: dict[int, int | None] = dict(enumerate(pids))
-        known = known or {peer: said.get("pid") for peer, said in list(look.told.items())}
+        known = known or {peer: pid_here(said, here) for peer, said in list(look.told.items())}
         for peer, pid in known.items():
             if peer != rank and pid and has_ended(pid):
                 raise look.absent(peer, "its process ended")
@@ -151,7 +152,7 @@ def _plain(text: bytes, rank: int, like: dict) -> dict:
     try:
         value = json.loads(text)
         # of another version it may lack what that has not: the versions are compared first
-        alike = all(type(value.get(key)) is type(own) for key, own in like.items() if key != "versions")
+        alike = all(type(value.get(key)) is type(own) for key, own in like.items() if key not in ("versions", "host"))
         if alike and value.get("pid", 1) > 0:
             return value
     except (ValueError, AttributeError):
@@ -195,9 +196,10 @@ def gloo_watch(group: Any, limit_s: float) -> Callable[[], bool]:
 def join_world(backend: str, limit_s: float) -> None:
     """`init_process_group` by torchrun's variables, once all ranks are there. Raises `PeerLostError` naming one."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store_of_environment(rank, limit_s)
+    store, here = _store_of_environment(rank, limit_s), identity()
     try:
-        told = gather(store, "iris/world", rank, size, dict(pid=os.getpid(), failure=""), limit_s)
+        told = gather(store, "iris/world", rank, size, dict(pid=os.getpid(), failure="", host=here), limit_s)
+        pids = {peer: pid for peer, said in enumerate(told) if peer != rank and (pid := pid_here(said, here))}
         making = threading.Thread(
             target=dist.init_process_group, args=(backend,), kwargs=dict(store=store, rank=rank, world_size=size)
         )
@@ -206,11 +208,11 @@ def join_world(backend: str, limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while making.is_alive():
             making.join(10 * _PAUSE_S)
-            gone = [peer for peer, said in enumerate(told) if peer != rank and has_ended(said["pid"])]
+            gone = [peer for peer, pid in pids.items() if has_ended(pid)]
             if gone and making.is_alive():
                 raise Absent(gone[0], "its process ended")
             if time.monotonic() > end:
-                stopped = [peer for peer, said in enumerate(told) if _is_stopped(said["pid"])]
+                stopped = [peer for peer, pid in pids.items() if _is_stopped(pid)]
                 raise Absent(
                     (stopped or [rank])[0], f"a process group was not made within {limit_s:g} s (IRIS_TIMEOUT)"
                 )

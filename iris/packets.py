@@ -1,8 +1,8 @@
-"""How a message, with file descriptors, travels through a Unix socket that keeps packets apart.
+"""Send messages, with file descriptors, through a Unix socket that keeps packets apart.
 
-A message may be longer than a packet, so it goes in several. The first says how long the message is and how many
-descriptors come with it, and the kernel hands the descriptors over with that packet. Sockets do not block: `send` and
-`receive` go as far as they can and remember how far that was.
+A message may be longer than a packet, so it goes in several. The first gives the message's length and number of
+descriptors, and the kernel hands the descriptors over with that packet. Sockets do not block: `send` and `receive` go
+as far as they can and remember their progress.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 48 << 10  # bytes of a message in one packet
 
 
 def packets_of(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
-    """The packets of a pickled message that comes with so many descriptors."""
+    """Yield the packets of a pickled message that comes with so many descriptors."""
     yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
     view = memoryview(data)
     for begin in range(_CHUNK, len(data), _CHUNK):
@@ -28,7 +28,7 @@ def packets_of(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
 
 
 def send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
-    """Sends packets until the socket is full; descriptors go with the first. False if nobody reads any more."""
+    """Send packets until the socket is full; descriptors go with the first. Return False if the peer has closed it."""
     packet, packets, fds = sending[rank]
     try:
         while packet is not None:
@@ -50,7 +50,7 @@ def send(peer: socket.socket, sending: dict[int, list], rank: int) -> bool:
 
 
 def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple | None:
-    """(where the sender is, what it says, descriptors), once all of its message has come.
+    """Return (the sender's topic, its message, descriptors), once all of its message has come; None before.
 
     Raises `OSError` for a lost peer; with EMFILE where this process cannot take the descriptors.
     """
@@ -60,7 +60,7 @@ def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple 
             data, fds, flags, _ = socket.recv_fds(peer, _MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # told once, before what the peer said until it ended
+        except ConnectionResetError:  # reported once, before data that the peer sent until it ended
             if reset:
                 raise
             reset = True

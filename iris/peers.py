@@ -1,4 +1,4 @@
-"""What a rank's host does with the heaps of its peers: look at them, copy into them, signal them.
+"""Access the peers' heaps from the host: view them, copy into them, signal them.
 
 A copy from host to host needs no kernel: a peer's tensor is an address of this process, so the GPU's copy engines move
 it in the order of the current stream. Kernels of one program wait for a flag before the copy and signal one after it.
@@ -22,7 +22,7 @@ class PeerMethods(TensorMethods):
     """The methods of `Iris` that reach the heaps of other ranks."""
 
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return `tensor`, which lies on the heap, as `rank` has it: its memory at the same place of that rank's heap.
+        """Return a view of `rank`'s counterpart of `tensor`: the memory at the same offset of that rank's heap.
 
         To copy from or into; the caller orders it with what that rank does (`device_barrier`). Not to be used once the
         context is closed. Raises `NotSymmetricError` for a tensor elsewhere, `ArgumentError` for no rank.
@@ -31,13 +31,13 @@ class PeerMethods(TensorMethods):
         self._check_symmetric("tensor", tensor)
         self._check_rank("rank", rank)
         view = self.view_at(tensor, rank)
-        # `tensor` is not dropped as long as a view of the peer's is in use
-        kept = weakref.finalize(view.untyped_storage(), _let_go, tensor.untyped_storage())
-        kept.atexit = False
+        # keeps `tensor` alive while a view of the peer's is in use
+        finalizer = weakref.finalize(view.untyped_storage(), _let_go, tensor.untyped_storage())
+        finalizer.atexit = False
         return view
 
     def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """`peer_view`, by the name that it has in ROCm/iris."""
+        """Return `peer_view(tensor, rank)`; the name that ROCm/iris has."""
         return self.peer_view(tensor, rank)
 
     def translate(self, ptr: int, from_rank: int, to_rank: int) -> int:
@@ -100,11 +100,11 @@ class PeerMethods(TensorMethods):
             view = view.view(src_tensor.shape)
         if wait_flag is not None:
             args = dict(flag=wait_flag, value=wait_value, peer=dst_rank)
-            self._launch_beside_copy(wait_kernel, args)
+            self._launch_around_copy(wait_kernel, args)
         view.copy_(src_tensor, non_blocking=True)
         if signal_flag is not None:
             args = dict(flag=signal_flag, value=signal_value, to_rank=dst_rank)
-            self._launch_beside_copy(signal_kernel, args)
+            self._launch_around_copy(signal_kernel, args)
         if not async_op:
             self.quiet()
 
@@ -119,7 +119,7 @@ class PeerMethods(TensorMethods):
     def get_copy_engine_ctx(self) -> None:
         """Return None, as ROCm/iris does where its kernels drive no copy engine."""
 
-    def _launch_beside_copy(self, kernel: Any, args: dict[str, Any]) -> None:
+    def _launch_around_copy(self, kernel: Any, args: dict[str, Any]) -> None:
         args = dict(ctx_ptr=self._context_tensor, **args, WORLD_SIZE=self.num_ranks)
         relaunch.launch({}, self.device, kernel, (1, 1, 1), args, num_warps=1)
 
@@ -142,4 +142,4 @@ class PeerMethods(TensorMethods):
 
 
 def _let_go(kept: object) -> None:
-    """Does nothing: a finalizer of this holds `kept` until it is called."""
+    """Do nothing: a finalizer of this holds `kept` until it is called."""

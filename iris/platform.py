@@ -1,8 +1,8 @@
-"""The one place that knows whether this process runs on cuda, hip or cpu.
+"""Hide whether this process runs on cuda, hip or cpu; no other module asks.
 
-On a machine without a GPU the kernels run in Triton's interpreter. Triton decides that once, when it is
-imported, so `prepare_triton()` must run before; `iris/__init__.py` calls it first of all. On AMD it keeps Triton from
-cutting the addresses of peers' memory to 32 bits.
+On a machine without a GPU the kernels run in Triton's interpreter. Triton decides that once, when it is imported, so
+`prepare_triton()` must run before; `iris/__init__.py` calls it first of all. On AMD it keeps Triton from cutting the
+addresses of peers' memory to 32 bits.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,19 @@ ENV_REPLAY = "IRIS_REPLAY"
 _ENV_BUFFER_OPS = "AMDGCN_USE_BUFFER_OPS"
 
 # A kernel's wait ends after this long. Ranks drift apart while they compile; in the interpreter they are slow,
-# but there a lost peer is seen from its process, not from the time.
+# but there the process of a lost peer shows it, not the time.
 DEFAULT_TIMEOUT_S = 60.0
 _TIMEOUT_S = {"cuda": DEFAULT_TIMEOUT_S, "hip": DEFAULT_TIMEOUT_S, "cpu": 300.0}
 
 # Ticks per second of the clock that `device/arch.py` reads on each platform.
 _CLOCK_HZ = {"cuda": 1e9, "hip": 1e8, "cpu": 1e9}
 
-# Compute capabilities, as `compute_capability` has them.
+# Compute capabilities, in the form of `compute_capability`.
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 def prepare_triton() -> None:
-    """Switches Triton's interpreter on when there is no GPU; refuses a process where that comes too late.
+    """Enable Triton's interpreter when there is no GPU; raise `PlatformError` where that comes too late.
 
     `TRITON_INTERPRET=0` keeps it off, for compiling ahead of time on a machine without a GPU.
     """
@@ -53,22 +53,22 @@ def prepare_triton() -> None:
 
 
 def replayed_packages() -> frozenset[str]:
-    """The packages whose kernels the interpreter runs faster, from recordings (`device/interpreter/fast`).
+    """Return the packages whose kernels the interpreter runs faster, from recordings (`device/interpreter/fast`).
 
     With `IRIS_REPLAY=1` these are the library's own, with `IRIS_REPLAY=name,name` the named ones, too; else none. A
-    kernel that is not recorded runs its Python each time, and meets each `print` and breakpoint in it.
+    kernel that is not recorded runs its Python each time, with each `print` and breakpoint in it.
     """
-    wanted = os.environ.get(ENV_REPLAY) or "0"
-    if wanted == "0":
+    names = os.environ.get(ENV_REPLAY) or "0"
+    if names == "0":
         return frozenset()
-    return frozenset({"iris", "iris_ops", "layers", *wanted.split(",")})
+    return frozenset({"iris", "iris_ops", "layers", *names.split(",")})
 
 
 def keep_addresses_whole() -> None:
-    """Switches Triton's buffer instructions off, for all kernels that this process compiles for AMD from now on.
+    """Disable Triton's buffer instructions, for all kernels that this process compiles for AMD from now on.
 
     They address a tensor by its beginning and an offset of 32 bits. For a tensor in less than 2 GiB of memory Triton
-    takes any offset to be that small, also the distance to a peer's heap, of which 32 bits would be left.
+    assumes that any offset is that small, also the distance to a peer's heap, of which 32 bits would remain.
     """
     os.environ[_ENV_BUFFER_OPS] = "0"
 
@@ -94,10 +94,10 @@ def sharing_gpus() -> bool:
     To develop and to test with fewer GPUs than ranks. The driver gives the ranks' processes a GPU in turn, some
     milliseconds each, so a kernel that waits for a peer waits for its turn: right, but slow.
     """
-    asked = os.environ.get(ENV_SHARE_GPUS) or "0"
-    if asked not in ("0", "1"):
-        raise PlatformError(f"{ENV_SHARE_GPUS} is {asked!r}: expected 0 or 1")
-    return asked == "1"
+    text = os.environ.get(ENV_SHARE_GPUS) or "0"
+    if text not in ("0", "1"):
+        raise PlatformError(f"{ENV_SHARE_GPUS} is {text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def device(rank: int, num_ranks: int) -> torch.device:
@@ -121,13 +121,13 @@ def device(rank: int, num_ranks: int) -> torch.device:
 
 
 def backend() -> str:
-    """The torch.distributed backend that goes with the platform; NCCL refuses two ranks on one GPU."""
+    """Return the torch.distributed backend of the platform; NCCL refuses two ranks on one GPU."""
     return "gloo" if name() == "cpu" or sharing_gpus() else "nccl"
 
 
 @functools.cache
 def num_programs(dev: torch.device) -> int:
-    """How many programs run at once, one a multiprocessor; the interpreter runs one after the other."""
+    """Return how many programs run at once, one a multiprocessor; the interpreter runs one after the other."""
     if dev.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(dev).multi_processor_count
@@ -135,7 +135,7 @@ def num_programs(dev: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(dev: torch.device) -> int:
-    """The shared memory that a program may take; Triton refuses a kernel that takes more."""
+    """Return the bytes of shared memory that a program may take; Triton refuses a kernel that takes more."""
     if dev.type == "cpu":
         return 1 << 40
     from .triton_private import max_shared_bytes
@@ -144,7 +144,7 @@ def shared_bytes(dev: torch.device) -> int:
 
 
 def compute_capability(dev: torch.device) -> tuple[int, int]:
-    """What NVIDIA counts its architectures by; (0, 0) of any other device."""
+    """Return NVIDIA's compute capability, (major, minor); (0, 0) of any other device."""
     nvidia = dev.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(dev) if nvidia else (0, 0)
 
@@ -157,13 +157,13 @@ def has_warp_specialisation(dev: torch.device) -> bool:
 
 @functools.cache
 def beside(dev: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
+    """Return options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
     return {"launch_pdl": True} if compute_capability(dev) >= HOPPER else {}
 
 
 @functools.cache
 def launch_options(dev: torch.device, fused: bool = True) -> dict[str, bool]:
-    """The options of `beside`, and the one that makes products and sums one instruction, whatever the default is.
+    """Return the options of `beside`, and the one that fuses a product and a sum, whatever Triton's default is.
 
     `fused`: False keeps products and sums apart. A compiler can only make one instruction of a product and a sum that
     one thread holds, so with True a result's bits may depend on how a tile is spread over threads.
@@ -174,7 +174,7 @@ def launch_options(dev: torch.device, fused: bool = True) -> dict[str, bool]:
 
 
 def timeout_s() -> float:
-    """The longest that a kernel waits for a peer, in seconds (environment variable IRIS_TIMEOUT)."""
+    """Return the longest that a kernel waits for a peer, in seconds (environment variable IRIS_TIMEOUT)."""
     text = os.environ.get(ENV_TIMEOUT)
     if text is None:
         return _TIMEOUT_S[name()]
@@ -187,8 +187,8 @@ def timeout_s() -> float:
     return value
 
 
-# What serialises the kernels of a process, by the environment that it sets: then a kernel that waits for a peer's may
-# keep the rank from launching what the peer waits for.
+# Tools that serialise the kernels of a process, by the environment variable that they set: then a kernel that waits for
+# a peer may keep this rank from launching what the peer waits for.
 _SERIALISERS = {
     "CUDA_LAUNCH_BLOCKING": "CUDA_LAUNCH_BLOCKING",
     "NV_COMPUTE_PROFILER_PERFWORKS_DIR": "Nsight Compute",
@@ -199,11 +199,11 @@ _SERIALISERS = {
 
 
 def serialised() -> str:
-    """What to add to a time-out where a tool runs kernels one after the other; nothing where none is seen."""
-    found = sorted({tool for name, tool in _SERIALISERS.items() if os.environ.get(name, "0") not in ("", "0")})
-    if not found:
+    """Return the addition to a time-out's message where a tool runs kernels one at a time; "" where none is seen."""
+    active = sorted({tool for name, tool in _SERIALISERS.items() if os.environ.get(name, "0") not in ("", "0")})
+    if not active:
         return ""
-    tools = " and ".join(found)
+    tools = " and ".join(active)
     return f", under {tools}, which runs kernels one at a time and so stops those that wait (docs/debugging.md)"
 
 
@@ -229,7 +229,7 @@ def synchronize(dev: torch.device, stream: torch.cuda.Stream | None = None) -> N
 
 
 def constant(function: Function) -> Function:
-    """Has torch's compiler call `function` once and keep its result.
+    """Let torch's compiler call `function` once and reuse its result.
 
     As `torch.compiler.assume_constant_result`, which imports the compiler: a second, even where nothing is compiled.
     """

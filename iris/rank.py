@@ -33,6 +33,7 @@ from .errors import (
 from .launch import relaunch
 
 if TYPE_CHECKING:
+    from .across import Across, Rate
     from .agreement import Agreement
     from .group import Members, Ranks
     from .heap import Heap
@@ -50,6 +51,7 @@ class Rank:
     `hosts`: the processes of all ranks, and what they exchange. `heap`: where this rank's tensors and workspaces lie.
     `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, what compares the ranks' calls.
     `recording`: whether fused kernels record events (`tracing.py`). `invariant`: what is promised of a row's bits.
+    `across`: the rank's counterparts on other hosts, where the context was made with them.
     """
 
     cur_rank: int
@@ -65,6 +67,8 @@ class Rank:
     log: logging.LoggerAdapter
     recording: bool = False
     invariant: str | None = None
+    across: Across | None = None
+    across_rate: Rate | None = None
     _segment: Segment
     _context_tensor: torch.Tensor
     _record_view: memoryview

@@ -1,8 +1,8 @@
-"""Contexts by name: a compiled graph, or the schema of a torch operator, can hold a string but not an object.
+"""Find contexts by name: a compiled graph, or the schema of a torch operator, can hold a string but not an object.
 
 Contexts are made collectively, so a name (`group.name_of`) means the same context on every rank. No name is given
-twice: a graph that outlives its context finds none, where a reused name would hand it somebody else's heap. Contexts
-stay reachable by others only: the table does not keep them alive, and `close()` takes them out.
+twice: a graph that outlives its context finds none, where a reused name would give it another context's heap. The table
+does not keep contexts alive, and `close()` takes them out.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _contexts: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def add(name: str, ctx: Any) -> None:
-    """Enters a context under the name that was reserved for it."""
+    """Enter a context under the name that was reserved for it."""
     _contexts[name] = ctx
 
 
 def find(name: str) -> Any:
-    """The context of that name, an `iris.Iris`. Raises `ClosedError` when there is none (any more)."""
+    """Return the context of that name, an `iris.Iris`. Raise `ClosedError` when there is none (any more)."""
     ctx = _contexts.get(name)
     if ctx is None:
         raise ClosedError(f"group is {name!r}; expected the group_name of an open context, one of {sorted(_contexts)}")

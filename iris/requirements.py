@@ -1,8 +1,8 @@
-"""Which versions of triton iris works with, checked before anything of triton is imported.
+"""Check the version of triton before anything of triton is imported.
 
-Under another version iris would fail deep inside, at some name which that version lacks. So the version is looked at
-first. It is read from the source of the module that `import triton` would take, not from pip's notes: a copy of triton
-on PYTHONPATH, in front of the installed one, has no such note.
+Under another version iris would fail deep inside, at some name which that version lacks. So the version is checked
+first. It is read from the source of the module that `import triton` would take, not from pip's metadata: a copy of
+triton on PYTHONPATH, before the installed one, has none.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ SUPPORTED = "triton>={}.{},<{}.{}".format(*LEAST, *BELOW)
 
 
 def check_triton() -> None:
-    """Raises `VersionError` where there is no triton, or one of another version than this is written for."""
-    found = triton_version()
-    if found is None:
+    """Raise `VersionError` where there is no triton, or one of an unsupported version."""
+    version = triton_version()
+    if version is None:
         raise VersionError(f"iris {__version__} needs triton, which is not installed: pip install '{SUPPORTED}'")
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers and not LEAST <= numbers < BELOW:
         raise VersionError(
-            f"triton is {found}, beside torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
+            f"triton is {version}, beside torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
             f"Each CUDA build of torch requires one triton, so take both: pip install 'torch>=2.10,<2.16' '{SUPPORTED}'"
         )
 
 
 def namesake() -> str:
-    """Return what to say of the other package called `iris`, SciTools', where it is installed; else nothing.
+    """Return a warning of the other package called `iris`, SciTools', where it is installed; else "".
 
     pip puts both into one folder, and the one that is installed last replaces files of the other.
     """
@@ -60,16 +60,16 @@ def warn_of_namesake() -> None:
 
 @functools.cache
 def triton_version() -> str | None:
-    """Of the triton that this process has imported or would import; "" where it does not say, None without any."""
+    """Return the version of the triton that this process imports; "" where it has none, None without triton."""
     if "triton" in sys.modules:
         return getattr(sys.modules["triton"], "__version__", "")
     spec = find_spec("triton")
     if spec is None or spec.origin is None:
         return None
-    said = re.search(r"^__version__ = ['\"]([^'\"]+)", Path(spec.origin).read_text(), re.MULTILINE)
-    return said[1] if said else ""
+    match = re.search(r"^__version__ = ['\"]([^'\"]+)", Path(spec.origin).read_text(), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def versions() -> str:
-    """The versions that all ranks must have alike, as one line."""
+    """Return the versions that all ranks must share, as one line."""
     return f"iris {__version__}, torch {torch.__version__}, triton {triton_version()}"

@@ -1,8 +1,8 @@
 """Tensor constructors with torch's semantics and storage on the symmetric heap.
 
-One mechanism serves all: torch itself builds the result on the meta device, which checks the arguments and gives sizes,
-strides and dtype; the heap gives the memory; torch's `out=` form fills it. So what a call means is what torch means by
-it, and a bad call raises before anything is taken from the heap, which would shift the offsets of one rank.
+All share one mechanism: torch itself builds the result on the meta device, which checks the arguments and gives sizes,
+strides and dtype; the heap gives the memory; torch's `out=` form fills it. So a call means what torch means by it, and
+a bad call raises before anything is taken from the heap, which would shift the offsets of one rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorMethods(Rank):
     Sizes may also be nested, as in `zeros(((2, 3),))`, or none at all for a single element. All take torch's keywords:
     `out` (on this heap, of the result's sizes, or contiguous and of as many elements: then a view of it is returned),
     `dtype`, `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where
-    torch has them. They raise `ArgumentError` or one of its kin for bad arguments and `HeapExhausted` when the heap is
+    torch has them. They raise `ArgumentError` or a subclass for bad arguments and `HeapExhausted` when the heap is
     full; nothing is taken from the heap then.
 
     A tensor's memory is reused once every rank has dropped the tensor and its views, when an allocation finds no other
@@ -47,22 +47,22 @@ class TensorMethods(Rank):
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.zeros`: sizes as arguments or as one tuple."""
+        """Create as `torch.zeros`: sizes as arguments or as one tuple."""
         return self._construct(torch.zeros, _sizes(size, options), options)
 
     def ones(self, *size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.ones`."""
+        """Create as `torch.ones`."""
         return self._construct(torch.ones, _sizes(size, options), options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.empty`."""
+        """Create as `torch.empty`."""
         return self._construct(torch.empty, _sizes(size, options), options, fill=lambda tensor: None)
 
     def empty_ragged(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As `empty`, of sizes that may differ by rank: each rank's part of something uneven. Collective.
+        """Create as `empty`, of sizes that may differ by rank: each rank's part of an uneven whole. Collective.
 
-        Every rank takes as much memory as the largest part, so the parts, and what is allocated later, begin at the
-        same offset on all ranks. Raises what `empty` raises, on all ranks alike.
+        Every rank takes as much memory as the largest part, so the parts, and later allocations, begin at the same
+        offset on all ranks. Raises what `empty` raises, on all ranks alike.
         """
         self.check()
         call = f"empty({', '.join(map(described, size))}, dtype={dtype})"
@@ -71,47 +71,49 @@ class TensorMethods(Rank):
         plan: torch.Tensor | None = None
         refusal: IrisError | None = None
         try:
-            plan = _asked(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
+            plan = _call_torch(torch.empty, size, {"device": "meta", "dtype": _checked_dtype(dtype)}, call)
         except IrisError as error:
             refusal = error
-        told = self.hosts.all_gather((refusal, plan is not None and plan.nbytes, plan is not None and plan.dtype))
-        for rank, (error, _, _) in enumerate(told):
+        replies = self.hosts.all_gather((refusal, plan is not None and plan.nbytes, plan is not None and plan.dtype))
+        for rank, (error, _, _) in enumerate(replies):
             if error is not None:
                 raise type(error)(f"rank {rank}: {error}")
-        if len({kind for _, _, kind in told}) > 1:
-            raise DtypeError(f"dtype differs between ranks: {[kind for _, _, kind in told]}; expected the same on all")
+        if len({kind for _, _, kind in replies}) > 1:
+            raise DtypeError(
+                f"dtype differs between ranks: {[kind for _, _, kind in replies]}; expected the same on all"
+            )
         assert plan is not None  # for no rank refused
-        return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in told))
+        return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in replies))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
-        """As `torch.full(size, fill_value)`."""
+        """Create as `torch.full(size, fill_value)`."""
         return self._construct(torch.full, tuple(map(_flat, size_and_value)), options)
 
     def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
-        """As `torch.zeros_like(tensor)`; the tensor may lie anywhere."""
+        """Create as `torch.zeros_like(tensor)`; the tensor may lie anywhere."""
         return self._construct(torch.zeros_like, like, options, fill=torch.Tensor.zero_)
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.rand`. Ranks with the same seed get the same values."""
+        """Create as `torch.rand`. Ranks with the same seed get the same values."""
         return self._construct(torch.rand, _sizes(size, options), options)
 
     def randn(self, *size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.randn`."""
+        """Create as `torch.randn`."""
         return self._construct(torch.randn, _sizes(size, options), options)
 
     def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
-        """As `torch.randint([low,] high, size)`."""
+        """Create as `torch.randint([low,] high, size)`."""
         return self._construct(torch.randint, tuple(map(_flat, bounds_and_size)), options)
 
     def arange(self, *bounds: Any, **options: Any) -> torch.Tensor:
-        """As `torch.arange([start,] end[, step])`."""
+        """Create as `torch.arange([start,] end[, step])`."""
         return self._construct(torch.arange, bounds, options)
 
     def linspace(
         self, start: Any, end: Any, steps: Any = None, out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """As `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
+        """Create as `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
         if steps is None:
             raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected how many elements")
         bounds = tuple(map(_single, (start, end, steps)))
@@ -120,7 +122,7 @@ class TensorMethods(Rank):
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """`empty(size, dtype=dtype)`, filled with random numbers from `low` to `high`."""
+        """Return `empty(size, dtype=dtype)`, filled with random numbers from `low` to `high`."""
         sound = all(isinstance(bound, (int, float)) for bound in (low, high)) and low <= high
         if not sound or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ArgumentError(
@@ -131,9 +133,9 @@ class TensorMethods(Rank):
 
     @aliases.keywords(external_tensor="tensor")
     def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on this heap that shares memory with `tensor`: itself if it lies there. Collective.
+        """Return a tensor on this heap that shares memory with `tensor`: itself if it lies there. Collective.
 
-        Allocator 'vmem' imports outside memory without a copy: on GPUs what the driver's virtual-memory calls allocated
+        Allocator 'vmem' imports outside memory without a copy: on GPUs memory of the driver's virtual-memory calls
         (torch's expandable segments), on CPUs shared memory (`tensor.share_memory_()`). The result keeps `tensor`'s
         memory; `free` it on every rank, then `trim`. Raises `NotSymmetricError` with the remedy where that cannot be.
         """
@@ -142,7 +144,7 @@ class TensorMethods(Rank):
         return self.heap.adopt(tensor, self.is_symmetric(tensor))
 
     def free(self, *tensors: torch.Tensor) -> None:
-        """Gives the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
+        """Return the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
 
         Nothing may use them any more, here or at a peer: call `barrier()` before if peers read or wrote them. Raises
         `ArgumentError` for a tensor that is not as this context returned it, or was freed before; then none is freed.
@@ -156,9 +158,9 @@ class TensorMethods(Rank):
         self.heap.free(*tensors)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether the whole storage range of `tensor` lies in this heap, at the same offset on all ranks.
+        """Return whether the whole storage range of `tensor` lies in this heap, at the same offset on all ranks.
 
-        So not what layers return, which each rank has where it finds room (`iris/memory/outputs.py`).
+        False for outputs of layers, whose offsets differ by rank (`iris/memory/outputs.py`).
         """
         self.check()
         _check_tensor(tensor)
@@ -173,7 +175,7 @@ class TensorMethods(Rank):
         options: dict[str, Any],
         fill: Callable[[torch.Tensor], Any] | None = None,
     ) -> torch.Tensor:
-        """The result of torch's `function(*args, **options)` on the heap; `fill(tensor)` stands in for its `out=`."""
+        """Return torch's `function(*args, **options)` on the heap; `fill(tensor)` replaces its `out=`."""
         self.check()
         out, requires_grad, dtype, generator = (
             options.pop(name, None) for name in ("out", "requires_grad", "dtype", "generator")
@@ -183,18 +185,18 @@ class TensorMethods(Rank):
         given = options | ({} if dtype is None else {"dtype": dtype})
         call = f"{function.__name__}({', '.join([*map(described, args), *(f'{k}={v}' for k, v in given.items())])})"
 
-        def ask(**more: Any) -> torch.Tensor:
-            return _asked(function, args, options | more, call)
+        def call_torch(**more: Any) -> torch.Tensor:
+            return _call_torch(function, args, options | more, call)
 
         for tensor in (each for each in args if isinstance(each, torch.Tensor)):
             _check_tensor(tensor)
-        plan = ask(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
+        plan = call_torch(device="meta", dtype=dtype, requires_grad=bool(requires_grad))
         if out is not None:
             out = self._check_out(out, plan, dtype, call)
         tensor = out if out is not None else self._allocate(plan)
         try:
             if fill is None:
-                ask(out=tensor, device=self.device, **({} if generator is None else {"generator": generator}))
+                call_torch(out=tensor, device=self.device, **({} if generator is None else {"generator": generator}))
             else:
                 fill(tensor)
             return tensor.requires_grad_() if requires_grad else tensor
@@ -206,19 +208,19 @@ class TensorMethods(Rank):
     def _allocate(self, plan: torch.Tensor) -> torch.Tensor:
         dense, facts = plan.is_contiguous(), {"sizes": tuple(plan.shape), "dtype": plan.dtype}
         try:
-            made = self._room(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
+            tensor = self._room(tuple(plan.shape) if dense else (plan.numel(),), plan.dtype)
         except HeapExhausted:
             self.compare("an allocation", None, **facts, offset="no room")
             raise
         try:
-            self.compare("an allocation", None, **facts, offset=self.heap.offset(made))
+            self.compare("an allocation", None, **facts, offset=self.heap.offset(tensor))
         except IrisError:
-            self.heap.free(made)
+            self.heap.free(tensor)
             raise
-        return made if dense else made.as_strided(plan.shape, plan.stride())
+        return tensor if dense else tensor.as_strided(plan.shape, plan.stride())
 
     def _room(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
-        """A tensor on the heap, where it is full in the memory of tensors that every rank has dropped."""
+        """Return a tensor on the heap; where it is full, in the memory of tensors that every rank has dropped."""
         for collect in (False, True):
             try:
                 return self.heap.allocate(sizes, dtype, nbytes)
@@ -229,7 +231,7 @@ class TensorMethods(Rank):
         return self.heap.allocate(sizes, dtype, nbytes)
 
     def _reuse_dropped(self, collect: bool) -> None:
-        """Frees the allocations that every rank has dropped; `collect`: cycles of Python too. Collective.
+        """Free the allocations that every rank has dropped; `collect`: cycles of Python too. Collective.
 
         Each rank waits for its device before it answers, so no kernel of any rank uses the memory any more.
         """
@@ -237,25 +239,25 @@ class TensorMethods(Rank):
             gc.collect()
         platform.synchronize(self.device)
         with self.exchanging():
-            told = self.hosts.all_gather(self.heap.dropped(), "the reuse of tensors that were dropped")
-        for offset in sorted(set(told[0]).intersection(*told[1:])):
+            dropped = self.hosts.all_gather(self.heap.dropped(), "the reuse of tensors that were dropped")
+        for offset in sorted(set(dropped[0]).intersection(*dropped[1:])):
             self.heap.give(offset)
 
     def _check_place(self, device: Any, layout: Any, pin_memory: Any) -> None:
         if device is not None:
             try:
-                wanted = torch.device(device)
+                requested = torch.device(device)
             except _TORCH_ERRORS:
                 raise DeviceError(f"device is {device!r}; expected {str(self.device)!r}") from None
-            if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
-                raise DeviceError(f"device is {str(wanted)!r}; expected the context's, {str(self.device)!r}")
+            if requested.type != self.device.type or requested.index not in (None, self.device.index):
+                raise DeviceError(f"device is {str(requested)!r}; expected the context's, {str(self.device)!r}")
         if pin_memory:
             raise ArgumentError("pin_memory is True; the heap's memory cannot be pinned")
         if layout not in (None, torch.strided):
             raise ArgumentError(f"layout is {layout}; expected torch.strided, the only one on the heap")
 
     def _check_out(self, out: Any, plan: torch.Tensor, dtype: Any, call: str) -> torch.Tensor:
-        """`out` in the sizes of `plan`."""
+        """Return `out` in the sizes of `plan`."""
         if not isinstance(out, torch.Tensor):
             raise ArgumentError(f"out is {described(out)}; expected a torch.Tensor")
         if out.device != self.device:
@@ -266,12 +268,12 @@ class TensorMethods(Rank):
         if out.shape != plan.shape and not reshaped:
             raise ShapeError(f"out has sizes {tuple(out.shape)}; expected {tuple(plan.shape)} for {call}")
         if dtype is not None and out.dtype != plan.dtype:
-            raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype asked for")
+            raise DtypeError(f"out is {out.dtype}; expected {plan.dtype}, the dtype requested")
         return out.view(plan.shape) if reshaped else out
 
 
-def _asked(function: Callable[..., torch.Tensor], args: tuple, options: dict[str, Any], call: str) -> torch.Tensor:
-    """What torch answers to `call`; its complaints as ours."""
+def _call_torch(function: Callable[..., torch.Tensor], args: tuple, options: dict[str, Any], call: str) -> torch.Tensor:
+    """Return the result of torch for `call`; raise its errors as ours."""
     try:
         return function(*args, **options)
     except _TORCH_ERRORS as error:
@@ -279,14 +281,14 @@ def _asked(function: Callable[..., torch.Tensor], args: tuple, options: dict[str
 
 
 def _sizes(given: tuple, options: dict[str, Any]) -> tuple:
-    """Sizes as torch takes them: from arguments, from one tuple or list, or from one in another."""
+    """Return sizes in torch's form: from arguments, from one tuple or list, or from one in another."""
     if not given and "size" in options:
         return ()
     return _flat(given) or ((),)
 
 
 def _flat(size: Any) -> Any:
-    """A size that may be nested, as one tuple of integers; anything else as it is."""
+    """Return a size that may be nested as one tuple of integers; anything else unchanged."""
     if not isinstance(size, (tuple, list)):
         return size
     while len(size) == 1 and isinstance(size[0], (tuple, list)):
@@ -295,7 +297,7 @@ def _flat(size: Any) -> Any:
 
 
 def _single(value: Any) -> Any:
-    """What a tensor, a size or an array of one element holds; anything else as it is."""
+    """Return the value of a tensor, a size or an array of one element; anything else unchanged."""
     while isinstance(value, (tuple, list)) and len(value) == 1:
         value = value[0]
     one = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
@@ -309,13 +311,13 @@ def _checked_dtype(dtype: Any) -> Any:
 
 
 def _check_tensor(tensor: Any) -> None:
-    """Raises for what has no one shape: anything but a tensor, or a nested one."""
+    """Raise for anything but a tensor, or for a nested one."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
         raise ArgumentError(f"tensor is {described(tensor)}; expected a torch.Tensor")
 
 
 def described(value: Any) -> str:
-    """A value as messages show it, a tensor without its elements."""
+    """Return a value in the form of error messages, a tensor without its elements."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return "a nested tensor"
     if isinstance(value, torch.Tensor):
@@ -324,8 +326,8 @@ def described(value: Any) -> str:
 
 
 def _translated(error: Exception, call: str) -> IrisError:
-    """torch's complaint as one of ours, with the call that caused it."""
-    text = re.sub(r" - got \(.*|\.$", "", str(error).splitlines()[0])  # what we added would confuse
+    """Return torch's error as one of ours, with the call that caused it."""
+    text = re.sub(r" - got \(.*|\.$", "", str(error).splitlines()[0])  # without the arguments that we added
     kind = (
         DtypeError if "not implemented for" in text else HeapExhausted if "Storage size" in text else ConstructorError
     )

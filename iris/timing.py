@@ -30,11 +30,11 @@ def do_bench(
     quantiles: Sequence[float] | None = None,
     return_mode: str = "mean",
 ) -> Any:
-    """Milliseconds of `fn()` on this rank, of `n_repeat` calls the "mean", "median", "min", "max" or "all" of them.
+    """Return milliseconds of `fn()` on this rank: of `n_repeat` calls the "mean", "median", "min", "max" or "all".
 
     Before each call come `barrier_fn` (`ctx.barrier`, say), `preamble_fn`, a sweep that empties the GPU's L2 cache, and
-    `barrier_fn` again. So each call is timed alone, with cold caches, and with what launching it costs: for the time in
-    a stream of calls, and of the slowest rank, use `iris-tp bench`. `quantiles`: these, from 0 to 1, in place of
+    `barrier_fn` again. So each call is timed alone, with cold caches, and with its launch cost: for the time in a
+    stream of calls, and of the slowest rank, use `iris-tp bench`. `quantiles`: these, from 0 to 1, in place of
     `return_mode`; a single one as a number. Raises `ArgumentError` for bad arguments.
     """
     if return_mode not in _SUMMARIES:
@@ -53,8 +53,8 @@ def do_bench(
     if quantiles is None:
         return _SUMMARIES[return_mode](times)
     measured, fractions = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in (times, quantiles))
-    found = torch.quantile(measured, fractions)
-    return found.tolist() if len(quantiles) > 1 else found.item()
+    values = torch.quantile(measured, fractions)
+    return values.tolist() if len(quantiles) > 1 else values.item()
 
 
 def _timed(

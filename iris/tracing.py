@@ -1,4 +1,4 @@
-"""`ctx.tracing`: what programs did inside kernels, as a timeline of all ranks.
+"""`ctx.tracing`: record what programs do inside kernels, as a timeline of all ranks.
 
     ctx.tracing.enable()                      # fused kernels now are variants that record
     ctx.ops.matmul_reduce_scatter(out, A, B)
@@ -6,9 +6,9 @@
 
 Own kernels record by `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
 
-Each GPU has a clock of its own. Rank 0 measures how far the others' are from its by messages to and fro: a peer reads
+Each GPU has a clock of its own. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
 its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured
-when recording begins and at the export, and what lies between is interpolated, because clocks also drift.
+when recording begins and at the export, and interpolated in between, because clocks also drift.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EVENT = np.dtype(
         ("pid_m", "<i4"),
         ("pid_n", "<i4"),
         ("bytes", "<i8"),
-        ("thread", "<i4"),  # the first of the warps that did it: others where the warps of a program are specialised
+        ("thread", "<i4"),  # the first of the warps at work, where the warps of a program are specialised
         ("unused", "<i4"),
     ]
 )
@@ -57,9 +57,9 @@ assert EVENT.itemsize == 8 * EVENT_WORDS.value
 
 @triton.jit
 def clock_offset_kernel(ctx_ptr, flags, times, count, step, results, rounds, WORLD_SIZE: tl.constexpr):
-    """Round trips between rank 0 and each other rank. One program.
+    """Measure round trips between rank 0 and each other rank. One program.
 
-    flags: int32 [world], by source; times: int64 [world], where ranks leave their reading at rank 0; count: int32, the
+    flags: int32 [world], by source; times: int64 [world], where ranks store their reading at rank 0; count: int32, the
     round trips of earlier calls; step: int64, the smallest difference of two readings of this rank's clock; results:
     int64 [world, 3], at rank 0, for each other rank: its clock minus rank 0's, the round trip, when; in ticks.
     """
@@ -97,7 +97,7 @@ def clock_offset_kernel(ctx_ptr, flags, times, count, step, results, rounds, WOR
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a rank's clock was from rank 0's, in ticks, and when by rank 0's clock; true within `error` ticks."""
+    """The difference of a rank's clock from rank 0's, in ticks, at time `at` of rank 0; true within `error` ticks."""
 
     ticks: int
     error: int
@@ -115,11 +115,11 @@ class Tracing:
         self._began: list[Offset] = []
 
     def enable(self, max_events: int = 1 << 20) -> None:
-        """Begins to record, at most `max_events` (64 bytes each) on this rank; forgets what was recorded.
+        """Begin to record, at most `max_events` (64 bytes each) on this rank; discard earlier events.
 
         Fused kernels are launched as variants that record from here on until `disable()`; a captured graph stays as it
         was. Calls whose product is a kernel apart record nothing, nor does `ctx.ccl`: those of "sequential" (on CPUs
-        all-reduces with B in eight bits, too), and of "copy_gather" unless warps are specialised.
+        all-reduces with an fp8 B, too), and of "copy_gather" unless warps are specialised.
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS
@@ -138,15 +138,15 @@ class Tracing:
         self.reset()
 
     def disable(self) -> None:
-        """Stops recording; what was recorded can still be exported."""
+        """Stop recording; the events can still be exported."""
         self._check()
         self._ctx.barrier()
         self._announce(0, 0)
         self._ctx.recording = False
 
     def reset(self) -> None:
-        """Forgets all events so far."""
-        self._began = self._measure_clocks()  # after everything that the device was at
+        """Discard all events so far."""
+        self._began = self._measure_clocks()  # after all earlier work of the device
         self._recorded()[: HEADER_WORDS.value].zero_()
 
     @property
@@ -170,17 +170,17 @@ class Tracing:
         return max(0, self._count() - self._capacity)
 
     def events(self) -> np.ndarray:
-        """This rank's events, `EVENT` records in no particular order. Waits for the device."""
+        """Return this rank's events, `EVENT` records in no particular order. Waits for the device."""
         count = min(self._count(), self._capacity)
         first = HEADER_WORDS.value
         return self._recorded()[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
 
     def aligned(self) -> np.ndarray:
-        """This rank's events as `events()` has them, times in ns on rank 0's clock."""
+        """Return this rank's `events()`, times in ns on rank 0's clock."""
         return self._aligned(self._measure_clocks())
 
     def export(self, path: str | Path, merge: bool = False) -> Path:
-        """Writes Chrome's trace format, for ui.perfetto.dev: a process is a rank, a thread a multiprocessor.
+        """Write Chrome's trace format, for ui.perfetto.dev: a process is a rank, a thread a multiprocessor.
 
         One file a rank, `trace_rank0.json` and so on for "trace.json", or with `merge` one for all, by rank 0.
         Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
@@ -199,7 +199,7 @@ class Tracing:
             target = path if merge else path.with_name(f"{path.stem}_rank{rank}{path.suffix}")
             if text is not None:
                 target.write_text(text)
-        except (OSError, TypeError, ValueError) as error:  # the last two of what is no name
+        except (OSError, TypeError, ValueError) as error:  # the last two for an invalid name
             refusal = f"path is {str(path)!r}, which cannot be written: {getattr(error, 'strerror', error)}"
         for failure in filter(None, self._ctx.hosts.all_gather(refusal)):
             raise ArgumentError(f"{failure}; expected a file name in a folder that exists")
@@ -237,16 +237,16 @@ class Tracing:
         return flags, times, count, step, results
 
     def _measure_clocks(self) -> list[Offset]:
-        """Every rank's clock against rank 0's, as rank 0 found it."""
+        """Return every rank's clock against rank 0's, as rank 0 measured it."""
         self._recorded()
         ctx = self._ctx
-        ctx.barrier()  # also: all that is recorded has been
+        ctx.barrier()  # all events of earlier work are recorded
         clock_offset_kernel[(1,)](
             ctx.get_device_context(), *self._clock, _ROUND_TRIPS, WORLD_SIZE=ctx.num_ranks, num_warps=1, **FUSED
         )
-        found = self._clock[-1].tolist()
+        offsets = self._clock[-1].tolist()
         ctx.check()
-        return ctx.hosts.all_gather([Offset(ticks, trip // 2, at) for ticks, trip, at in found])[0]
+        return ctx.hosts.all_gather([Offset(ticks, trip // 2, at) for ticks, trip, at in offsets])[0]
 
     def _aligned(self, clocks: list[Offset]) -> np.ndarray:
         rank = self._ctx.cur_rank
@@ -259,7 +259,7 @@ def align(events: np.ndarray, before: Offset, after: Offset) -> np.ndarray:
     drift = (after.ticks - before.ticks) / max(1, after.at - before.at)
     begin = aligned["begin"] - before.ticks
     begin = begin - np.rint(drift * (begin - before.at)).astype(np.int64)
-    lasted = aligned["end"] - aligned["begin"]  # as the rank's own clock says
+    lasted = aligned["end"] - aligned["begin"]  # by the rank's own clock
     aligned["end"] = np.where(aligned["end"] == 0, 0, _nanoseconds(begin + lasted))
     aligned["begin"] = _nanoseconds(begin)
     return aligned
@@ -326,11 +326,11 @@ def _span(event: np.void, rank: int, thread: int, names: dict[int, str], start: 
 
 
 def lanes(events: np.ndarray) -> list[int]:
-    """For each event, in order of time, a line of its multiprocessor: what runs there together gets others.
+    """Return for each event, in order of time, a line of its multiprocessor; concurrent events get different lines.
 
-    That is programs, or warps of a program with different work, which keep their lines.
+    These are programs, or warps of a program with different work, which keep their lines.
     """
-    busy: dict[int, list[tuple]] = {}  # of each multiprocessor's lines: whose the last event is, until when
+    busy: dict[int, list[tuple]] = {}  # for each line of a multiprocessor: the last event's program and end
     chosen = []
     for event in events:
         who, begin = (int(event["program"]), int(event["thread"])), int(event["begin"])

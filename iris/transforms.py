@@ -1,7 +1,7 @@
-"""Refuses tensors of forward-mode differentiation and of torch.func's transforms: kernels see only the memory of one.
+"""Refuse tensors of forward-mode differentiation and of torch.func's transforms: kernels see only their memory.
 
-A dual tensor's tangent, and the batch of torch.func.vmap, would be dropped without a word. Outside of such transforms a
-check costs a call no more than a look whether there is one.
+A dual tensor's tangent, and the batch of torch.func.vmap, would be dropped silently. Outside of such transforms a check
+costs a call only one test of a level.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def are_under_way() -> bool:
 
 
 def any_hides(*tensors: torch.Tensor | None) -> bool:
-    """Return whether one of the tensors has more than its memory shows: a tangent, or the batch of a vmap."""
+    """Return whether one of the tensors has state beyond its memory: a tangent, or the batch of a vmap."""
     return are_under_way() and any(t is not None and _hidden(t) for t in tensors)
 
 
@@ -29,7 +29,7 @@ def _hidden(t: torch.Tensor) -> str:
 
 
 def check_plain(call: str, name: str, t: torch.Tensor) -> None:
-    """Raises `ArgumentError` for a tensor `t` that has a tangent, or that torch.func batches."""
+    """Raise `ArgumentError` for a tensor `t` that has a tangent, or that torch.func batches."""
     if not are_under_way() or torch.compiler.is_compiling():
         return
     hidden = _hidden(t)

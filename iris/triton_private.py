@@ -1,7 +1,7 @@
-"""Every private or version-dependent name of triton that this project uses, each with its reason.
+"""Collect every private or version-dependent name of triton that this project uses, each with its reason.
 
-Written for triton 3.6 to 3.9. What a version lacks is told once, when iris is imported. A user's own kernel needs none
-of this, but for the names in Gluon that changed: `program_barrier`, `async_load`, `reinterpret`.
+Written for triton 3.6 to 3.9. Names that a version lacks are reported once, when iris is imported. A user's own kernel
+needs none of this, but for the names in Gluon that changed: `program_barrier`, `async_load`, `reinterpret`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ try:
     program_barrier = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
     async_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared
     reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
-    # Who is told before and after each launch, a profiler for one.
+    # Listeners that are called before and after each launch, such as a profiler.
     _launch_enter, _launch_exit = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
 
-    # The rest is what `device/interpreter` reads or replaces.
-    # A value: a numpy array and its dtype. What an operation does to such, and the one object that all kernels share.
+    # `device/interpreter` reads or replaces the rest.
+    # A value: a numpy array and its dtype. The operations on values, and the one builder that all kernels share.
     TensorHandle, TensorDescHandle = interpreter.TensorHandle, interpreter.TensorDescHandle
     InterpreterBuilder, InterpretedFunction = interpreter.InterpreterBuilder, interpreter.InterpretedFunction
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
-    # What brings two operands to one type and shape.
+    # Brings two operands to one type and shape.
     Semantic = interpreter.TritonSemantic
-    # Reductions and scans, which go past the builder, and functions that they take element by element.
+    # Reductions and scans, which bypass the builder, and functions that they apply element by element.
     ReduceOps, ReduceScan = interpreter.ReduceOps, interpreter.ReduceScanOpInterface
     XOR, OR = standard._xor_combine, standard._or_combine
-    # A launch, which looks at the kernel's signature each time, what it raises, and how it takes arguments.
+    # A launch, which reads the kernel's signature each time, its error, and its conversion of arguments.
     GridExecutor, InterpreterError, implicit = (
         interpreter.GridExecutor,
         interpreter.InterpreterError,
@@ -64,11 +64,11 @@ try:
     )
     # Loads, stores and atomics on addresses, in C.
     memory = interpreter._interpreter
-    # How an operation is asked for.
+    # Options of operations.
     TO_NEAREST, PADDED_WITH_NAN = _ir.ROUNDING_MODE.RTNE, _ir.PADDING_OPTION.PAD_NAN
     FLOAT_ADD, EXCHANGE = _ir.ATOMIC_OP.FADD, _ir.ATOMIC_OP.XCHG
     # Replaced while one of the library's kernels runs: how the language's functions are given the builder, at each
-    # launch and call; which numpy dtype holds a dtype; types and values, which work out the same again and again.
+    # launch and call; the numpy dtype of a dtype; types and values, which compute the same again and again.
     _REPLACED = interpreter._patch_attr, interpreter._patch_lang, interpreter._get_np_dtype, interpreter._LangPatchScope
     _REPLACED += core._unwrap_if_constexpr, core.dtype.to_ir, core.block_type.with_element_ty, core.tensor.__init__
 except (ImportError, AttributeError) as _error:
@@ -86,7 +86,7 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def aggregate(cls: type) -> Any:
-    """Makes `cls` a struct that kernels can hold. What plain classes have that it inherits from is copied into it."""
+    """Make `cls` a struct that kernels can hold. Members of plain base classes are copied into it."""
     plain = [base for base in cls.__mro__[1:-1] if not hasattr(base, "__triton_aggregate__")]
     own = {name: value for base in reversed(plain) for name, value in vars(base).items() if not name.startswith("__")}
     own |= {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
@@ -94,38 +94,38 @@ def aggregate(cls: type) -> Any:
 
 
 def word_descriptor(base: torch.Tensor, block: list[int], layout: Any) -> Any:
-    """Gluon's descriptor of `base`, whose elements may have 64 bits: 3.9 refuses those where one is made on the host,
+    """Return Gluon's descriptor of `base`, whose elements may have 64 bits: 3.9 refuses to make those on the host,
     though its compiler takes them.
     """
-    made = object.__new__(GluonDescriptor)
-    made.base, made.shape, made.strides = base, list(base.shape), list(base.stride())
-    made.block_shape, made.layout = block, layout
-    return made
+    descriptor = object.__new__(GluonDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = base, list(base.shape), list(base.stride())
+    descriptor.block_shape, descriptor.layout = block, layout
+    return descriptor
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
 def launch_listeners() -> tuple[list, list]:
-    """Who is told before and after each launch: triton's own lists, which fill and empty."""
+    """Return triton's lists of listeners before and after each launch; they fill and empty."""
     return _launch_enter.calls, _launch_exit.calls
 
 
 class DirectLaunch(NamedTuple):
-    """triton's C launcher of a compiled kernel: `call(*grid, stream, *head, *behind(arguments))`."""
+    """triton's C launcher of a compiled kernel: `call(*grid, stream, *head, *trailing(arguments))`."""
 
     call: Callable
     current_stream: Callable[[], int]
     head: tuple
-    behind: Callable[[list], tuple]
+    trailing: Callable[[list], tuple]
     maps: list | None
-    """How a tensor descriptor becomes a map that the hardware reads, for each of them."""
+    """How each tensor descriptor becomes a map that the hardware reads."""
     arguments_of: Callable[[Any, Any], list]
-    """A tensor descriptor as arguments, given how."""
+    """Converts a tensor descriptor to arguments, by its `maps` entry."""
 
 
 def direct_launch(compiled: Any, device: torch.device, has_descriptors: bool) -> DirectLaunch | str:
-    """How to launch `compiled`, a kernel for an NVIDIA GPU, directly; else why that is not known."""
+    """Return the direct launcher of `compiled`, a kernel for an NVIDIA GPU; a reason where there is none."""
     try:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -137,30 +137,30 @@ def direct_launch(compiled: Any, device: torch.device, has_descriptors: bool) ->
             return "the sanitizer of triton is on"
         scratch = hooks = None, None
         head = compiled.function, runner.launch_cooperative_grid, runner.launch_pdl
-        if hasattr(runner, "kernel_signature"):  # from 3.7 on one launcher for all kernels, which is told of the types
+        if hasattr(runner, "kernel_signature"):  # from 3.7 on one launcher for all kernels, which takes the types
             head += (compiled.packed_metadata, None, *hooks, *scratch, runner.arg_annotations, runner.kernel_signature)
-            behind = _as_one
+            trailing = _as_one
         else:
             head += (*scratch, compiled.packed_metadata, None, *hooks)
-            behind = tuple
+            trailing = tuple
         if len(inspect.signature(make_tensordesc_arg).parameters) == 3:  # from 3.8 on, for other backends
             described = partial(_described, make_tensordesc_arg)
         else:
             described = make_tensordesc_arg
         stream = partial(triton.runtime.driver.active.get_current_stream, device.index)
-        return DirectLaunch(call, stream, head, behind, compiled.metadata.tensordesc_meta, described)
+        return DirectLaunch(call, stream, head, trailing, compiled.metadata.tensordesc_meta, described)
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         return f"triton {triton.__version__} has another launcher than 3.6 to 3.9 ({error!r})"
 
 
 def direct_launch_lacks() -> list[str]:
-    """What `direct_launch` reads of triton's launcher for NVIDIA GPUs and this triton has not; no GPU is asked."""
+    """Return the names of triton's launcher for NVIDIA GPUs that `direct_launch` needs and this triton lacks."""
     try:
         from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
     except ImportError as error:
         return [str(error)]
-    wanted = {"launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"}
-    lacking = sorted(wanted - {*CudaLauncher.__init__.__code__.co_names})
+    needed = {"launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"}
+    lacking = sorted(needed - {*CudaLauncher.__init__.__code__.co_names})
     if len(inspect.signature(make_tensordesc_arg).parameters) not in (2, 3):
         lacking.append("make_tensordesc_arg of two or three arguments")
     return lacking
@@ -175,11 +175,11 @@ def _described(make: Callable, descriptor: Any, how: Any) -> list:
 
 
 def name_kernels_alike() -> None:
-    """Has each process know a kernel by the same name in triton's cache on disk, as triton 3.9 does by itself.
+    """Give a kernel the same name in triton's cache on disk in each process, as triton 3.9 does by itself.
 
-    The name tells of the constants that a kernel and its functions read. Before 3.9, triton asked a function that it
-    had not read yet for them too early, and got none. So the name went by what a process had compiled before, and
-    another process compiled the kernel once more.
+    The name depends on the constants that a kernel and its functions read. Before 3.9, triton read those of a function
+    that it had not parsed yet, and got none. So the name depended on what a process had compiled before, and another
+    process compiled the kernel once more.
     """
     finder = jit.DependenciesFinder
     collect = finder._update_hash
@@ -192,19 +192,19 @@ def name_kernels_alike() -> None:
 
 
 def compile_target() -> Any:
-    """What triton compiles for: the GPU at hand."""
+    """Return triton's compile target: the GPU at hand."""
     return triton.runtime.driver.active.get_current_target()
 
 
 def compile_without_gpu(target: Any) -> None:
-    """Has this process compile for `target`, and ask no GPU. It can launch nothing from then on."""
+    """Let this process compile for `target` without a GPU. It can launch nothing from then on."""
     driver = SimpleNamespace(get_current_target=lambda: target)
     driver.get_current_device, driver.get_current_stream = lambda: 0, lambda device: 0
     triton.runtime.driver.set_active(driver)
 
 
 def max_shared_bytes(index: int) -> int:
-    """The shared memory that a program may take on GPU number `index`; triton refuses a kernel that takes more."""
+    """Return the bytes of shared memory that a program may take on GPU number `index`; triton refuses more."""
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
@@ -217,12 +217,12 @@ def interprets() -> bool:
 
 
 def rewritten(jitted: Any) -> Callable:
-    """A jit function of the interpreter's, which runs as its caller has set up the language."""
+    """Return a jit function of the interpreter, rewritten to run in the language that its caller has set up."""
     return jitted.rewrite()
 
 
 def refuse_gluon(refusal: Callable[[], Exception]) -> None:
-    """Makes each launch of a Gluon kernel raise `refusal()`, for where there is no GPU to run it."""
+    """Make each launch of a Gluon kernel raise `refusal()`, where there is no GPU to run it."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     def run(self: Any, *args: Any, **options: Any) -> None:
@@ -232,18 +232,18 @@ def refuse_gluon(refusal: Callable[[], Exception]) -> None:
 
 
 def numpy_type(dtype: Any) -> Any:
-    """The numpy dtype of what the interpreter holds for `dtype`: float32 for bfloat16 once `prepare` was called."""
+    """Return the numpy dtype in which the interpreter holds `dtype`: float32 for bfloat16 once `prepare` was called."""
     return interpreter._get_np_dtype(dtype)
 
 
 def represent_bfloat16() -> None:
-    """Has the interpreter hold numbers of bfloat16 as float32."""
+    """Let the interpreter hold numbers of bfloat16 as float32."""
     known = interpreter._get_np_dtype
     interpreter._get_np_dtype = lambda dtype: np.dtype(np.float32) if dtype.scalar.name == "bf16" else known(dtype)
 
 
 def replace_builder(kind: type) -> None:
-    """Has `kind` do what kernels ask for, for kernels that are launched from now on."""
+    """Let `kind` execute the operations of kernels that are launched from now on."""
     interpreter.InterpreterBuilder = kind
     builder.__class__ = kind
 

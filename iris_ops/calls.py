@@ -1,43 +1,68 @@
-"""Finds an earlier call of an op that is like this one, and keeps what the next one like it needs.
+"""A call of a fused op: what the caller said, what is found out about it once, and its launches, now and again.
 
-A model calls its layers with the same shapes over and over, often at the same addresses. What the first call found out
-(`Prepared`: its problem, plan and workspace) serves all calls whose key is the same but for the addresses.
-`iris/launch/relaunch.py` keeps launches by the whole key.
+A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
+(`Prepared`: problem, plan, steps and memory) serves all calls whose key is the same but for the addresses. A call whose
+whole key is known is its launches alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from iris import transforms
+from iris.errors import ArgumentError, IrisError, ShapeError
+from iris.heap import check_memory, span
 from iris.launch import relaunch
+from iris.launch.streams import check_async
 import torch
 
+from . import steps
+from .checks import check_bias, check_overlap, check_tensors, warn_of_overflow
 from .config import FusedConfig
-from .problem import GATHER_MATMUL, Problem
+from .kernels import rmsnorm_epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .launch import steps_of
+from .operands import Operands
+from .planning.machine import machine_of
+from .planning.needs import PLAIN
+from .planning.plan import check_order, plan, way_for, workspace_size
+from .planning.way import Sizes
+from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
+from .workspace import Workspace
 
 if TYPE_CHECKING:
-    from .kernels.rmsnorm_epilogue import Epilogue
-    from .workspace import Workspace
+    from iris.rank import Rank
 
-NAMES = ("out", "A", "B", "bias", "scale")
+NAMES = Operands._fields
+# In the order of `Operands`, which a call that is known does not need.
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class Call(NamedTuple):
+    """What a caller says. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
+
+    op: str
+    tensors: Operands
+    epilogue: Epilogue | None = None
+    async_op: bool = False
+    config: FusedConfig | None = None
+    workspace: Workspace | None = None
+    depths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem found out. `spans`: bytes of each tensor, `NAMES` first."""
+    """What the first call of a problem finds out. `spans`: bytes of each tensor, `NAMES` first."""
 
     problem: Problem
     config: FusedConfig
     writes_to_peers: bool
-    num_flags: int
-    nbytes: int
-    exchange: int
+    sizes: Sizes
     spans: tuple[int, ...]
 
-    def facts(self, biased: bool, async_op: bool, workspace: int | None, out: int | None) -> dict[str, Any]:
+    def facts(self, call: Call, workspace: int | None, out: int | None) -> dict[str, Any]:
         """What ranks compare of a call with IRIS_DEBUG=1.
 
         `workspace`, `out`: their offsets on the heap; None for the context's own workspace and for an `out` elsewhere.
@@ -48,14 +73,14 @@ class Prepared:
             "M": problem.M,
             "dtype": problem.dtype,
             "config": replace(self.config, prediction=None),  # which is each rank's own
-            "async_op": async_op,
-            "bias": "given" if biased else "none",
+            "async_op": call.async_op,
+            "bias": "none" if call.tensors.bias is None else "given",
             "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
         }
-        if problem.by_tree:
-            facts["depths"] = problem.depths
-        if problem.fp8:
-            facts["B"] = "in eight bits"
+        if problem.tree:
+            facts["depths"] = problem.sums.depths
+        if problem.weights is not PLAIN:
+            facts["B"] = problem.weights.name
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
             facts["K"] = problem.K
         else:
@@ -65,12 +90,200 @@ class Prepared:
         return facts
 
 
+class Calls:
+    """The calls of one context."""
+
+    def __init__(self, ctx: Rank) -> None:
+        self.ctx = ctx
+        self.workspace: Workspace | None = None  # of calls that are given none
+        self._foreseen: tuple[Problem, FusedConfig] | None = None
+        self.kernels: dict[tuple, object] = {}
+        self._plain = relaunch.Calls(len(NAMES))
+        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)))
+        self._device_of = relaunch.device_of(self.ctx.device)
+
+    def forget(self) -> None:
+        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        self._plain.forget()
+        self._normed.forget()
+
+    def run(
+        self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, depths: Sequence[int] | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Run a call (`Call`): by its launches alone if it is known, else from its checks on."""
+        ctx, known_calls = self.ctx, self._plain if epilogue is None else self._normed
+        ctx.check()
+        own = self.workspace if workspace is None else workspace
+        key = key_of(op, tensors, epilogue, config, own, depths, self._device_of)
+        try:
+            known = known_calls.known.get(key)
+        except TypeError:  # a wrong argument that has no hash
+            key = known = None
+        if known and async_op is False and ctx.agreement is None:
+            again, target, kept = known
+            ctx.side.join()
+            if again():
+                if target is not None:
+                    tensors[0].copy_(target)
+                return kept
+        call = Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, depths)
+        return self._first(call, known_calls, key)
+
+    def _first(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> Workspace:
+        """A call that cannot be repeated as it is."""
+        ctx, (out, A, B, bias, scale) = self.ctx, call.tensors
+        prepared, addresses = self._checked(call, calls, key)
+        problem = prepared.problem
+        direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
+        self._compare(call, prepared, direct)
+        workspace = call.workspace or self.own_workspace()
+        if problem.empty:
+            return workspace
+        staged = self._room(workspace, prepared, None if direct else out)
+        place = tuple(each % relaunch.ALIGNMENT for each in addresses)
+        program = calls.prepared(
+            key,
+            lambda: steps_of(ctx, problem, prepared.config, call.tensors, call.epilogue is not None),
+            *place,
+        )
+        came_before = key in calls.known and not call.async_op
+        repeatable = all(step.repeatable for step in program)
+
+        def go() -> None:
+            again, launched = calls.moved(key, direct) if repeatable else None, None
+            if again is None or not again():
+                tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
+                run = steps.Run(
+                    ctx, workspace, self.kernels, tensors, out, staged, addresses, came_before, call.epilogue
+                )  # fmt: skip
+                launched = steps.run_all(program, run)
+                again = launched and launched.again
+            elif staged is not None:
+                out.copy_(staged)
+            if repeatable and (again or not call.async_op):  # which leaves alone what is known of the call
+                calls.keep(key, again and (again, staged, workspace), launched, direct)
+
+        if call.async_op and ctx.device.type == "cuda":
+            workspace._done = ctx.side.run(go, out, A, B, bias, scale)
+        else:
+            ctx.side.join()
+            go()
+            if ctx.agreement is not None:
+                warn_of_overflow(ctx, call.op, out, A, B)
+        ctx.check()
+        return workspace
+
+    def _checked(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> tuple[Prepared, tuple[int, ...]]:
+        """What is known of calls like this, and where its tensors lie. Raises a typed error for what is wrong."""
+        op, addresses = call.op, calls.addresses(key)
+        try:
+            check_async(op, call.async_op)
+            prepared = calls.prepared(key, lambda: self.prepare(call))
+            if call.workspace is not None:
+                self.check_workspace(op, call.workspace)
+            if call.epilogue is None:
+                check_memory(op, NAMES, addresses, prepared.spans)
+                check_overlap(op, addresses, prepared.spans)
+            else:
+                rmsnorm_epilogue.check_places((*NAMES, *EPILOGUE_NAMES), addresses, prepared.spans)
+        except IrisError as error:
+            self.ctx.tell_refusal(op, None, error)
+            raise
+        return prepared, addresses
+
+    def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
+        """Ranks compare their calls, with IRIS_DEBUG=1."""
+        ctx, workspace = self.ctx, call.workspace
+        if ctx.agreement is None:
+            return
+        own = workspace is None or workspace is self.workspace
+        there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
+        place = ctx.heap.offset(call.tensors.out)
+        ctx.compare(call.op, **prepared.facts(call, there, place if direct and not ctx.hands_out(place) else None))
+
+    def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Room for the call, and on the heap for what peers write in place of `out`, if that is given."""
+        ctx, problem, grown = self.ctx, prepared.problem, True
+        try:
+            grown = workspace.reserve(*prepared.sizes)
+            if out is None:
+                return None
+            nbytes = problem.M * problem.N * problem.dtype.itemsize
+            return workspace.results(nbytes).view(out.dtype).view(out.shape)
+        finally:  # where there was no room for all of it, some has grown all the same
+            if grown:
+                ctx.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+
+    def own_workspace(self) -> Workspace:
+        """Return the workspace of calls that are given none."""
+        if self.workspace is None:
+            self.workspace = Workspace(self.ctx)
+        return self.workspace
+
+    def check_workspace(self, op: str, workspace: object) -> None:
+        """Raise `ArgumentError` for a workspace of another context, or none at all."""
+        if not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx:
+            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
+
+    def plan(self, problem: Any, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
+        """Return the configuration that serves `problem` on this device."""
+        return plan(problem, machine_of(self.ctx.device), explained, algorithm)
+
+    def foresee(self, call: Call) -> Prepared:
+        """Prepare a call whose output is yet to be made; the call itself then takes the same plan."""
+        prepared = self.prepare(call)
+        self._foreseen = prepared.problem, prepared.config
+        return prepared
+
+    def _planned(self, problem: Problem) -> FusedConfig:
+        foreseen, self._foreseen = self._foreseen, None
+        return foreseen[1] if foreseen and foreseen[0] == problem else self.plan(problem)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Check whatever does not depend on addresses, and choose."""
+        ctx, op, config, (out, A, B, bias, scale) = self.ctx, call.op, call.config, call.tensors
+        machine = machine_of(ctx.device)
+        check_tensors(op, out, A, B, bias, scale, ctx.device)
+        if config is not None and not isinstance(config, FusedConfig):
+            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
+        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
+        problem = promised(problem, ctx.invariant, call.depths, bias is not None)
+        depths = problem.sums.depths
+        if depths and depths[ctx.cur_rank] != problem.K:
+            raise ShapeError(
+                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose depths are {depths}; expected"
+                f" {depths[ctx.cur_rank]} columns"
+            )
+        if config is not None:
+            _check_config(problem, config)
+            if problem.sums.on_any_ranks:
+                check_order(problem, config, machine)
+        chosen = config or self._planned(problem)
+        way = way_for(problem, chosen)
+        check_bias(op, bias, B)
+        if call.epilogue is not None:
+            rmsnorm_epilogue.check(call.epilogue, out)
+        sizes = workspace_size(problem, chosen, machine.num_programs, way)
+        spans = tuple(map(span, (*call.tensors, *(call.epilogue or ()))))
+        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, spans)
+
+
+def _check_config(problem: Problem, config: FusedConfig) -> None:
+    """Raise `ArgumentError` for an algorithm that cannot serve the problem."""
+    op = problem.op
+    if config.algorithm == "two_shot" and op != ALL_REDUCE:
+        raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
+    if reason := way_for(problem, config).refuses(problem):
+        raise ArgumentError(f"{op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}")
+
+
 def key_of(
-    op: str, device_of: Callable[[torch.Tensor], Any], out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-    bias: torch.Tensor | None, config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None,
-    scale: torch.Tensor | None, depths: Sequence[int] | None = None,
+    op: str, tensors: Tensors, epilogue: Epilogue | None, config: FusedConfig | None, workspace: Workspace | None,
+    depths: Sequence[int] | None, where: Callable[[torch.Tensor], Any],
 ) -> tuple | None:  # fmt: skip
-    """What a call comes down to: one with the same key passes the same checks and launches the same."""
+    """Return what decides a call, or None: one with the same key passes the same checks and launches the same."""
+    out, A, B, bias, scale = tensors
     try:
         if transforms.any_hides(out, A, B, bias, scale, *(epilogue or ())):
             return None
@@ -79,7 +292,6 @@ def key_of(
         lazy = out.dtype in relaunch.LAZY
         if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
             return None
-        where = device_of
         address, more = 0, None
         if bias is not None:
             if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():

@@ -10,7 +10,9 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.heap import check_tensor, check_written
 import torch
 
-from .problem import DTYPES, FP8, SCALED
+from .planning import weights
+from .planning.needs import PLAIN
+from .problem import DTYPES, SCALED
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -41,7 +43,7 @@ def check_tensors(
         if name == "B" and scale is not None:
             pass  # its dtype is its own, and checked
         elif t.dtype not in DTYPES:
-            scales = f", or {FP8} with a scale" if name == "B" and op in SCALED else ""
+            scales = f", or {weights.dtypes()} with a scale" if name == "B" and op in SCALED else ""
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
         elif t.dtype != A.dtype:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same")
@@ -53,8 +55,8 @@ def check_tensors(
 def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
     for name, t in (("B", B), ("scale", scale)):
         check_kind(op, name, t, device)
-    if B.dtype != FP8:
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {FP8}, or no scale")
+    if weights.format_of(B.dtype) is PLAIN:
+        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {weights.dtypes()}, or no scale")
     if scale.dtype != torch.float32:
         raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {torch.float32}")
     if B.ndim == 2 and tuple(scale.shape) != (B.shape[1],):

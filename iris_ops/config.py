@@ -8,7 +8,8 @@ from iris import aliases, platform
 from iris.ccl.config import ALL_REDUCE_VARIANTS
 from iris.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "two_shot", "overlapped", "sequential", "copy_gather")
+WITH_TORCH = ("sequential", "copy_gather")  # whose product may be torch's
+ALGORITHMS = ("one_shot", "two_shot", "overlapped", *WITH_TORCH)
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ class FusedConfig:
                 f"multiple of the ranks"
             )
 
-    def depth(self, fp8: bool) -> int:
-        """Elements along K of a block: `block_k`, or of operands in eight bits twice as many, in as much room."""
-        return 2 * self.block_k if fp8 else self.block_k
+    def depth(self, itemsize: int) -> int:
+        """Elements along K of a block: `block_k`, or of operands of one byte twice as many, in as much room."""
+        return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property
     def lamport(self) -> bool:

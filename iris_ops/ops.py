@@ -9,43 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import proxy
 
-from iris import aliases, platform
-from iris.errors import ArgumentError, IrisError, ShapeError
-from iris.heap import check_memory, span
-from iris.invariance import RANKS
-from iris.launch import relaunch
-from iris.launch.streams import check_async
+from iris import aliases
 import torch
 
-from . import launch
-from .calls import NAMES, Prepared, key_of
-from .checks import check_bias, check_overlap, check_tensors, warn_of_overflow
+from .calls import Call
 from .config import FusedConfig
-from .kernels import rmsnorm_epilogue
-from .kernels.rmsnorm_epilogue import Epilogue
-from .local import gating
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.asked import asked, planned
-from .planning.kernel_names import ends_with_norm
-from .planning.machine import machine_of
-from .planning.moe_problem import MoeProblem
-from .planning.plan import check_order, unaligned
-from .planning.torch_ways import TORCH_WAYS
-from .planning.workspace_size import workspace_size
-from .problem import (
-    ALL_REDUCE,
-    GATED,
-    GATHER_MATMUL,
-    MATMUL_GATHER,
-    REDUCE_SCATTER,
-    Problem,
-    describe,
-    promised,
-)
+from .planning.asked import asked
+from .planning.plan import unaligned
+from .planning.weights import BY_FLAG
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -73,13 +49,7 @@ class Ops(MixtureOps):
 
     def __init__(self, ctx: Rank) -> None:
         super().__init__(ctx)
-        self._workspace: Workspace | None = None
-        self.kernels: dict[tuple, object] = {}
-        self._calls = relaunch.Calls(len(NAMES))
-        self._epilogue_calls = relaunch.Calls(len((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES)))
-        self._device_of = relaunch.device_of(ctx.device)
-        this = proxy(self)  # no circle: what holds heap memory goes when the context closes
-        self.outputs = NewOutputs(ctx, lambda *call: this._prepare(*call), lambda: this._own_workspace())
+        self.outputs = NewOutputs(ctx, self._calls)
         ctx.on_change.append(self.forget_launches)
 
     @_KEYWORDS
@@ -97,7 +67,7 @@ class Ops(MixtureOps):
         `depths`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's part of
         the whole K ends within a leaf (`iris_ops/sum_tree.py`), and says which parts are possible.
         """
-        return self._call(ALL_REDUCE, out, A, B, bias, async_op, config, workspace, scale=scale, depths=depths)
+        return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, depths)
 
     def matmul_all_reduce_norm(
         self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
@@ -113,7 +83,7 @@ class Ops(MixtureOps):
         `scale`, `depths`: as in `matmul_all_reduce`.
         """
         epilogue = residual, weight, scaled, squares
-        return self._call(rmsnorm_epilogue.OP, out, A, B, bias, False, config, workspace, epilogue, scale, depths)
+        return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, depths)
 
     @_KEYWORDS
     def all_gather_matmul(
@@ -126,7 +96,7 @@ class Ops(MixtureOps):
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`. Gathered rows of bf16 are
         rounded to eight bits, too, where the GPU multiplies those; else B is converted in each call.
         """
-        return self._call(GATHER_MATMUL, out, A, B, bias, async_op, config, workspace, scale=scale)
+        return self._calls.run(GATHER_MATMUL, (out, A, B, bias, scale), None, async_op, config, workspace)
 
     def all_gather_matmul_gated(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -137,7 +107,7 @@ class Ops(MixtureOps):
         The first half of a gated MLP whose tokens the ranks share. Where warp-specialised programs multiply
         (`FusedConfig`), neither half is ever written. `scale`: as in `all_gather_matmul`.
         """
-        return self._call(GATED, out, A, B, bias, False, config, workspace, scale=scale)
+        return self._calls.run(GATED, (out, A, B, bias, scale), None, False, config, workspace)
 
     @_KEYWORDS
     def matmul_all_gather(
@@ -148,7 +118,7 @@ class Ops(MixtureOps):
 
         By columns, `bias` is [N/w], this rank's part.
         """
-        return self._call(MATMUL_GATHER, out, A, B, bias, async_op, config, workspace)
+        return self._calls.run(MATMUL_GATHER, (out, A, B, bias, None), None, async_op, config, workspace)
 
     @_KEYWORDS
     def matmul_reduce_scatter(
@@ -160,7 +130,7 @@ class Ops(MixtureOps):
 
         `scale`: as in `all_gather_matmul`; each rank has its own. `depths`: as in `matmul_all_reduce`.
         """
-        return self._call(REDUCE_SCATTER, out, A, B, bias, async_op, config, workspace, scale=scale, depths=depths)
+        return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, depths)
 
     def plan(
         self,
@@ -190,14 +160,9 @@ class Ops(MixtureOps):
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        problem = asked(op, M, N, K, ranks, dtype, form, fp8, level, experts, top_k, depths)
-        found = self._plan(problem, explained, algorithm)
-        return found if aligned or not isinstance(problem, Problem) else unaligned(problem, found)
-
-    def _plan(
-        self, problem: Problem | MoeProblem, explained: bool = False, algorithm: str | None = None
-    ) -> FusedConfig:
-        return planned(problem, machine_of(self._ctx.device), explained, algorithm)
+        problem = asked(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, depths)
+        found = self._calls.plan(problem, explained, algorithm)
+        return found if aligned else unaligned(problem, found)
 
     def preamble(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
@@ -208,164 +173,19 @@ class Ops(MixtureOps):
         It is `workspace`, what an earlier call returned, or the one that calls take when they are given none.
         """
         self._ctx.check()
-        prepared = self._prepare(op, out, A, B, None, config, None, None)
+        prepared = self._calls.prepare(Call(op, Operands(out, A, B), config=config))
         if workspace is not None:
-            self._check_workspace(op, workspace)
-        workspace = workspace or self._own_workspace()
-        if not prepared.problem.empty and workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange):
+            self._calls.check_workspace(op, workspace)
+        workspace = workspace or self._calls.own_workspace()
+        if not prepared.problem.empty and workspace.reserve(*prepared.sizes):
             self.forget_launches()
         return workspace
 
     def forget_launches(self) -> None:
         """Calls are launched anew: their kernels or the memory that they use have changed."""
         self._calls.forget()
-        self._epilogue_calls.forget()
         self._mixture.forget()
 
     def join(self) -> None:
         """Makes the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()
-
-    def _call(
-        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, async_op: bool,
-        config: FusedConfig | None, workspace: Workspace | None, epilogue: Epilogue | None = None,
-        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
-    ) -> Workspace:  # fmt: skip
-        ctx, calls = self._ctx, self._calls if epilogue is None else self._epilogue_calls
-        ctx.check()
-        own = self._workspace if workspace is None else workspace
-        key = key_of(op, self._device_of, out, A, B, bias, config, own, epilogue, scale, depths)
-        try:
-            known = calls.known.get(key)
-        except TypeError:  # a wrong argument that has no hash
-            key = known = None
-        if known and async_op is False and ctx.agreement is None:
-            again, target, workspace = known
-            ctx.side.join()
-            if again():
-                if target is not None:
-                    out.copy_(target)
-                return workspace
-        return self._make(calls, key, op, out, A, B, bias, async_op, config, workspace, epilogue, scale, depths)
-
-    def _make(
-        self, calls: relaunch.Calls, key: tuple | None, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-        bias: torch.Tensor | None, async_op: bool, config: FusedConfig | None, workspace: Workspace | None,
-        epilogue: Epilogue | None, scale: torch.Tensor | None, depths: Sequence[int] | None,
-    ) -> Workspace:  # fmt: skip
-        """A call that cannot be repeated as it is."""
-        ctx = self._ctx
-        try:
-            check_async(op, async_op)
-            prepared = calls.prepared(key, lambda: self._prepare(op, out, A, B, bias, config, epilogue, scale, depths))
-            problem, addresses = prepared.problem, calls.addresses(key)
-            if workspace is not None:
-                self._check_workspace(op, workspace)
-            if epilogue is None:
-                check_memory(op, NAMES, addresses, prepared.spans)
-                check_overlap(op, addresses, prepared.spans)
-            else:
-                rmsnorm_epilogue.check_places((*NAMES, *rmsnorm_epilogue.EPILOGUE_NAMES), addresses, prepared.spans)
-        except IrisError as error:
-            ctx.tell_refusal(op, None, error)
-            raise
-        if bias is not None and bias.stride(0) != 1:
-            bias, key = bias.contiguous(), None  # elsewhere in each call
-        if op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
-            # one element in all, gathered by columns and taken as by rows (`describe`): this rank has none of those
-            A, B, bias, key = A[:0], A.t(), None, None
-        direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
-        if ctx.agreement is not None:
-            own = workspace is None or workspace is self._workspace
-            there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
-            place = ctx.heap.offset(out)
-            own_place = direct and not ctx.hands_out(place)
-            ctx.compare(op, **prepared.facts(bias is not None, async_op, there, place if own_place else None))
-        workspace = workspace or self._own_workspace()
-        if problem.empty:
-            return workspace
-        grown, staged = True, None
-        try:
-            grown = workspace.reserve(prepared.num_flags, prepared.nbytes, prepared.exchange)
-            if not direct:
-                nbytes = problem.M * problem.N * problem.dtype.itemsize
-                staged = workspace.results(nbytes).view(out.dtype).view(out.shape)
-        finally:  # where there was no room for all of it, some has grown all the same
-            if grown:
-                self.forget_launches()  # calls go to memory that graphs may use still, but they no longer
-        inside = epilogue if epilogue and ends_with_norm(problem, prepared.config) else None
-        halves = problem.gated and not launch.gates(prepared.config)  # both are written, and gated behind the product
-        if epilogue is not inside or halves:
-            key = None  # a launch alone would not be the whole call
-        came_before = key in calls.known and not async_op
-
-        def go() -> None:
-            again, launched = calls.moved(key, direct), None
-            target = out if staged is None else staged
-            if halves:
-                target = out.new_empty(problem.M, problem.N)
-            if again is None or not again():
-                launched = launch.launch(
-                    self.kernels, ctx, workspace, problem, prepared.config, Operands(target, A, B, bias, scale),
-                    addresses, came_before, inside,
-                )  # fmt: skip
-                again = launched and launched.again
-            if not direct:
-                out.copy_(target)
-            if epilogue is not None and inside is None:
-                rmsnorm_epilogue.finish(out, *epilogue)
-            if halves:
-                gating.gate(out, target)
-            if again or not async_op:  # which leaves alone what is known of the call
-                calls.keep(key, again and (again, staged, workspace), launched, direct)
-
-        if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, out, A, B, bias, scale)
-        else:
-            ctx.side.join()
-            go()
-            if ctx.agreement is not None:
-                warn_of_overflow(ctx, op, out, A, B)
-        ctx.check()
-        return workspace
-
-    def _own_workspace(self) -> Workspace:
-        if self._workspace is None:
-            self._workspace = Workspace(self._ctx)
-        return self._workspace
-
-    def _check_workspace(self, op: str, workspace: object) -> None:
-        if not isinstance(workspace, Workspace) or workspace.ctx is not self._ctx:
-            raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
-
-    def _prepare(
-        self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-        config: FusedConfig | None, epilogue: Epilogue | None, scale: torch.Tensor | None,
-        depths: Sequence[int] | None = None,
-    ) -> Prepared:  # fmt: skip
-        """Checks whatever does not depend on addresses, and chooses."""
-        device = self._ctx.device
-        check_tensors(op, out, A, B, bias, scale, device)
-        if config is not None and not isinstance(config, FusedConfig):
-            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
-        problem = describe(op, out, A, B, self._ctx.cur_rank, self._ctx.num_ranks)
-        problem = promised(problem, self._ctx.invariant, depths, bias is not None)
-        if problem.depths and problem.depths[self._ctx.cur_rank] != problem.K:
-            raise ShapeError(
-                f"{op}: A is {tuple(A.shape)} on rank {self._ctx.cur_rank}, whose depths are {problem.depths}; expected"
-                f" {problem.depths[self._ctx.cur_rank]} columns"
-            )
-        if config is not None and problem.invariant == RANKS:
-            check_order(problem, config, machine_of(device))
-        chosen = config or self.outputs.foreseen(problem) or self._plan(problem)
-        if chosen.algorithm == "two_shot" and problem.op != ALL_REDUCE:
-            raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-        reason = TORCH_WAYS[chosen.algorithm].supports(problem) if chosen.algorithm in TORCH_WAYS else None
-        if reason:
-            raise ArgumentError(f"{op}: config.algorithm is {chosen.algorithm!r}; expected another, for {reason}")
-        check_bias(op, bias, B)
-        if epilogue is not None:
-            rmsnorm_epilogue.check(epilogue, out)
-        sizes = workspace_size(problem, chosen, platform.num_programs(device))
-        spans = tuple(map(span, (out, A, B, bias, scale, *(epilogue or ()))))
-        return Prepared(problem, chosen, launch.writes_to_peers(problem, chosen), *sizes, spans)

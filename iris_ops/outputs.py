@@ -6,7 +6,7 @@ larger result has all ranks reserve room: for outputs, and for one to copy from,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -14,14 +14,12 @@ from iris.errors import IrisError
 from iris.memory.outputs import Outputs
 import torch
 
+from .calls import Call, Calls
 from .config import FusedConfig
-from .problem import Problem
+from .operands import Operands
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-    from .calls import Prepared
-    from .workspace import Workspace
 
 _KEPT = 4096  # calls of which is known whether peers write their results
 
@@ -29,15 +27,14 @@ _KEPT = 4096  # calls of which is known whether peers write their results
 class NewOutputs(Outputs):
     """`ctx.ops.outputs`: what layers have their results from.
 
-    `prepare`, `workspace`: the ops' own, for what a call finds out first and for the memory that calls share.
+    `calls`: those of the same context, with the memory that they share.
     """
 
-    def __init__(self, rank: Rank, prepare: Callable[..., Prepared], workspace: Callable[[], Workspace]) -> None:
+    def __init__(self, rank: Rank, calls: Calls) -> None:
         super().__init__(rank)
-        self._prepare, self._workspace = prepare, workspace
+        self._calls = calls
         self._written: dict[tuple, bool] = {}  # whether peers write the result of such a call
         self._copied = 0  # bytes of the largest that a rank can copy, if it must
-        self._foreseen: tuple[Problem, FusedConfig] | None = None
 
     def new(
         self, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None = None,
@@ -54,11 +51,6 @@ class NewOutputs(Outputs):
         found = self.empty(tuple(size), A.dtype) if written else None
         return A.new_empty(size) if found is None else found
 
-    def foreseen(self, problem: Problem) -> FusedConfig | None:
-        """What was planned for an output, for the call that it is made for. Once."""
-        planned, self._foreseen = self._foreseen, None
-        return planned[1] if planned and planned[0] == problem else None
-
     def _ask(
         self, key: tuple, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None,
         scale: torch.Tensor | None,
@@ -69,17 +61,17 @@ class NewOutputs(Outputs):
         if platform.is_capturing(rank.device):
             return False  # no memory can be reserved now
         try:
-            prepared = self._prepare(op, A.new_empty(size), A, B, None, config, None, scale)
+            call = Call(op, Operands(A.new_empty(size), A, B, None, scale), config=config)
+            prepared = self._calls.foresee(call)
         except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
             return False
         problem = prepared.problem
-        self._foreseen = problem, prepared.config
         written = prepared.writes_to_peers and not problem.empty
         nbytes = problem.M * problem.N * problem.dtype.itemsize
         if written and nbytes > self._copied:
-            rank.compare(op, **prepared.facts(False, False, None, None))  # before memory differs, too
+            rank.compare(op, **prepared.facts(call, None, None))  # before memory differs, too
             self._copied = 1 << (nbytes - 1).bit_length()
-            self._workspace().results(self._copied)
+            self._calls.own_workspace().results(self._copied)
             if nbytes > self.largest:
                 self.reserve(nbytes)
         if len(self._written) >= _KEPT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from iris.aliases import PAGE
 from iris.errors import ArgumentError, ShapeError
@@ -16,30 +16,20 @@ from iris.invariance import RANKS, refusal
 import torch
 
 from . import sum_tree
+from .planning import needs
+from .planning.needs import FREE_SUMS, PLAIN, RANKS_ALIKE, ROWS_ALIKE, Epilogue, Sums, WeightFormat
+from .planning.op_names import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, OPS, REDUCE_SCATTER, SCALED, SUMS
+from .planning.weights import format_of
 
 if TYPE_CHECKING:
     from .config import FusedConfig
 
-ALL_REDUCE = "matmul_all_reduce"
-GATHER_MATMUL = "all_gather_matmul"
-MATMUL_GATHER = "matmul_all_gather"
-REDUCE_SCATTER = "matmul_reduce_scatter"
-OPS = (ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER)
-SUMS = (ALL_REDUCE, REDUCE_SCATTER)  # those that add up what the ranks multiply
-# An all-reduce, and what follows it (`rmsnorm_epilogue.py`).
-NORM = "matmul_all_reduce_norm"
 NORM_SPAN = 64  # columns that share a sum of squares
-# `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
-GATED = "all_gather_matmul_gated"
-# Those that take B in eight bits, with scales (`fp8/scaled_matmul.py`).
-SCALED = (ALL_REDUCE, NORM, GATHER_MATMUL, GATED, REDUCE_SCATTER)
-_KINDS: dict[str, dict[str, Any]] = {
-    NORM: {"op": ALL_REDUCE, "normed": True},
-    GATED: {"op": GATHER_MATMUL, "gated": True},
-}
+# Ops that are another one with an epilogue.
+_KINDS: dict[str, tuple[str, Epilogue]] = {NORM: (ALL_REDUCE, needs.NORM), GATED: (GATHER_MATMUL, needs.GATE)}
+_NAMES = {epilogue: name for name, (_, epilogue) in _KINDS.items()}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = torch.float8_e4m3fn  # of B, where there are scales
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
 # reports an illegal instruction for a tile that begins elsewhere).
 TMA_ALIGNMENT = 16
@@ -71,23 +61,40 @@ class Problem:
     K: int
     world_size: int
     dtype: torch.dtype
-    gated: bool = False
-    fp8: bool = False
-    """Whether B is in eight bits; `dtype` is that of everything else."""
-    normed: bool = False
-    """Whether a residual sum and the first half of a norm follow."""
-    invariant: str | None = None
-    """"batch": a row has the same bits however many there are; "ranks": and on however many ranks
-    (`planning/orders.py`)."""
-    depths: tuple[int, ...] = ()
-    """Each rank's K, of a sum that is to be the same on any number of ranks; else empty."""
-    biased: bool = False
-    """Whether a bias follows the ranks' sum, of which bits are promised; else False."""
+    weights: WeightFormat = PLAIN
+    """How B is stored; `dtype` is that of everything else."""
+    epilogue: Epilogue | None = None
+    """What follows the sum: a gate, or a residual sum and the first half of a norm."""
+    sums: Sums = FREE_SUMS
+    """Which results of a row are to have the same bits (`planning/orders.py`)."""
+
+    counted = "rows"
 
     @property
     def asked(self) -> str:
         """The op that was called."""
-        return GATED if self.gated else NORM if self.normed else self.op
+        return _NAMES[self.epilogue] if self.epilogue else self.op
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of A and B as they are multiplied."""
+        return self.weights.operand_bytes or self.dtype.itemsize
+
+    @property
+    def chooses_order(self) -> bool:
+        """Whether a plan takes tiles of one order only, which it finds first."""
+        return self.sums.promised
+
+    @property
+    def text(self) -> str:
+        """The problem in the words of a plan's first line."""
+        stored = "" if self.weights is PLAIN else f", B {self.weights.name}"
+        return f"{self.asked} {self.form} M={self.M} N={self.N} K={self.K} {self.dtype}{stored}"
+
+    @property
+    def free(self) -> Problem:
+        """The same problem without a promise of equal bits."""
+        return replace(self, sums=FREE_SUMS)
 
     @property
     def empty(self) -> bool:
@@ -95,19 +102,9 @@ class Problem:
         return self.M == 0 or (self.N == 0 and self.op != GATHER_MATMUL)
 
     @property
-    def by_tree(self) -> bool:
-        """Whether products along K are added in a tree that the ranks share (`sum_tree.py`)."""
-        return self.invariant == RANKS and self.op in SUMS
-
-    @property
-    def tree(self) -> sum_tree.Tree:
-        """In which order a sum `by_tree` adds up, and who adds what. Raises `ShapeError` where a leaf is cut."""
-        return sum_tree.tree_of(self.asked, self.depths)
-
-    @property
-    def by_halves(self) -> bool:
-        """Whether a sum `by_tree` is that of two ranks, each of which has half of the leaves."""
-        return self.by_tree and [last - first for first, last in self.tree.spans] == [sum_tree.LEAVES // 2] * 2
+    def tree(self) -> sum_tree.Tree | None:
+        """The tree in which the ranks add up products along K, if the same bits are promised on any number of them."""
+        return self.sums.tree
 
     @property
     def part_rows(self) -> int:
@@ -138,8 +135,8 @@ class Problem:
 
 
 def problem_asked(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False,
-    invariant: str | None = None, depths: Sequence[int] | None = None,
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
+    weights: WeightFormat = PLAIN, invariant: str | None = None, depths: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
     """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
     if op not in (*OPS, *_KINDS):
@@ -152,10 +149,10 @@ def problem_asked(
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
-    if fp8 and op not in SCALED:
+    if weights is not PLAIN and op not in SCALED:
         served = ", ".join(each for each in (*OPS, *_KINDS) if each in SCALED)
-        raise ArgumentError(f"fp8 is True for {op}; expected False, or one of {served}")
-    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, fp8=fp8)), invariant, depths)
+        raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {served}")
+    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, weights)), invariant, depths)
 
 
 def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | None, biased: bool = False) -> Problem:
@@ -167,23 +164,24 @@ def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | No
     """
     if not invariant and depths is None:
         return problem
-    if invariant == RANKS and problem.fp8:
+    if invariant == RANKS and problem.weights is not PLAIN:
         raise ArgumentError(
-            f"{problem.asked}: B is in eight bits, whose scales go by the rank; with invariant='ranks' expected weights"
-            " in 16 bits or float32"
+            f"{problem.asked}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
+            " expected weights in 16 bits or float32"
         )
-    problem = replace(problem, invariant=invariant, biased=biased and bool(invariant) and problem.op in SUMS)
+    by_tree = invariant == RANKS and problem.op in SUMS
+    kind = RANKS_ALIKE if by_tree else ROWS_ALIKE if invariant else FREE_SUMS.kind
+    sums = Sums(kind, invariant, biased=biased and bool(invariant) and problem.op in SUMS)
     if depths is not None:
         known = isinstance(depths, Sequence) and all(type(each) is int and each >= 0 for each in depths)
         if not known or len(depths) != problem.world_size:
             raise ArgumentError(
                 f"{problem.asked}: depths is {depths!r}; expected {problem.world_size} integers from 0, each rank's K"
             )
-    if not problem.by_tree:
-        return problem
-    problem = replace(problem, depths=(problem.K,) * problem.world_size if depths is None else tuple(depths))
-    assert problem.tree  # or an error: leaves are whole
-    return problem
+    if by_tree:
+        sums = replace(sums, depths=(problem.K,) * problem.world_size if depths is None else tuple(depths))
+        sum_tree.tree_of(problem.asked, sums.depths)  # raises unless leaves are whole
+    return replace(problem, sums=sums)
 
 
 def check_asked(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
@@ -202,7 +200,7 @@ def check_asked(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, inv
 def _planned(problem: Problem) -> Problem:
     """`problem`, by the op of which it is a kind."""
     kind = _KINDS.get(problem.op)
-    return replace(problem, **kind) if kind else problem
+    return replace(problem, op=kind[0], epilogue=kind[1]) if kind else problem
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
@@ -267,4 +265,4 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return replace(_planned(found), fp8=B.dtype == FP8)
+    return replace(_planned(found), weights=format_of(B.dtype))

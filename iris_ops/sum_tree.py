@@ -55,6 +55,11 @@ class Tree:
         return sum(map(len, self.roots))
 
     @property
+    def halved(self) -> bool:
+        """Whether there are two ranks, each of which has half of the leaves."""
+        return [last - first for first, last in self.spans] == [LEAVES // 2] * 2
+
+    @property
     def depth(self) -> int:
         """What all leaves but a last one are multiples of: how deep a kernel's blocks may be."""
         return gcd(*(border(self.K, leaf) for leaf in range(1, self.leaves))) or max(1, blocks_of(self.K)) * BLOCK

@@ -38,7 +38,9 @@ from .kernels import rmsnorm_epilogue
 from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .ops import Ops
-from .problem import ALL_REDUCE, FP8, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
+from .planning.asked import asked
+from .planning.weights import format_of
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -119,10 +121,12 @@ def _config(
     """What all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
+    sizes = A.shape[0], B.shape[1], mean_part
     if op in (GATHER_MATMUL, GATED):
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        return ctx.ops.plan(op, size[0], columns, B.shape[0], A.dtype, explained=False, fp8=B.dtype == FP8)
-    return ctx.ops.plan(op, A.shape[0], B.shape[1], mean_part, A.dtype, explained=False, fp8=B.dtype == FP8)
+        sizes = size[0], columns, B.shape[0]
+    ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
+    return ctx.ops._calls.plan(asked(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
 
 
 def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:

@@ -18,8 +18,6 @@ from iris.launch.graphs import Graphs
 from iris.launch.streams import Lane, Mark
 import torch
 
-from .problem import FP8, TMA_ALIGNMENT
-
 if TYPE_CHECKING:
     from iris.rank import Rank
 
@@ -44,7 +42,6 @@ class Workspace:
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
         # what copy engines set behind a rank's rows: how many barriers it had come through
         self.arrivals = ctx.heap.reserve((ctx.num_ranks,), torch.int32).zero_()
-        self._rounded: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         self._local: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
@@ -91,19 +88,6 @@ class Workspace:
             self._results.append(self.ctx.heap.reserve((_grown(nbytes),), torch.uint8))
             self.ctx.hand_out_from(self.ctx.heap.offset(self._results[-1]))
         return self._results[-1][:nbytes]
-
-    def rounded(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for so many rows in eight bits and a scale of each: this rank's own, for calls that follow each other.
-
-        What was too small is kept: a captured graph may still refer to it.
-        """
-        scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
-        nbytes = scales + rows * cols
-        if not self._rounded or nbytes > self._rounded[-1].nbytes:
-            refuse_capture(self.ctx)
-            self._rounded.append(torch.empty(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device))
-        room = self._rounded[-1]
-        return room[scales:nbytes].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)
 
     def local(self, name: str, nbytes: int) -> torch.Tensor:
         """This rank's own memory of that name, zero at first, for calls that follow each other. It only ever grows."""

@@ -1,1 +1,1 @@
-"""The command `iris-tp`: what a user asks from a shell, where the packages answer in Python."""
+"""The command `iris-tp`: the packages' functions for use from a shell."""

@@ -18,15 +18,15 @@ from .bench.rows import CALLS
 from .torchrun import report_failure
 
 PROMPT = "Name the first six months of the year."
-"""Of the demo. Each token of the answer leads the next best by 0.7 or more in logits, which bfloat16 does not blur."""
+"""The demo's. Each token of the answer leads the next best by 0.7 or more in logits, beyond bfloat16's rounding."""
 MOST_RANKS = 16
 """Ranks of a context share one host, and no host has more GPUs."""
 LENGTH, STEPS = 12, 3
 """Tokens that `verify` reads and generates by default."""
 DTYPES = ("float32", "bfloat16", "float16")
 _OPS = "ops norms ccl rooted tiles moe all_scatter chain rma"
-_OTHERS = "llm step fp8 outputs invariance stress litmus timeline"
-IN_CHECKOUT = (*_OPS.split(), *_OTHERS.split())
+_MODELS_AND_CHECKS = "llm step fp8 outputs invariance stress litmus timeline"
+IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
 GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 108),
@@ -41,7 +41,7 @@ GPUS = {
     "mi355x": ("AMD Instinct MI355X", 256),
     "interpreter": ("interpreter", 1),
 }
-"""What `plan --gpu` takes: the name of the device and its number of multiprocessors."""
+"""The choices of `plan --gpu`: the name of the device and its number of multiprocessors."""
 
 
 def count(text: str, most: int | None = None) -> int:
@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line that starts with the command, and points to its help."""
 
     def error(self, message: str) -> Any:
-        message = re.sub(r"^argument (\S+): (is )?", lambda found: f"{found[1]}{' is ' if found[2] else ': '}", message)
+        message = re.sub(r"^argument (\S+): (is )?", lambda match: f"{match[1]}{' is ' if match[2] else ': '}", message)
         report_failure(f"{self.prog}: {message}; see {self.prog} --help")
         raise SystemExit(2)
 
@@ -174,7 +174,7 @@ def plan() -> argparse.ArgumentParser:
 
 
 def bench(in_checkout: bool) -> argparse.ArgumentParser:
-    """`in_checkout`: whether the benchmarks of a checkout are there to be listed."""
+    """Return the parser of `bench`; `in_checkout`: whether to list the benchmarks of a checkout."""
     parser = _Parser(
         "iris-tp bench",
         description="Time an op beside torch's product and collective, on this machine. Both are checked first.",
@@ -195,8 +195,8 @@ def bench(in_checkout: bool) -> argparse.ArgumentParser:
 
 def verify() -> argparse.ArgumentParser:
     parser = _Parser("iris-tp verify", description="Check on this machine that bits are as promised.")
-    levels = "batch: the same bits at every number of rows; ranks: also at every number of ranks"
-    parser.add_argument("level", choices=("batch", "ranks"), help=levels)
+    levels = "batch: the same bits at every number of rows; ranks: also of ranks; load: weights as in their files"
+    parser.add_argument("level", choices=("batch", "ranks", "load"), help=levels)
     parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
     how_many = "default: one a GPU, or 3 on CPUs; for ranks several, as 1,2,4, each compared with the first"
     parser.add_argument("--ranks", type=_ranks_list, help=how_many)
@@ -215,7 +215,7 @@ def doctor() -> argparse.ArgumentParser:
 
 
 def checkout(package: Path) -> Path | None:
-    """Return the folder of the checkout that the installed `package` belongs to, or else that the user stands in."""
+    """Return the folder of the checkout that the installed `package` belongs to, or else the current one."""
     for root in (package.parents[1], Path.cwd()):
         if (root / "benchmarks" / "ops.py").is_file() and (root / "iris_tp" / "cli.py").is_file():
             return root

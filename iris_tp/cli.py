@@ -1,19 +1,20 @@
 """`iris-tp`: generate, demo, plan, bench, verify, doctor.
 
-    iris-tp generate MODEL "prompt" [--chat] [--ranks 2]              text from a checkpoint, as it is generated
+    iris-tp generate MODEL "prompt" [--chat] [--ranks 2]              generated text from a checkpoint, streamed
     iris-tp demo [--ranks 3]                                         a small model, compared with the unsplit one
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
-    iris-tp plan moe_down_all_reduce 4 2048 384 --experts 128 --top-k 8    the same of a mixture of experts
-    iris-tp plan --html FILE                                         a page in which a reader moves the sizes
-    iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call beside torch's product and collective
+    iris-tp plan moe_down_all_reduce 4 2048 384 --experts 128 --top-k 8    the same for a mixture of experts
+    iris-tp plan --html FILE                                         an interactive page of sizes
+    iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call and torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
-    iris-tp verify batch --model path                                whether a row's bits depend on the batch
-    iris-tp doctor                                                   what this machine lacks, and how to get it
+    iris-tp verify batch --model path                                check that a row's bits do not depend on the batch
+    iris-tp verify load --model path --ranks 2                       check that each kind of weight is as it is stored
+    iris-tp doctor                                                   list what this machine lacks, and how to get it
     iris-tp --version
 
 `plan` is arithmetic: it needs neither a GPU nor ranks. `arguments` parses a command's arguments before the command's
 module is imported, so `--help` and a wrong argument need no torch. The exit code is 0 on success, 1 where `doctor`
-finds something to fix or a comparison fails, and 2 for what cannot be done, with one line that says why.
+finds something to fix or a comparison fails, and 2 for a refusal, with one line that gives its reason.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ def _run(command: str, rest: list[str]) -> tuple[int, str]:
 
 
 def _version() -> str:
-    """By its file: `iris` may be what cannot be imported here."""
+    """Return the version from its file: `iris` may fail to import."""
     return runpy.run_path(str(_package().with_name("version.py")))["__version__"]
 
 
 def _package() -> Path:
-    """The file of the package `iris`, which is not imported."""
+    """Return the file of the package `iris`, without importing it."""
     spec = find_spec("iris")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin)
@@ -104,8 +105,10 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     if args.K is None:
         return 2, "the following arguments are required: op, M, N, K (or --html FILE)"
     from iris.errors import ArgumentError
-    from iris_ops.planning.asked import asked, planned
+    from iris_ops.planning.asked import asked
     from iris_ops.planning.machine import machine_named
+    from iris_ops.planning.plan import plan
+    from iris_ops.planning.weights import BY_FLAG
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -115,8 +118,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = asked(args.op, *sizes, dtype, args.form, args.fp8, args.invariant, args.experts, args.top_k)
-        chosen = planned(problem, machine, algorithm=args.algorithm)
+        problem = asked(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, args.experts, args.top_k)
+        chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)
     print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")
@@ -140,7 +143,7 @@ def _forward(module: str, rest: Sequence[str], root: Path | None) -> tuple[int, 
     """Run a module of the checkout at `root` as a process of its own."""
     if root is None:
         return 2, f"{module} is part of the source checkout, not of the installed packages; run it in a checkout"
-    # where the user is, whose paths the arguments may name, but with no module from there
+    # run in the user's working directory, as arguments may hold relative paths, but import no module from there
     paths = filter(None, (str(root), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     return subprocess.call([sys.executable, "-m", module, *rest], env=environment), ""

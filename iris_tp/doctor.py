@@ -1,7 +1,7 @@
-"""`iris-tp doctor`: looks at what the library needs of a machine, and says what to do where something is missing.
+"""`iris-tp doctor`: check what the library needs of a machine, and give a remedy for what is missing.
 
-Each check is a function that yields findings. It changes nothing, starts no rank, and takes no GPU memory beyond what
-asking for properties takes. Without a GPU that is a note, not a fault: the kernels then run in Triton's interpreter.
+Each check is a function that yields findings. It changes nothing, starts no rank, and takes no GPU memory beyond that
+of a query of properties. Without a GPU that is a note, not a fault: the kernels then run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUIRED = {
     "safetensors": ((0, 4), None),
 }
 OPTIONAL = {"transformers": ((5, 15), None), "accelerate": ((1, 0), None)}
-# The triton that GPU builds of torch require, for those builds that do not say so, which are for CPUs.
+# The triton that GPU builds of torch require, for builds that require none, which are for CPUs.
 TRITON_OF_TORCH: dict[tuple[int, ...], tuple[int, ...]] = {
     (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)
 }  # fmt: skip
@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything there is to say about this machine and this environment."""
+    """Return all findings about this machine and this environment."""
     checks = [versions, namesake, pair, launcher, gpus, peers, links, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
         checks = [versions, namesake, pair, memory, environment]
@@ -58,7 +58,7 @@ def examine() -> list[Finding]:
 
 
 def show(findings: list[Finding]) -> int:
-    """Prints the findings; 1 if something is to be fixed."""
+    """Print the findings; return 1 if something is to be fixed."""
     for finding in findings:
         print(f"{finding.level:>4}  {finding.what}")
         if finding.remedy:
@@ -76,13 +76,13 @@ def versions() -> Iterator[Finding]:
         yield Finding(OK, python)
     if sys.platform != "linux":
         yield Finding(FIX, f"the system is {sys.platform}", "run on Linux")
-    for required, wanted in ((True, REQUIRED), (False, OPTIONAL)):
-        for name, (least, below) in wanted.items():
+    for required, bounds in ((True, REQUIRED), (False, OPTIONAL)):
+        for name, (least, below) in bounds.items():
             yield _version(name, least, below, required, "Hugging Face models")
 
 
 def namesake() -> Iterator[Finding]:
-    """Whether the other package that is imported as `iris` is installed, whose files then lie among ours."""
+    """Check whether the other package that is imported as `iris` is installed, whose files then lie among ours."""
     if other := _installed("scitools-iris"):
         remedy = "an environment for each; in this one: pip uninstall scitools-iris, then install iris-tp again"
         yield Finding(FIX, f"scitools-iris {other} is installed, whose package is called iris, too", remedy)
@@ -91,21 +91,21 @@ def namesake() -> Iterator[Finding]:
 def _version(
     name: str, least: tuple[int, ...], below: tuple[int, ...] | None, required: bool, purpose: str = ""
 ) -> Finding:
-    """`purpose`: what it is for, where it is not required."""
+    """Return a finding on a package's version; `purpose`: its use, where it is not required."""
     bounds = f">={_dotted(least)}" + (f",<{_dotted(below)}" if below else "")
     given = _installed(name)
     if given is None:
         missing = f"{name} is not installed"
-        why = "" if required else f"  (for {purpose})"
-        return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'{why}")
-    found = _release(given)
-    if found < least or (below and found >= below):
+        use = "" if required else f"  (for {purpose})"
+        return Finding(FIX if required else NOTE, missing, f"pip install '{name}{bounds}'{use}")
+    release = _release(given)
+    if release < least or (below and release >= below):
         return Finding(FIX, f"{name} is {given}; expected {bounds}", f"pip install '{name}{bounds}'")
     return Finding(OK, f"{name} {given}")
 
 
 def _installed(name: str) -> str | None:
-    """The version of a distribution; torch for AMD brings Triton under other names."""
+    """Return the version of a distribution; torch for AMD brings Triton under other names."""
     for each in (name, "pytorch-triton-rocm", "triton-rocm") if name == "triton" else (name,):
         try:
             return importlib.metadata.version(each)
@@ -119,7 +119,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def pair() -> Iterator[Finding]:
-    """Whether torch and triton go together: a GPU build of torch calls the compiler of one triton, which it requires.
+    """Check that torch and triton go together: a GPU build of torch calls the compiler of one triton, which it
+    requires.
 
     A build for CPUs requires none, and Triton's interpreter works in any version that `REQUIRED` takes.
     """
@@ -127,10 +128,10 @@ def pair() -> Iterator[Finding]:
     if torch is None or triton is None:
         return
     for requirement in importlib.metadata.requires("torch") or []:
-        wanted = re.match(r"(?:pytorch-)?(triton(?:-rocm)?) *\(?([=~<>!][^;)]*)", requirement)
-        if wanted and "extra ==" not in requirement:
-            name, clauses = requirement[: wanted.start(2)].rstrip(" ("), wanted[2].replace(" ", "")
-            if not _meets(triton, clauses):
+        match = re.match(r"(?:pytorch-)?(triton(?:-rocm)?) *\(?([=~<>!][^;)]*)", requirement)
+        if match and "extra ==" not in requirement:
+            name, clauses = requirement[: match.start(2)].rstrip(" ("), match[2].replace(" ", "")
+            if not _satisfies(triton, clauses):
                 what = f"torch {torch} requires {name}{clauses}, and triton is {triton}: they do not go together"
                 yield Finding(FIX, what, _pair_remedy(f"{name}{clauses}", _release(clauses)[:2]))
             return
@@ -141,11 +142,11 @@ def pair() -> Iterator[Finding]:
 
 
 def launcher() -> Iterator[Finding]:
-    """Whether a kernel that was launched before can be launched past triton's look-up."""
+    """Check that a kernel that was launched before can be launched past triton's look-up."""
     try:
         from iris.triton_private import direct_launch_lacks
     except ImportError as error:
-        yield Finding(FIX, f"iris cannot be imported: {error}", "mend what stands above first")
+        yield Finding(FIX, f"iris cannot be imported: {error}", "fix the findings above first")
         return
     if lacking := direct_launch_lacks():
         what = f"triton {_installed('triton')} has another launcher ({', '.join(lacking)}): some 50 us more a launch"
@@ -154,31 +155,31 @@ def launcher() -> Iterator[Finding]:
         yield Finding(OK, "kernels that were launched before are launched directly")
 
 
-def _pair_remedy(requirement: str, wanted: tuple[int, ...]) -> str:
-    """The triton that torch wants, or another torch where this library does not know that triton."""
+def _pair_remedy(requirement: str, required: tuple[int, ...]) -> str:
+    """Return the command for the triton that torch requires, or for a torch whose triton this library supports."""
     least, below = REQUIRED["triton"]
-    if below and least <= wanted < below:
+    if below and least <= required < below:
         return f"pip install '{requirement}'"
     first, last = min(TRITON_OF_TORCH), max(TRITON_OF_TORCH)
     return f"pip install 'torch>={_dotted(first)},<{_dotted((last[0], last[1] + 1))}'"
 
 
-def _meets(version: str, clauses: str) -> bool:
-    """Whether a release is one of those that `==3.6.0`, `~=3.8.0`, `>=3.6,<3.7` ask for."""
+def _satisfies(version: str, clauses: str) -> bool:
+    """Return whether a release satisfies clauses such as `==3.6.0`, `~=3.8.0`, `>=3.6,<3.7`."""
     given = _release(version)
     for operator, text in re.findall(r"([=~<>!]=|[<>])([\d.]+)", clauses):
-        wanted = _release(text)
-        front = given[: len(wanted)]
-        held = {
-            "==": front == wanted,
-            "!=": front != wanted,
-            "~=": front[:-1] == wanted[:-1] and front >= wanted,
-            ">=": given >= wanted,
-            "<=": given <= wanted,
-            ">": given > wanted,
-            "<": given < wanted,
+        bound = _release(text)
+        front = given[: len(bound)]
+        holds = {
+            "==": front == bound,
+            "!=": front != bound,
+            "~=": front[:-1] == bound[:-1] and front >= bound,
+            ">=": given >= bound,
+            "<=": given <= bound,
+            ">": given > bound,
+            "<": given < bound,
         }[operator]
-        if not held:
+        if not holds:
             return False
     return True
 
@@ -246,7 +247,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def peers() -> Iterator[Finding]:
-    """Whether each GPU can address each other's memory: without it there is no symmetric heap."""
+    """Check that each GPU can address every other one's memory: without it there is no symmetric heap."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -265,7 +266,7 @@ def peers() -> Iterator[Finding]:
 
 
 def links() -> Iterator[Finding]:
-    """What connects the GPUs, as the driver's tool says it."""
+    """Report the links between GPUs, from nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return
@@ -287,21 +288,23 @@ def links() -> Iterator[Finding]:
 
 
 def topology(text: str) -> dict[tuple[int, int], str]:
-    """(GPU, GPU) to the kind of their connection, from what `nvidia-smi topo -m` prints."""
+    """Return (GPU, GPU) to the kind of their connection, from the output of `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
     columns = next((row for row in rows if row[:2] == ["GPU0", "GPU1"]), [])
     ours = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
-    found: dict[tuple[int, int], str] = {}
+    links_of: dict[tuple[int, int], str] = {}
     for row in rows:
         if row and row[0] in ours and row != columns:
             a = int(row[0][3:])
             kinds = zip(ours, row[1:], strict=False)
-            found |= {(a, int(name[3:])): kind for name, kind in kinds if a < int(name[3:])}
-    return found
+            links_of |= {(a, int(name[3:])): kind for name, kind in kinds if a < int(name[3:])}
+    return links_of
 
 
 def virtual_memory() -> Iterator[Finding]:
-    """NVIDIA's bindings, by which allocator_type="vmem" maps memory on its GPUs: needed where the environment asks."""
+    """Check NVIDIA's bindings, by which allocator_type="vmem" maps GPU memory: required where the environment selects
+    it.
+    """
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
@@ -309,24 +312,24 @@ def virtual_memory() -> Iterator[Finding]:
     lacking = FIX if os.environ.get("IRIS_ALLOCATOR") == "vmem" else NOTE
     purpose = f'allocator_type="vmem"; the version of torch\'s CUDA, {torch.version.cuda}'
     for name, (least, below) in VMEM.items():
-        found = _version(name, least, below, False, purpose)
-        if found.level == OK and (error := _broken("cuda.bindings.driver")):
+        finding = _version(name, least, below, False, purpose)
+        if finding.level == OK and (error := _broken("cuda.bindings.driver")):
             remedy = f"pip install --force-reinstall '{name}>={_dotted(least)}'  (for {purpose})"
-            found = Finding(lacking, f"{found.what} cannot be imported: {error}", remedy)
-        yield found if found.level == OK else replace(found, level=lacking)
+            finding = Finding(lacking, f"{finding.what} cannot be imported: {error}", remedy)
+        yield finding if finding.level == OK else replace(finding, level=lacking)
 
 
 def _broken(module: str) -> str:
-    """Why `module` cannot be imported, if it cannot."""
+    """Return the reason why `module` cannot be imported, or ""."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever a package raises that does not fit the driver
+    except Exception as error:  # any error of a package that does not match the driver
         return str(error) or type(error).__name__
     return ""
 
 
 def memory() -> Iterator[Finding]:
-    """Shared memory of the host: NCCL, on GPUs, takes it; CPU ranks open each other's through /proc."""
+    """Check shared memory of the host: NCCL, on GPUs, takes it; CPU ranks open each other's through /proc."""
     if os.path.isdir("/dev/shm") and _device_files():
         size = shutil.disk_usage("/dev/shm").total
         if size < _SHM:
@@ -352,7 +355,7 @@ def memory() -> Iterator[Finding]:
 
 
 def environment() -> Iterator[Finding]:
-    """Variables that change what the library does."""
+    """Check the environment variables that the library reads."""
     for name, value in sorted(os.environ.items()):
         if not name.startswith("IRIS_"):
             continue

@@ -1,6 +1,6 @@
-"""Text from a Hugging Face checkpoint, split over ranks: `iris-tp generate MODEL "prompt"`.
+"""Generate text with a Hugging Face checkpoint, split over ranks: `iris-tp generate MODEL "prompt"`.
 
-The parent process reads the tokenizer and the configuration, and refuses what cannot work before any rank starts. Then
+The parent process reads the tokenizer and the configuration, and refuses bad ones before any rank starts. Then
 each rank loads its own slices and runs transformers' `generate`. Rank 0 prints the text to stdout as it is generated;
 progress goes to stderr. A typed error of a rank becomes one line there.
 
@@ -29,17 +29,17 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class _RefusedError(Exception):
-    """Why no rank was started."""
+    """The reason why no rank was started."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank needs, in a form that travels to its process."""
+    """A rank's task, in a form that travels to its process."""
 
     model: str
     prompt: list[int]
     options: dict[str, Any]
-    """Of transformers' `generate`."""
+    """Options of transformers' `generate`."""
     dtype: torch.dtype | None
     weights: str | None
     heap_bytes: int
@@ -47,7 +47,7 @@ class Task:
 
 
 def run(args: argparse.Namespace) -> tuple[int, str]:
-    """Generate as `args` say. Return the exit code, and for a refusal or a failure its reason."""
+    """Generate by `args`; return the exit code, and for a refusal or a failure its reason."""
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, too
     on_gpu = torch.cuda.is_available()
@@ -80,7 +80,7 @@ def rank_main(results: Path, task: Task) -> None:
 
     from transformers import AutoTokenizer, TextStreamer, logging  # isort: skip  (iris goes first: it may set up the interpreter)
 
-    logging.set_verbosity_error()  # each rank would repeat what transformers says
+    logging.set_verbosity_error()  # each rank would repeat transformers' warnings
     with launch.reporting(results), iris.iris(task.heap_bytes) as ctx:
         model = layers.from_pretrained(task.model, ctx, dtype=task.dtype, weights=task.weights)
         first = ctx.cur_rank == 0
@@ -102,7 +102,7 @@ def _progress(message: str) -> None:
 
 
 def _model(model: str) -> str:
-    """Return what transformers loads: a folder, or a name on the hub."""
+    """Return the name for transformers to load: a folder, or a name on the hub."""
     if Path(model).is_dir():
         return model
     if model in _SMOLLM2:

@@ -1,9 +1,9 @@
-"""Ranks for the demo and the examples: processes of this machine, or those that a launcher already started.
+"""Ranks for the demo and the examples: processes of this machine, or those of a launcher.
 
 `run(rank_main, ranks, *args)` calls `rank_main(*args)` once per rank with torchrun's environment set, so that a rank
 needs only `iris.iris()`. The first rank that fails ends the others, and `run` raises: nothing waits for a dead rank.
 
-Without GPUs one server imports what every rank needs, and ranks are forked from it: to import torch and transformers
+Without GPUs one server imports what every rank needs, and ranks are forked from it: importing torch and transformers
 takes seconds of a core for each. A process of CUDA cannot be forked, so with GPUs each rank begins anew.
 """
 
@@ -30,15 +30,15 @@ class RankError(Exception):
 
 
 def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
-    """As many ranks as there are GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
+    """Return the number of GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
     if launchers.adopt():
         return int(os.environ["WORLD_SIZE"])
-    each_its_own = torch.cuda.is_available() and not platform.sharing_gpus()
-    return min(torch.cuda.device_count(), most) if each_its_own else on_cpu
+    exclusive = torch.cuda.is_available() and not platform.sharing_gpus()
+    return min(torch.cuda.device_count(), most) if exclusive else on_cpu
 
 
 def check_ranks(ranks: int) -> None:
-    """Raises if this machine cannot give each of `ranks` ranks what it needs."""
+    """Raise `ValueError` if this machine is too small for `ranks` ranks."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: at least 1 is needed")
     if ranks > MOST_RANKS:
@@ -52,7 +52,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) -> None:
-    """Runs `rank_main(*args)` on every rank and returns when all have; raises if one fails."""
+    """Run `rank_main(*args)` on every rank; return when all have ended, raise if one fails."""
     if launchers.adopt():
         rank_main(*args)
         return
@@ -65,7 +65,7 @@ def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) ->
 
 @contextlib.contextmanager
 def reporting(results: Path) -> Iterator[None]:
-    """On a rank: leave a typed error in the folder `results`, where `run_reporting` finds it."""
+    """Write a typed error of this rank into the folder `results`, for `run_reporting`."""
     try:
         yield
     except IrisError as error:
@@ -74,19 +74,19 @@ def reporting(results: Path) -> Iterator[None]:
 
 
 def run_reporting(rank_main: Callable[..., None], ranks: int | None, results: Path, *args: Any) -> None:
-    """Call `rank_main(results, *args)` on every rank. Raises `RankError` with what a rank has left by `reporting`."""
+    """Call `rank_main(results, *args)` on every rank. Raise `RankError` with the error that `reporting` wrote."""
     try:
         run(rank_main, ranks, results, *args)
     except (IrisError, multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        if left := sorted(results.glob(f"*{_FAILED}"), key=lambda path: path.stat().st_mtime_ns):
-            raise RankError(left[0].read_text()) from error
+        if reports := sorted(results.glob(f"*{_FAILED}"), key=lambda path: path.stat().st_mtime_ns):
+            raise RankError(reports[0].read_text()) from error
         raise
 
 
 @contextlib.contextmanager
 def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[Any]:
-    """The ranks' processes, to be joined; at the end of the block those that still run are killed."""
-    # The parent serves the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
+    """Start the ranks' processes, to be joined; at the end of the block those that still run are killed."""
+    # The parent hosts the ranks' rendezvous, as torchrun does: a port that is bound here cannot be taken by another.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     import_ahead(ranks)
@@ -102,7 +102,7 @@ def started(rank_main: Callable[..., None], ranks: int, *args: Any) -> Iterator[
 
 
 def import_ahead(ranks: int, *modules: str) -> None:
-    """Has the server of later ranks import what they need, and `modules`, while the caller goes on; not with GPUs."""
+    """Let the server of later ranks import `modules` and their own needs, in the background; not with GPUs."""
     if launchers.adopt() or torch.cuda.is_available():
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -114,7 +114,7 @@ def import_ahead(ranks: int, *modules: str) -> None:
 
 @contextlib.contextmanager
 def _threads(ranks: int) -> Iterator[None]:
-    """Without GPUs processes started meanwhile share the cores: the interpreter is numpy's, which asks at import."""
+    """Divide the cores among processes started in the block, without GPUs: numpy reads the variable at import."""
     name = "OMP_NUM_THREADS"
     if torch.cuda.is_available() or name in os.environ:
         yield
@@ -129,7 +129,7 @@ def _threads(ranks: int) -> Iterator[None]:
 def _rank(
     rank: int, ranks: int, port: int, environment: dict[str, str], rank_main: Callable[..., None], args: tuple
 ) -> None:
-    os.environ.clear()  # a server keeps that of its start
+    os.environ.clear()  # a server keeps its own
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),

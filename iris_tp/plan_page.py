@@ -1,10 +1,10 @@
-"""`iris-tp plan --html FILE`: one page, with nothing outside it, in which a reader moves the sizes of a call.
+"""`iris-tp plan --html FILE`: write one self-contained page in which a reader moves the sizes of a call.
 
 Calls are those of products and of mixtures of experts, each with a grid of its own.
 
-The page has what the planner says of every point of a grid, and stops at no other point. So it is exact where it says
-anything; for sizes between its points it names the command that reckons them. A port of the planner to another language
-would answer for all sizes, and be wrong without a word whenever the planner changes.
+The page has the planner's answer for every point of a grid, and stops at no other point. So all its numbers are exact;
+for sizes between its points it names the command that computes them. A port of the planner to another language would
+answer for all sizes, and be wrong silently whenever the planner changes.
 
 `survey` makes the table, `page` puts it, deflated, into `plan_page.html`.
 """
@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 import zlib
 
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS, MoeProblem, moe_problem_asked
-from iris_ops.planning.moe_ways import weighed as moe_weighed
-from iris_ops.planning.plan import weighed
-from iris_ops.planning.trace import label
+from iris_ops.planning.plan import weigh
 from iris_ops.problem import OPS, problem_asked
 import torch
 
@@ -51,13 +48,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class MixtureGrid:
-    """Those of mixtures of experts: every combination, for the GPUs and ranks of the page."""
+    """The points of mixtures of experts: every combination, for the GPUs and ranks of the page."""
 
     ops: Sequence[str] = MOE_OPS
     tokens: Sequence[int] = (1, 4, 16, 32, 64, 128, 512, 2048, 8192)
     experts: Sequence[int] = (8, 32, 128, 256)
     top_k: Sequence[int] = (1, 2, 4, 8)
-    sizes: Sequence[tuple[str, int, int]] = (  # whose, the hidden size, and the intermediate one of an expert
+    sizes: Sequence[tuple[str, int, int]] = (  # model, hidden size, and intermediate size of an expert
         ("Mixtral-8x7B", 4096, 14336),
         ("Qwen3-30B-A3B", 2048, 768),
         ("gpt-oss", 2880, 2880),
@@ -66,8 +63,8 @@ class MixtureGrid:
     )
 
 
-class _Words:
-    """Texts that come again and again, by number."""
+class _Texts:
+    """Numbers texts that are repeated."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -77,66 +74,54 @@ class _Words:
 
 
 def survey(grid: Grid, mixtures: MixtureGrid) -> dict[str, Any]:
-    """What the planner says of each point of both grids, in bf16 and the op's usual form.
+    """Return the plans of each point of both grids, in bf16 and the op's usual form.
 
     `points`: for each, in the order of the grid's fields, the last one fastest, `[ways, rejected]`. A way is the best
-    configuration of one kernel, `[label, total, product, link]`, the times in tenths of a microsecond; the one that a
-    plan takes is the first. `rejected` has `[kernel, reason]`. Labels, kernels and reasons are numbers of `words`.
+    configuration of one kernel, `[label, total, product, link]`, the times in tenths of a microsecond; the first one is
+    the plan's. `rejected` has `[kernel, reason]`. Labels, kernels and reasons are numbers of `words`.
     """
-    words, points, of_mixtures = _Words(), [], []
+    texts, points, of_mixtures = _Texts(), [], []
     for gpu, ranks, op, M, N, K in product(grid.gpus, grid.ranks, grid.ops, grid.M, grid.N, grid.K):
         problem = problem_asked(op, M, N, K, ranks, torch.bfloat16)
-        points.append(_point(problem, machine_named(*GPUS[gpu]), words))
+        points.append(_point(problem, machine_named(*GPUS[gpu]), texts))
     axes = {axis.name: list(getattr(grid, axis.name)) for axis in fields(grid)}
     own = {axis.name: list(getattr(mixtures, axis.name)) for axis in fields(mixtures)}
     for gpu, ranks, *where in product(grid.gpus, grid.ranks, *own.values()):
-        of_mixtures.append(_mixture_point(mixture_of(ranks, *where), machine_named(*GPUS[gpu]), words))
+        of_mixtures.append(_point(mixture_of(ranks, *where), machine_named(*GPUS[gpu]), texts))
     names = {gpu: GPUS[gpu][0] for gpu in grid.gpus}
     own["sizes"] = [list(each) for each in mixtures.sizes]  # as JSON has them
     mixture = {"axes": {"gpus": axes["gpus"], "ranks": axes["ranks"], **own}, "points": of_mixtures}
-    return {"axes": axes, "names": names, "words": list(words.numbers), "points": points, "mixtures": mixture}
+    return {"axes": axes, "names": names, "words": list(texts.numbers), "points": points, "mixtures": mixture}
 
 
 def mixture_of(ranks: int, op: str, tokens: int, experts: int, top_k: int, sizes: tuple[str, int, int]) -> MoeProblem:
-    """The problem of a point: a rank has its part of each expert's intermediate size."""
+    """Return the problem of a point: a rank has its part of each expert's intermediate size."""
     _, hidden, intermediate = sizes
     N, K = (intermediate // ranks, hidden) if op == GATE_UP else (hidden, intermediate // ranks)
     return moe_problem_asked(op, tokens, N, K, experts, top_k, ranks, torch.bfloat16)
-
-
-def _mixture_point(problem: MoeProblem, machine: Any, words: Callable[[str], int]) -> list[Any]:
-    scored, rejected = moe_weighed(problem, machine)
-    best: dict[str, list[int]] = {}
-    for name, config in scored:
-        times, way = config.prediction, f"{config.kernel} {config.algorithm}"
-        if times is not None and way not in best:
-            best[way] = [words(name), *map(_tenths, (times.total_us, times.gemm_us, times.link_us))]
-    pairs = [text.removeprefix("rejected ").split(": ", 1) for text in rejected]
-    return [list(best.values()), [[words(each) for each in pair] for pair in pairs]]
 
 
 def _tenths(us: float) -> int:
     return round(10 * us)
 
 
-def _point(problem: Any, machine: Any, words: Callable[[str], int]) -> list[Any]:
-    scored, rejected = weighed(problem, machine)
-    best: dict[str, list[int]] = {}  # of each kernel, in the order of the plan
-    for config, times in scored:
-        kernel = kernel_for(problem, config)
-        if kernel not in best:
-            us = map(_tenths, (times.total_us, times.gemm_us, times.link_us))
-            best[kernel] = [words(label(problem, config)), *us]
-    return [list(best.values()), [[words(kernel), words(reason)] for kernel, reason in rejected]]
+def _point(problem: Any, machine: Any, texts: Callable[[str], int]) -> list[Any]:
+    weighed = weigh(problem, machine)
+    best: dict[str, list[int]] = {}  # of each way, in the order of the plan
+    for each in weighed.candidates:
+        if each.way.name not in best:
+            us = map(_tenths, (each.times.total_us, each.times.gemm_us, each.times.link_us))
+            best[each.way.name] = [texts(each.way.label(problem, each.config)), *us]
+    return [list(best.values()), [[texts(way.name), texts(reason)] for way, reason in weighed.rejected]]
 
 
 def page(table: dict[str, Any]) -> str:
-    """The whole page as text."""
+    """Return the page as text."""
     packed = base64.b64encode(zlib.compress(json.dumps(table, separators=(",", ":")).encode(), 9)).decode()
     return TEMPLATE.read_text().replace("/*TABLE*/", packed)
 
 
 def unpacked(text: str) -> dict[str, Any]:
-    """The table of a page."""
+    """Return the table of a page."""
     packed = text.split('id="table">', 1)[1].split("<", 1)[0]
     return json.loads(zlib.decompress(base64.b64decode(packed)))

@@ -1,4 +1,4 @@
-"""What every rank needs, imported once by the server that ranks are forked from (`launch.py`).
+"""Import what every rank needs, once, in the server that ranks are forked from (`launch.py`).
 
 iris comes before transformers, which imports triton: it may set up the interpreter.
 """

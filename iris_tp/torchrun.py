@@ -1,4 +1,4 @@
-"""What `iris-tp` does differently under torchrun: one rank speaks, and torchrun's summary ends with what it said.
+"""Report failures under torchrun: one rank prints, and torchrun's summary ends with its line.
 
 Each process that torchrun starts prints its own copy of an error, and torchrun then prints a screen of its own, whose
 last line is the traceback of the first failure. It reads that from the file that TORCHELASTIC_ERROR_FILE names.

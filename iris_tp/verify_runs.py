@@ -1,6 +1,6 @@
-"""A prompt among others, read and continued by a split model: what `verify` and `verify_ranks` compare.
+"""Read and continue a prompt among others by a split model, for `verify` and `verify_ranks`.
 
-And the ranks that do so, which leave in a folder what they found, or why they could not look.
+The ranks that do so leave their results, or their typed errors, in a folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def split(args: argparse.Namespace, results: Path) -> Iterator[tuple[torch.nn.Module, Iris]]:
-    """On a rank: the model that `args` ask for, and its context. A typed error is left in `results`, too."""
+    """Yield the model that `args` name, split, and its context, on a rank; write a typed error into `results`, too."""
     import iris
     import layers
 
@@ -30,12 +30,12 @@ def split(args: argparse.Namespace, results: Path) -> Iterator[tuple[torch.nn.Mo
 
 
 def modes_on(device: torch.device) -> tuple[str, ...]:
-    """How a model can run there."""
+    """Return the modes in which a model can run on `device`."""
     return ("eager", "graphs") if device.type == "cuda" else ("eager",)
 
 
 class _Watch:
-    """What modules gave for one row, in the order in which they were called; of `compiled` ones, as a whole."""
+    """Collects the outputs of modules for one row, in the order of calls; `compiled` ones count as one module."""
 
     def __init__(self, model: torch.nn.Module, compiled: list, place: int, batch: int, length: int) -> None:
         self.place, self.batch, self.length = place, batch, length
@@ -54,7 +54,7 @@ class _Watch:
         return keep
 
     def _row(self, output: Any) -> torch.Tensor | None:
-        """The row's own tokens, without its padding; a layer may return them in a tuple."""
+        """Return the row's own tokens, without its padding; a layer may return them in a tuple."""
         output = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(output, torch.Tensor) or output.dim() < 2:
             return None
@@ -87,7 +87,7 @@ def run_batch(
     model: torch.nn.Module, ctx: Iris, mode: str, prompts: list[list[int]], place: int, room: int, steps: int,
     compile: bool,
 ) -> tuple[list[torch.Tensor], list[tuple[str, str, torch.Tensor]]]:  # fmt: skip
-    """(the row's logits behind its prompt and of each step, what modules gave for it while the prompts were read)."""
+    """Return (the row's logits after its prompt and of each step, outputs of modules while the prompts were read)."""
     import layers
     from layers.serving.compiled import decoder_layers
 
@@ -118,7 +118,7 @@ def run_batch(
 
 
 def _same(logits: torch.Tensor, rows: int) -> torch.Tensor:
-    """The row's logits for all rows of the batch: whatever they hold, all go on."""
+    """Return the row's logits for all rows of the batch, so that all continue alike."""
     return logits.expand(rows, *logits.shape).contiguous()
 
 

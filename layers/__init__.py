@@ -5,8 +5,8 @@
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
 Reading order: `shard` says which part is whose, `sharded` and `linear` are the layers. `hf/` carries out a model's own
-plan: `styles`, `heads` and `parallelize` split it, `skeleton`, `weight_reads`, `meaning`, `proof` and `snapshot` prove
-the split or refuse it. `checkpoint/` loads and saves; `serving/` has the engine, its cache, its prompts and its graphs.
+plan: `styles`, `heads` and `parallelize` split it, and `verify/` runs the split on a copy without weights and refuses a
+wrong one. `checkpoint/` loads and saves; `serving/` has the engine, its cache, its prompts and its graphs.
 """
 
 from .checkpoint.load import from_pretrained

@@ -26,8 +26,8 @@ from iris_ops.moe.torch_ops import mixture
 import torch
 from torch import nn
 
-from .shard import Shard, balanced
-from .sharded import split_parameter
+from .shard import Shard, balanced, even_unit, in_units
+from .sharded import split_parameter, unit_of
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -49,7 +49,7 @@ class Form:
 
     def parts(self, module: nn.Module, world: int, rank: int) -> dict[str, tuple[Shard, int]]:
         """By parameter: this rank's part, and of which dimension."""
-        start, stop = part_of_experts(self.intermediate, world, rank)
+        start, stop = part_of_experts(self.intermediate, world, rank, unit_of(module, self.second))
         one = Shard(self.intermediate, ((start, stop),))
         both = one
         if self.gated and self.interleaved:
@@ -63,8 +63,13 @@ class Form:
         return parts
 
 
-def part_of_experts(intermediate: int, world: int, rank: int) -> tuple[int, int]:
-    """`[start, stop)` of an intermediate size: sizes differ by one unit at most."""
+def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) -> tuple[int, int]:
+    """`[start, stop)` of an intermediate size: sizes differ by one unit at most.
+
+    `group` entries share a scale in the files; shares end between groups where that keeps them about even.
+    """
+    if group > 1:
+        return in_units(intermediate, world, rank, even_unit(intermediate, world, group)).ranges[0]
     unit = _UNIT if intermediate % _UNIT == 0 and intermediate >= _UNIT * world else 1
     start, stop = balanced(intermediate // unit, world, rank)
     return start * unit, stop * unit

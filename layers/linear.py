@@ -34,7 +34,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from .shard import Shard, chunk, merged, split_heads
-from .sharded import LOCAL, ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
+from .sharded import ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
+from .weight_storage import LOCAL
 
 if TYPE_CHECKING:
     from iris.context import Iris

@@ -1,11 +1,12 @@
 """Which part of which tensor belongs to which rank. Pure arithmetic: the same on every rank, without talking.
 
 A `Shard` is data: the ranges of one dimension that a rank holds, in local order. Everything else (linears, loading,
-reports) reads it. Three ways of splitting make all the shards there are:
+reports) reads it. These ways of splitting make all the shards there are:
 
 - `chunk`     torch.chunk's: ceil(total / world) each, so the last ranks may be short or empty. The fused ops gather and
               scatter by it, so whatever an op gathers is split this way.
 - `by_leaves`  whole leaves of `iris_ops/sum_tree.py`, with `invariant="ranks"`: what a row-parallel product sums.
+- `in_units`  whole groups of quantised weights, for gates, ups and what multiplies them.
 - `balanced`  sizes differ by one at most, so no rank is empty while there is enough. For heads, which no op gathers.
 - `split_heads`  whole attention heads, in two cases. Either way a rank's query heads use its own kv heads in equal,
               contiguous groups, which is what `repeat_kv` in Hugging Face attention needs:
@@ -31,6 +32,7 @@ from iris_ops import sum_tree
 import torch
 
 Range = tuple[int, int]
+_LEAST_UNIT = 8  # entries: 16 bytes of bf16
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,23 @@ def plain(total: int, world: int, rank: int, invariant: str | None = None) -> Sh
     if invariant == RANKS:
         return by_leaves(total, world, rank)
     return Shard(total, (chunk(total, world, rank),))
+
+
+def in_units(total: int, world: int, rank: int, unit: int) -> Shard:
+    """Whole units of `unit` entries, as many on each rank or one more; the last unit may be short."""
+    spans = [balanced(-(-total // unit), world, each) for each in range(world)]
+    ends = [(min(start * unit, total), min(stop * unit, total)) for start, stop in spans]
+    return Shard(total, (ends[rank],), depths=tuple(stop - start for start, stop in ends))
+
+
+def even_unit(total: int, world: int, unit: int) -> int:
+    """Return `unit`, halved until the largest part of `in_units` is at most 7 % above the mean, or 8 entries are left.
+
+    A group of quantised weights that two ranks share is read by both, so cutting inside one is right, only less handy.
+    """
+    while unit > _LEAST_UNIT and unit % 2 == 0 and in_units(total, world, 0, unit).size * world > 1.07 * total:
+        unit //= 2
+    return unit
 
 
 def by_leaves(total: int, world: int, rank: int) -> Shard:

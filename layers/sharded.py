@@ -16,32 +16,20 @@ from typing import TYPE_CHECKING, Any
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris.invariance import RANKS
 from iris_ops import torch_ops
-from iris_ops.fp8 import linear as fp8
-from iris_ops.fp8 import weight_stream
-from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised
 from iris_ops.local import matmul, skinny_matmul
-from iris_ops.problem import FP8
 from iris_ops.recording import row_count
 from iris_ops.sum_tree import checked_shares
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, Transposed, concat, fill, plain
+from .weight_storage import IN_DTYPE, InDtype, InFp8
 
 if TYPE_CHECKING:
     from iris.context import Iris
     from typing_extensions import Self
-
-LOCAL = "matmul (local)"
-REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
-# What is said of an op once the weight is stored in fp8: multiplied as it is, or converted.
-WITH_FP8 = {
-    LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
-    **{op: (f"fp8 {op}", f"{op} (weight converted from fp8)") for op in (REDUCED, SCATTERED, GATHERED)},
-}
 
 
 class ShardedLinear(nn.Module):
@@ -74,8 +62,8 @@ class ShardedLinear(nn.Module):
         self._invariant = ctx.invariant
         self._depths = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
         self.own_steps = type(self).own_steps and not self._invariant
-        self.weight_scale: nn.Parameter | None = None  # of fp8 weights, with the dtype of what goes in and comes out
-        self._exact: torch.dtype | None = None
+        self.weight_scale: nn.Parameter | None = None  # of a storage that has one, a channel
+        self.storage: InDtype = IN_DTYPE
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -93,7 +81,7 @@ class ShardedLinear(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of what goes in and comes out; the weight's own unless that is fp8."""
-        return self._exact or self.weight.dtype
+        return self.storage.dtype(self.weight)
 
     @property
     def served_by(self) -> str:
@@ -102,9 +90,7 @@ class ShardedLinear(nn.Module):
 
     def few_rows(self, gated: bool) -> int:
         """Of how many rows, at most, a product without an exchange is `skinny_matmul`'s in compiled code."""
-        if self.weight_scale is not None:
-            return weight_stream.MOST_ROWS
-        return skinny_matmul.most_rows(len(self.weight) // (1 + gated), gated, True, self.weight.device)
+        return self.storage.few_rows(self, gated)
 
     def reset_parameters(self) -> None:
         """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
@@ -142,16 +128,10 @@ class ShardedLinear(nn.Module):
         parameter = self._allocated(name)
         if split:
             before = sum(each.size for each in self.parts[:part]) if part else 0
-            local = parameter.narrow(self.dim, before, shard.size)
-            if local.dtype != FP8:
-                shard.fill(local, source, self.dim)
-                return
-            exact = torch.empty(local.shape, dtype=self.dtype, device=local.device)
-            shard.fill(exact, source, self.dim)
-            weight, scale = quantised(exact)
-            local.copy_(weight)
-            scales = self._allocated("weight_scale")
-            (scales.narrow(0, before, shard.size) if self.dim == 0 else scales).copy_(scale)
+            if name == "weight":
+                self.storage.fill(self, parameter, before, shard, source)
+            else:
+                shard.fill(parameter.narrow(0, before, shard.size), source, 0)
         else:
             fill(parameter, source)
 
@@ -215,15 +195,14 @@ class ShardedLinear(nn.Module):
     def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias for a product in `dtype`, which is another than theirs under torch.autocast only."""
         weight, bias = self.weight, self.bias
-        if dtype not in (weight.dtype, self._exact):
-            weight = weight if self.weight_scale is not None else weight.to(dtype)
+        if dtype != self.dtype:
+            weight = self.storage.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
         return weight, bias
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
-        op = self.op if self.weight_scale is None else self._op_in_fp8
-        return self.exchanged(op, x, size)
+        return self.exchanged(self.storage.op(self), x, size)
 
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """What an op makes of `x` [rows, K] and the weight, however it is stored."""
@@ -235,8 +214,8 @@ class ShardedLinear(nn.Module):
         )
 
     def named(self, op: str) -> str:
-        """For reports: an op, and how it takes the weight if that is stored in fp8."""
-        return op if self.weight_scale is None else WITH_FP8[op][self._converts]
+        """For reports: an op, and how it takes the weight as it is stored."""
+        return self.storage.named(op)
 
     def local_product(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
         """`x` [..., K] times the weight here, however it is stored, plus the bias, without an exchange."""
@@ -246,50 +225,16 @@ class ShardedLinear(nn.Module):
             return matmul.linear(self.ctx, x, weight, bias, self.weight_scale)
         if self.own_steps:
             return skinny_matmul.linear(x, weight, bias, self.weight_scale)
-        if self.weight_scale is None:
-            return F.linear(x, weight, bias)
-        return fp8.linear(x, weight, self.weight_scale, bias)
+        return self.storage.linear(self, x, weight, bias)
 
     @torch.no_grad()
     def store_as_fp8(self) -> None:
         """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
-        if self._invariant == RANKS:
-            raise ArgumentError(
-                "weights in fp8 have scales that go by the rank: with invariant='ranks' expected 16 bits or float32"
-            )
-        if self.op not in WITH_FP8 or (self.dim == 1 and len(self.parts) > 1):
-            raise ArgumentError(
-                f"the layer is served by {self.op}, with {len(self.parts)} parts: expected {', '.join(WITH_FP8)}, and"
-                " one part where inputs are split, for fp8 weights"
-            )
-        self._exact = self.weight.dtype
-        if self.weight.is_meta:
-            weight, scale = self.weight.to(FP8), self.weight.new_empty(self.weight.shape[0], dtype=torch.float32)
-        else:
-            weight, scale = quantised(self.weight)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self._op_in_fp8 = self.op
-        self._choose_fp8()
-
-    def _choose_fp8(self) -> None:
-        shape, device = self.weight.shape, self.ctx.device
-        streamed = self.dtype == torch.bfloat16 and skinny_matmul.streams(shape, device)
-        self._converts = not (streamed or multiplies_in_fp8(shape, device, self.dtype))
-        self.op = self.named(self._op_in_fp8)
-        # what is summed over ranks has no steps of its own, and its depth may differ between them
-        alone = streamed or self._op_in_fp8 == REDUCED
-        self.own_steps = type(self).own_steps and not self._invariant and alone
+        self.storage = InFp8(self)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """As torch's, but a change of dtype is one of `dtype`: fp8 weights and their scales stay what they are."""
-        if self.weight_scale is None:
-            return super()._apply(fn, recurse)
-        self._exact = fn(torch.empty(0, dtype=self._exact, device=self.weight.device)).dtype
-        exact = self.weight, self.weight_scale
-        super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in exact) else fn(t))
-        self._choose_fp8()
-        return self
+        """As torch's; a storage may keep a dtype of its own."""
+        return self.storage.apply(self, fn, lambda changed: super(ShardedLinear, self)._apply(changed, recurse))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -341,10 +286,26 @@ def part_of(module: nn.Module, key: str) -> tuple[Shard, int] | None:
     return getattr(module, "_parts", {}).get(key)
 
 
+def keep_units(module: nn.Module, key: str, unit: int) -> None:
+    """Remembers that `unit` entries of a parameter's inputs share a scale in the files that it will be filled from."""
+    holder: Any = module
+    holder._units = {**getattr(module, "_units", {}), key: unit}
+
+
+def unit_of(module: nn.Module, key: str = "weight") -> int:
+    """How many entries of a parameter's inputs had better stay together; 1 where no file says so."""
+    return getattr(module, "_units", {}).get(key, 1)
+
+
 def check_context(ctx: Any) -> None:
     """Raises for what is no context, or one that was closed or has lost a rank."""
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
+    if getattr(ctx, "across", None) is not None:
+        raise ArgumentError(
+            "ctx was made with across, and layers are split over the ranks of one host: expected a context without it;"
+            " layers.parallelize(model, ctx, mesh=mesh) divides a model between hosts"
+        )
     ctx.check()
 
 

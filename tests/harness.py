@@ -51,7 +51,7 @@ TIMEOUT_S = float(os.environ.get("IRIS_TEST_TIMEOUT", 120.0))
 _WAIT_LIMIT_S = TIMEOUT_S / 1.2  # of a wait inside a kernel: below the above, so that its own report comes first
 _GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it in vain
 _ENDS_S = 1.0  # for workers that wait for a body, to end themselves
-_POOLS_KEPT = len(WORLDS)
+_MOST_POOLS = len(WORLDS)
 _CPU_HEAP = 8 << 30  # address space; memory is taken where it is touched
 _GPU_HEAP = int(os.environ.get("IRIS_TEST_HEAP", 16 << 30))
 
@@ -201,7 +201,7 @@ _pools: OrderedDict[int, _Pool] = OrderedDict()
 
 def _pool(world_size: int) -> _Pool:
     if world_size not in _pools:
-        while len(_pools) >= _POOLS_KEPT:
+        while len(_pools) >= _MOST_POOLS:
             _pools.popitem(last=False)[1].end()
         _pools[world_size] = _Pool(world_size)
     _pools.move_to_end(world_size)

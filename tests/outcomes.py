@@ -58,8 +58,8 @@ class Failure:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return Failure(error, text)
 
-    def raise_from(self, rank: int, others: str = "") -> None:
-        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}{others}")
+    def raise_from(self, rank: int, rest: str = "") -> None:
+        raise self.error from _RankTraceback(f"on rank {rank}:\n{self.text}{rest}")
 
 
 def attempt(body: Callable[..., Any], *args: Any) -> Any:

@@ -12,8 +12,7 @@ import sys
 from iris_ops.ops import Ops
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, moe_problem_asked
-from iris_ops.planning.moe_ways import WAYS, moe_plan
-from iris_ops.planning.plan import plan
+from iris_ops.planning.plan import WAYS, plan
 from iris_ops.problem import problem_asked
 from iris_tp import arguments, cli
 from iris_tp.bench import command
@@ -85,15 +84,15 @@ def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     problem = moe_problem_asked(op, tokens, 2048, 384, 128, 8, 2, torch.bfloat16)
     machine = machine_named("NVIDIA H100", 132)
-    chosen = moe_plan(problem, machine)
+    chosen = plan(problem, machine)
     assert said == f"2 ranks, NVIDIA H100; rates: of the data sheet, checked on two H100s\n{chosen.explain()}\n"
     assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
     assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
     for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
-        reason = way.supports(problem, machine)
-        rows = [line for line in said.splitlines() if line.startswith(way.kernel) and f" {way.algorithm} " in line]
+        reason = way.accepts(problem, machine)
+        rows = [line for line in said.splitlines() if line.startswith(way.kernel) and f" {way.algorithms[0]} " in line]
         assert bool(rows) == (reason is None)
-        assert (f"rejected {way.kernel} {way.algorithm}: {reason}" in said) == (reason is not None)
+        assert (f"rejected {way.name}: {reason}" in said) == (reason is not None)
     alone = ["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--gpu", "h100", "--algorithm", "sequential"]
     refused = op == GATE_UP and tokens == 4
     assert cli.main(alone) == (2 if refused else 0)
@@ -106,12 +105,14 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
     asked = ["plan", DOWN_ALL_REDUCE, "4", "2048", "384", *_MIXTURE, "--gpu", "h100"]
     assert cli.main([*asked, "--invariant", "batch"]) == 0
     said = capsys.readouterr().out
-    left = [float(each) for each in re.findall(r"left out moe\.\S+ \S+ \w+, ([\d.]+) us: its tile", said)]
     taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
-    cost = re.search(r"among any number of tokens cost ([\d.]+) us", said)
-    assert left and cost is not None and abs(max(0.0, taken[0] - min(left)) - float(cost[1])) < 0.11
+    cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", said)
+    free = plan(
+        moe_problem_asked(DOWN_ALL_REDUCE, 4, 2048, 384, 128, 8, 2, torch.bfloat16), machine_named("NVIDIA H100", 132)
+    )
+    assert cost is not None and abs(max(0.0, taken[0] - free.prediction.total_us) - float(cost[1])) < 0.11
     assert cli.main(asked) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "the same bits" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from typing import Any
 import iris
 from iris import errors
 from iris.device import sync
-from iris_ops.planning import moe_ways
 from iris_ops.planning.ways import WAYS
 from iris_tp import cli
 import pytest
@@ -183,7 +182,7 @@ def test_symptoms_have_their_sections() -> None:
 def test_every_kernel_that_plans_name_has_a_page() -> None:
     ccl = {f"ccl.{name}" for name in ("lamport", "flags", "transfer", "ring", "accumulate")}
     index = PAGES["kernels/index.md"].read_text()
-    assert {way.kernel for way in (*WAYS, *moe_ways.WAYS)} == set(KERNELS)
+    assert {way.kernel for way in WAYS} == set(KERNELS)
     found = {path.read_text().split("\n", 1)[0].removeprefix("# ") for path in (DOCS / "kernels").glob("ccl-*.md")}
     assert found == ccl
     assert set(re.findall(r"^\| \[`([\w.]+)`\]", index, re.MULTILINE)) == ccl | set(KERNELS)

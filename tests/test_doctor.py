@@ -167,7 +167,7 @@ def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.parametrize("text", ["", "0", "1", "2", "maybe", "True"])
 def test_doctor_refuses_what_the_library_refuses(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, reads in (("IRIS_DEBUG", agreement.wanted), ("IRIS_OP_GRAPHS", graphs.wanted)):
+    for name, reads in (("IRIS_DEBUG", agreement.enabled), ("IRIS_OP_GRAPHS", graphs.enabled)):
         monkeypatch.setenv(name, text)
         (level,) = (finding.level for finding in doctor.environment() if name in finding.what)
         try:

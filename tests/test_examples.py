@@ -36,7 +36,8 @@ IN_WORKERS = {
     "message_passing_put": 2,
     "message_passing_load_store": 2,
 }
-TESTED_APART = ("demo", "device_mesh", "tile_all_reduce_hopper", *IN_WORKERS)  # that one needs a GPU: test_gluon.py
+# The last but the workers' needs a GPU (test_gluon.py), the one before it root (hosts/test_guide.py).
+TESTED_APART = ("demo", "device_mesh", "several_hosts", "tile_all_reduce_hopper", *IN_WORKERS)
 EXAMPLES = sorted(p.stem for p in (ROOT / "examples").glob("[a-z]*.py") if p.stem not in TESTED_APART)
 
 

@@ -104,7 +104,7 @@ class Contender:
     name: str
     kind: str  # "ours" or "rival"
     prepare: Callable[[Case], tuple[Call, Call]]  # the call that is checked, and the one that is timed
-    serves: Callable[[Case], bool]
+    supports: Callable[[Case], bool]
     in_place: bool = False  # what it returns was its input: poison would be summed
     plan: Callable[[Case], dict] | None = None
     capture: Callable[[], AbstractContextManager] = nullcontext  # in which a graph is made

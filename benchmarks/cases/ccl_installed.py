@@ -18,12 +18,12 @@ from benchmarks.rivals import of_flashinfer, of_nccl, of_vllm
 
 
 def contenders(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:
-    found = [_nccl_symmetric(team, nbytes, dtype)]
+    contenders = [_nccl_symmetric(team, nbytes, dtype)]
     if of_vllm.installed(team):
-        found.append(_vllm(team))
+        contenders.append(_vllm(team))
     if of_flashinfer.installed(team):
-        found += [_flashinfer(team, one_shot) for one_shot in (True, False)]
-    return found
+        contenders += [_flashinfer(team, one_shot) for one_shot in (True, False)]
+    return contenders
 
 
 def _nccl_symmetric(team: Team, nbytes: int, dtype: torch.dtype) -> Contender:
@@ -61,10 +61,10 @@ def _nccl_symmetric(team: Team, nbytes: int, dtype: torch.dtype) -> Contender:
         call = gather if case.op == "all_gather" else scatter
         return call, call
 
-    def serves(case: Case) -> bool:
+    def supports(case: Case) -> bool:
         return case.op != "all_to_all"
 
-    return Contender(of_nccl.NAME, "rival", prepare, serves, in_place=True)
+    return Contender(of_nccl.NAME, "rival", prepare, supports, in_place=True)
 
 
 def _vllm(team: Team) -> Contender:
@@ -76,11 +76,11 @@ def _vllm(team: Team) -> Contender:
 
         return call, call
 
-    def serves(case: Case) -> bool:
-        return case.op == "all_reduce" and of_vllm.serves(_nbytes(case), team.world, case.dtype)
+    def supports(case: Case) -> bool:
+        return case.op == "all_reduce" and of_vllm.supports(_nbytes(case), team.world, case.dtype)
 
     capture = partial(of_vllm.capturing, team.device)
-    return Contender(of_vllm.NAME, "rival", prepare, serves, capture=capture)
+    return Contender(of_vllm.NAME, "rival", prepare, supports, capture=capture)
 
 
 def _flashinfer(team: Team, one_shot: bool) -> Contender:
@@ -94,12 +94,12 @@ def _flashinfer(team: Team, one_shot: bool) -> Contender:
 
         return call, call
 
-    def serves(case: Case) -> bool:
+    def supports(case: Case) -> bool:
         if case.op != "all_reduce":
             return False
-        return of_flashinfer.serves(one_shot, *as_matrix(math.prod(case.shape), team.world), team.world, case.dtype)
+        return of_flashinfer.supports(one_shot, *as_matrix(math.prod(case.shape), team.world), team.world, case.dtype)
 
-    return Contender(of_flashinfer.NAMES[one_shot], "rival", prepare, serves)
+    return Contender(of_flashinfer.NAMES[one_shot], "rival", prepare, supports)
 
 
 def _nbytes(case: Case) -> int:

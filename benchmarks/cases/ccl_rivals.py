@@ -44,10 +44,10 @@ def torch_distributed(team: Team) -> Contender:
         call = {"all_gather": gather, "reduce_scatter": scatter, "all_to_all": exchange}[case.op]
         return call, call
 
-    def serves(case: Case) -> bool:
+    def supports(case: Case) -> bool:
         return team.cuda or case.op != "all_to_all"
 
-    return Contender("NCCL" if team.cuda else "gloo", "rival", prepare, serves, in_place=True)
+    return Contender("NCCL" if team.cuda else "gloo", "rival", prepare, supports, in_place=True)
 
 
 def symmetric_memory(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:

@@ -25,14 +25,14 @@ class Contender:
     """The result as it is compared."""
 
 
-def timed(team: Team, found: dict[str, Contender], exact: torch.Tensor | None, allowed: float) -> dict:
+def timed(team: Team, contenders: dict[str, Contender], exact: torch.Tensor | None, allowed: float) -> dict:
     """Microseconds of each call, as graphs on GPUs, and why those failed that did, whose time is none.
 
     A result, into poisoned memory, may be off by `allowed` of the largest value of `exact`, before and after it is
     timed; it is not looked at on a rank where `exact` is None.
     """
     batches, failed = {}, {}
-    for name, contender in found.items():
+    for name, contender in contenders.items():
         progress(team, f"    {name}")
         reason = _refuted(team, contender, contender.call, exact, allowed)
         if not reason:
@@ -44,7 +44,7 @@ def timed(team: Team, found: dict[str, Contender], exact: torch.Tensor | None, a
     timings, broken = timing.interleave(team, batches, ROUNDS if team.cuda else 1)
     failed |= broken
     for name in timings:
-        if reason := _refuted(team, found[name], batches[name].run, exact, allowed):
+        if reason := _refuted(team, contenders[name], batches[name].run, exact, allowed):
             failed[name] = f"{reason}, when repeated"
     return {"us": {name: t.call_us for name, t in timings.items() if name not in failed}, "failed": failed}
 
@@ -69,8 +69,8 @@ def _refuted(team: Team, contender: Contender, act: Callable, exact: torch.Tenso
         act()
         if exact is None:
             return 0.0
-        got = contender.form(contender.out).double()
-        return ((got - exact).abs().max() / exact.double().abs().max()).item()
+        result = contender.form(contender.out).double()
+        return ((result - exact).abs().max() / exact.double().abs().max()).item()
 
     off, reason = team.attempt(error)
     if not reason:
@@ -87,8 +87,8 @@ def render(written: dict, ours: str, names: tuple[str, ...]) -> str:
         best = min((us[name] for name in names if name in us and name != ours), default=None)
         ratio = f"{best / mine:.2f}" if best and mine else ""
         lines.append([row["what"], row["size"], *(f"{us[k]:.1f}" if k in us else "" for k in names), ratio])
-        notes += [f"- {row['what']}, {row['size']}, {name}: {why}" for name, why in row["failed"].items()]
+        notes += [f"- {row['what']}, {row['size']}, {name}: {reason}" for name, reason in row["failed"].items()]
     head = ["what", "size", *(f"{name}, µs" for name in names), f"the best other / {ours}"]
-    left_out = [f"- left out, for time: {', '.join(written['left_out'])}"] if written.get("left_out") else []
+    skipped = [f"- left out, for time: {', '.join(written['left_out'])}"] if written.get("left_out") else []
     table = f"{report.headline(written)} `{written['command']}`\n\n{markdown(head, lines)}"
-    return "\n".join([table, *notes, *left_out])
+    return "\n".join([table, *notes, *skipped])

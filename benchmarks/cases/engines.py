@@ -135,8 +135,8 @@ class AsyncTpOps(NcclOps):
             out += bias
 
 
-def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Those of `wanted` that can be built on `model`, split without sequence parallelism, and why the others cannot."""
+def contenders(team: Team, ctx, model: nn.Module, requested: list[str]) -> tuple[list[Contender], dict[str, str]]:
+    """Return the contenders `requested` that `model` can run, without sequence parallelism, and why the rest cannot."""
     nccl, async_tp = (_Context(ctx, name, ops) for name, ops in ((NCCL, NcclOps()), (ASYNC_TP, AsyncTpOps())))
     shared = functools.cache(lambda: with_shared_tokens(model, ctx))
     makers = {
@@ -154,7 +154,7 @@ def contenders(team: Team, ctx, model: nn.Module, wanted: list[str]) -> tuple[li
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
     }
     built, failed = [], {}
-    for key in wanted:
+    for key in requested:
         contender, reason = team.attempt(makers[key])
         if reason:
             failed[key] = reason
@@ -266,7 +266,8 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
 
 def takes_fp8(module: nn.Module) -> bool:
     """Whether `in_fp8` rounds the weight of this module of a split model."""
-    from layers.sharded import WITH_FP8, ShardedLinear
+    from layers.sharded import ShardedLinear
+    from layers.weight_storage import WITH_FP8
 
     return isinstance(module, ShardedLinear) and module.op in WITH_FP8
 
@@ -294,8 +295,8 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         value = local_part(split, name)
-        for dim, (have, want) in enumerate(zip(value.shape, local.shape, strict=True)):
-            if have == want * team.world:  # whole with us
+        for dim, (own, theirs) in enumerate(zip(value.shape, local.shape, strict=True)):
+            if own == theirs * team.world:  # whole with us
                 value = value.chunk(team.world, dim)[team.rank]
         if value.shape != local.shape:
             raise ValueError(f"{name} is {tuple(local.shape)} with transformers, {tuple(value.shape)} with us")

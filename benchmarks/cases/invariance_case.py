@@ -37,7 +37,7 @@ _OPS = {
     (GATHER_MATMUL, "rows"): 3, (GATHER_MATMUL, "k"): 2, (GATED, "rows"): 2, (MATMUL_GATHER, "rows"): 2,
     (MATMUL_GATHER, "cols"): 2, (EXPERTS, ""): 2,
 }  # fmt: skip
-_EIGHT_BITS = {(op, "rows") for op in (REDUCE_SCATTER, GATHER_MATMUL, GATED)} | {(ALL_REDUCE, ""), (NORM, "")}
+_FP8 = {(op, "rows") for op in (REDUCE_SCATTER, GATHER_MATMUL, GATED)} | {(ALL_REDUCE, ""), (NORM, "")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int,
     step, (least, most) = 16 * world, SIZES[device]
     N, K = (rng.randrange(max(step, least), most + 1, step) for _ in range(2))
     dtype = torch.bfloat16 if rng.random() < 0.7 else torch.float16
-    fp8 = (op, form) in _EIGHT_BITS and dtype == torch.bfloat16 and rng.random() < 0.3
+    fp8 = (op, form) in _FP8 and dtype == torch.bfloat16 and rng.random() < 0.3
     choices = (0, 0)
     if op == EXPERTS:
         N, K = (max(step, size // step * step) for size in (N // 4, K // 2))
@@ -81,7 +81,7 @@ def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int,
     return Case(op, form, N, K, dtype, bias, seed, chosen, fp8, choices)
 
 
-def said_of_random(world: int, device: str, all_of_them: bool) -> str:
+def describe_random(world: int, device: str, all_of_them: bool) -> str:
     """How products are drawn, for those who read what was found."""
     least, most = SIZES[device]
     which = "all products" if all_of_them else "products behind those of models' layers"
@@ -151,13 +151,13 @@ class Product(ABC):
     def drawn(self, generator: torch.Generator, *size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=self.team.device, dtype=self.case.dtype).mul_(scale)
 
-    def among(self, i: int, probes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    def among(self, i: int, probes: torch.Tensor, fillers: torch.Tensor) -> torch.Tensor:
         """As many rows as call number `i` has: the probes in their places, and others, or NaN."""
-        found = others[: self.case.numbers[i]].clone()
-        if self.nan[i] and found.is_floating_point():
-            found.fill_(math.nan)
+        rows = fillers[: self.case.numbers[i]].clone()
+        if self.nan[i] and rows.is_floating_point():
+            rows.fill_(math.nan)
         seen = self.whole[i]
-        return found.index_copy_(0, seen.rows, probes.index_select(0, seen.probes))
+        return rows.index_copy_(0, seen.rows, probes.index_select(0, seen.probes))
 
     def poisoned(self, i: int, *size: int) -> torch.Tensor:
         out = (self.ctx if self.on_heap[i] else torch).empty(*size, dtype=self.case.dtype, device=self.team.device)
@@ -176,15 +176,15 @@ class Product(ABC):
 
     def compare(self, name: str, i: int, rows: torch.Tensor, seen: _Seen) -> None:
         """`rows`: what the ranks, or this one, have of a result: [rows, ...]."""
-        found = rows.flatten(1).index_select(0, seen.rows)
+        probed = rows.flatten(1).index_select(0, seen.rows)
         if name not in self._first:
-            self._first[name] = found.new_zeros(PROBES, found.shape[1])
+            self._first[name] = probed.new_zeros(PROBES, probed.shape[1])
         first = self._first[name]
         if seen.fresh:
-            first.index_copy_(0, seen.probes[: seen.fresh], found[: seen.fresh])
-        bits = torch.int16 if found.element_size() == 2 else torch.int32
-        unlike = found.view(bits) != first.index_select(0, seen.probes).view(bits)
-        self.differing[i] += unlike.logical_or_(found.isnan()).sum()
+            first.index_copy_(0, seen.probes[: seen.fresh], probed[: seen.fresh])
+        bits = torch.int16 if probed.element_size() == 2 else torch.int32
+        unlike = probed.view(bits) != first.index_select(0, seen.probes).view(bits)
+        self.differing[i] += unlike.logical_or_(probed.isnan()).sum()
 
 
 class Fused(Product):
@@ -197,7 +197,7 @@ class Fused(Product):
         if (case.op, case.form) == (MATMUL_GATHER, "cols"):
             columns = part_of(case.N, team.world, team.rank)
         rows = self.generator(0, by_rank=sums)
-        self.x, self.others = (self.drawn(rows, n, case.K) for n in (PROBES, max(case.numbers)))
+        self.x, self.other_rows = (self.drawn(rows, n, case.K) for n in (PROBES, max(case.numbers)))
         # gathered rows are multiplied by their own rank, and a probe may be any rank's
         weights = self.generator(1, by_rank=(case.op, case.form) != (MATMUL_GATHER, "rows"))
         B = self.drawn(weights, columns, case.K, scale=1.0 if case.fp8 else case.K**-0.5)
@@ -214,7 +214,7 @@ class Fused(Product):
 
     def call(self, i: int) -> None:
         case, world, rank, M = self.case, self.team.world, self.team.rank, self.case.numbers[i]
-        A, own, seen = self.among(i, self.x, self.others), self._part(M), self.whole[i]
+        A, own, seen = self.among(i, self.x, self.other_rows), self._part(M), self.whole[i]
         if case.op in (GATHER_MATMUL, MATMUL_GATHER, GATED) and case.form == "rows":
             A = A[own.start : own.stop]
         elif case.form == "k":
@@ -238,8 +238,8 @@ class Fused(Product):
         squares = torch.full((spans(N), M), math.nan, device=self.team.device)
         given = residual, self.weight, self.bias
         self.ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, self.B, *given, **self.given)
-        for name, found in (("out", out), ("scaled", scaled), ("squares", squares.t())):
-            self.compare(name, i, found, self.whole[i])
+        for name, result in (("out", out), ("scaled", scaled), ("squares", squares.t())):
+            self.compare(name, i, result, self.whole[i])
 
 
 class Mixture(Product):
@@ -249,7 +249,7 @@ class Mixture(Product):
         super().__init__(team, ctx, case)
         (experts, k), H, width, most = case.choices, case.K, case.N, max(case.numbers)
         shared, own = self.generator(0), self.generator(1, by_rank=True)
-        self.x, self.others = (self.drawn(shared, n, H) for n in (PROBES, most))
+        self.x, self.other_rows = (self.drawn(shared, n, H) for n in (PROBES, most))
         logits = torch.rand(PROBES + most, experts, generator=shared, device=team.device)
         self.factors, self.chosen = logits.topk(k, dim=1)
         self.up = self.drawn(own, experts, 2 * width, H, scale=H**-0.5).transpose(1, 2)
@@ -260,7 +260,7 @@ class Mixture(Product):
 
     def call(self, i: int) -> None:
         ops, M, (_, k) = self.ctx.ops, self.case.numbers[i], self.case.choices
-        A, seen, own = self.among(i, self.x, self.others), self.whole[i], self._part(M)
+        A, seen, own = self.among(i, self.x, self.other_rows), self.whole[i], self._part(M)
         chosen, factors = (self.among(i, each[:PROBES], each[PROBES:]) for each in (self.chosen, self.factors))
         inner = self.poisoned(i, M * k, self.case.N)
         ops.moe_gate_up(inner, A, self.up, chosen, self.up_bias)

@@ -14,7 +14,7 @@ LEVELS = (None, "batch")
 SETS = "facts,prefill,decode,between"
 
 
-def asked(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
+def problem_for(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
     form = None if row.op == "ar" else row.form
     return problem_asked(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level)
 
@@ -22,12 +22,14 @@ def asked(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Proble
 def expected(gpu: str, world: int) -> list[dict]:
     """What the planner expects of each row of the benchmarks, with the promise and without."""
     machine = machine_named(gpu, 132)
-    found = []
+    rows = []
     for row in shapes.select(SETS, list(CALLS), world):
-        free, alike = (plan(asked(row, world, torch.bfloat16, level), machine, explained=False) for level in LEVELS)
+        free, alike = (
+            plan(problem_for(row, world, torch.bfloat16, level), machine, explained=False) for level in LEVELS
+        )
         assert free.prediction is not None and alike.prediction is not None
         us = free.prediction.total_us, alike.prediction.total_us
-        found.append(
+        rows.append(
             {"row": str(row), "op": row.op, "kernels": [free.kernel, alike.kernel], "us": us, "cost": us[1] / us[0]}
         )
-    return found
+    return rows

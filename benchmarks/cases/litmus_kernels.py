@@ -129,7 +129,7 @@ def _stagger(number):
 
 @triton.jit(do_not_specialize=["first", "rounds"])
 def threads_kernel(
-    ctx_ptr, variables, told, flags, counts, first, rounds,
+    ctx_ptr, variables, reported, flags, counts, first, rounds,
     TEST: tl.constexpr, ORDER: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """variables: int32 [programs, 3, LANES, SPACING], all `4 * (first - 1)`. told: int32 [programs, 2, 4, LANES].
@@ -150,7 +150,7 @@ def threads_kernel(
             turn = turn // NUM
         flags += program * MOST_THREADS
         outcomes = tl.arange(0, OUTCOMES)
-        found = tl.zeros((LANES, OUTCOMES), tl.int32)
+        tally = tl.zeros((LANES, OUTCOMES), tl.int32)
         ok = True
         i = 0
         while (i < rounds) & ok:
@@ -163,7 +163,7 @@ def threads_kernel(
                     code = _thread(places, values, TEST, q, ORDER)
             # Two halves in turn: who tells of the next round but one has the judge's signal of the next, which it
             # sends after it has read what it was told of this one.
-            half = told + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
+            half = reported + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
             ctx.store(half + me * LANES, code, rank_0)
             for q in tl.static_range(NUM):
                 if me != q:
@@ -174,10 +174,10 @@ def threads_kernel(
             if (me == 0) & ok:
                 for q in tl.static_range(1, NUM):
                     code |= tl.load(half + q * LANES)
-                found += (code[:, None] == outcomes[None, :]).to(tl.int32)
+                tally += (code[:, None] == outcomes[None, :]).to(tl.int32)
             i += 1
         if me == 0:
-            tl.store(counts + program * OUTCOMES + outcomes, tl.sum(found.to(tl.int64), 0))
+            tl.store(counts + program * OUTCOMES + outcomes, tl.sum(tally.to(tl.int64), 0))
 
 
 @device_function

@@ -65,9 +65,9 @@ class Layer:
     def _drawn(self, rows: int, cols: int) -> torch.Tensor:
         """[E, rows, cols], stored as the model does."""
         size = (rows, cols) if self.shape.gpt_oss else (cols, rows)
-        found = torch.empty(self.shape.experts, *size, dtype=torch.bfloat16, device=self.device)
-        found.normal_(std=rows**-0.5)
-        return found if self.shape.gpt_oss else found.transpose(1, 2)
+        matrix = torch.empty(self.shape.experts, *size, dtype=torch.bfloat16, device=self.device)
+        matrix.normal_(std=rows**-0.5)
+        return matrix if self.shape.gpt_oss else matrix.transpose(1, 2)
 
     @functools.cached_property
     def by_outputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -102,15 +102,15 @@ class Layer:
     def exact(self) -> torch.Tensor:
         """The first tokens of call 0 in float64, this rank's part of the sum."""
         gate_up, down = self.weights_of(0)
-        found = torch.zeros(min(CHECKED, len(self.A)), self.shape.hidden, dtype=torch.float64, device=self.device)
-        for t in range(len(found)):
+        total = torch.zeros(min(CHECKED, len(self.A)), self.shape.hidden, dtype=torch.float64, device=self.device)
+        for t in range(len(total)):
             for expert, weight in zip(self.chosen[0][t].tolist(), self.weights[0][t].tolist(), strict=True):
                 both = self.A[t].double() @ gate_up[expert].double()
                 both += self.gate_up_bias[expert].double() if self.gate_up_bias is not None else 0
                 row = activated(both, self.shape) @ down[expert].double()
                 row += self.down_bias[expert].double() if self.down_bias is not None and self.rank == 0 else 0
-                found[t] += weight * row
-        return found
+                total[t] += weight * row
+        return total
 
 
 def activated(both: torch.Tensor, shape: Shape) -> torch.Tensor:

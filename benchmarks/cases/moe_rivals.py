@@ -60,7 +60,7 @@ def rivals_of(
     captures: Captures = {}
     if with_vllm:
         product = vllm(layer)
-        if of_vllm.serves(layer.A.nbytes, team.world, layer.A.dtype):
+        if of_vllm.supports(layer.A.nbytes, team.world, layer.A.dtype):
             name = "vLLM + custom all-reduce"
             calls[name] = _custom(product, team.device)
             captures[name] = partial(of_vllm.capturing, team.device)
@@ -83,9 +83,9 @@ def _symmetric(product: Product, shared: torch.Tensor, two_shot: bool) -> Produc
     group = dist.group.WORLD.group_name
 
     def call(i: int) -> torch.Tensor:
-        found = product(i)
-        out = shared[: found.numel()].view(found.shape)
-        out.copy_(found)
+        local = product(i)
+        out = shared[: local.numel()].view(local.shape)
+        out.copy_(local)
         if two_shot:
             return torch.ops.symm_mem.two_shot_all_reduce_(out, "sum", group)
         return torch.ops.symm_mem.one_shot_all_reduce(out, "sum", group)
@@ -105,8 +105,8 @@ def grouped(layer: Layer, compiled: bool) -> Product:
         back: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         rows = rows if bias is None else rows + bias[experts]
-        found = rows[back].view(*weights.shape, -1)
-        return (found.float() * weights[..., None]).sum(1).to(rows.dtype)
+        by_token = rows[back].view(*weights.shape, -1)
+        return (by_token.float() * weights[..., None]).sum(1).to(rows.dtype)
 
     def sort(chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
         order = chosen.flatten().argsort(stable=True)
@@ -180,7 +180,7 @@ def vllm_tiles(layer: Layer) -> str:
 
 def _custom(product: Product, device: torch.device) -> Product:
     def call(i: int) -> torch.Tensor:
-        found = product(i)
-        return of_vllm.reduced(device, found, torch.empty_like(found))
+        local = product(i)
+        return of_vllm.reduced(device, local, torch.empty_like(local))
 
     return call

@@ -86,9 +86,9 @@ def of_row(row: Row, team: Team, dtype: torch.dtype, ctx) -> Case:
     op = getattr(ctx.ops, CALLS[row.op])
 
     def error(i: int) -> float:
-        found = inputs.error(out, i)
+        value = inputs.error(out, i)
         inputs._expected.clear()
-        return found
+        return value
 
     def run(A: torch.Tensor, W: torch.Tensor) -> None:
         op(out, A, W.t())

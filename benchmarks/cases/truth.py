@@ -72,16 +72,16 @@ def true_logits(
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -> Iterator[None]:
     """Inside, each part of `model` has its parameters in `dtype` while it runs, and only then."""
-    kept: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+    saved: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
     def widen(part: nn.Module, _inputs) -> None:
         owned = [(module, name, p) for module in part.modules() for name, p in module._parameters.items()]
-        kept[part] = [(module, name, p) for module, name, p in owned if p is not None]
-        for module, name, p in kept[part]:
+        saved[part] = [(module, name, p) for module, name, p in owned if p is not None]
+        for module, name, p in saved[part]:
             module._parameters[name] = nn.Parameter(convert(module, name, p, dtype), requires_grad=False)
 
     def restore(part: nn.Module, *_) -> None:
-        for module, name, p in kept.pop(part):
+        for module, name, p in saved.pop(part):
             module._parameters[name] = p
 
     handles = []
@@ -95,7 +95,7 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
     finally:
         for handle in handles:
             handle.remove()
-        for part in list(kept):  # that raised
+        for part in list(saved):  # that raised
             restore(part)
 
 
@@ -140,12 +140,12 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 def errors(team: Team, logits: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
     """Root mean square of what a contender's logits miss, over that of the true ones; the worst rank counts."""
-    found = {}
+    relative = {}
     for name, value in logits.items():
         expected = truth[name.partition(",")[0]]
         missed = value[: len(expected)].to(expected.dtype) - expected
-        found[name] = (missed.square().mean() / expected.square().mean()).sqrt().item()
-    return dict(zip(found, team.slowest(list(found.values())), strict=True))
+        relative[name] = (missed.square().mean() / expected.square().mean()).sqrt().item()
+    return dict(zip(relative, team.slowest(list(relative.values())), strict=True))
 
 
 def limit(yardstick: dict[str, float], dtype: torch.dtype, fp8: bool = False, mixture: bool = False) -> float:

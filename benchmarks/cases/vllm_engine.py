@@ -65,17 +65,19 @@ def measure_apart(
         return [{"failed": "needs GPUs"}] * len(invariant)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        asked = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
-        asked |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
+        request = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
+        request |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
         if len(invariant) > 1:  # else vLLM sees how much memory is left, but not while another takes some
-            asked["cache"] = _cache_bytes(rows, config, args.ranks)
+            request["cache"] = _cache_bytes(rows, config, args.ranks)
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
-        every = [{**asked, "fused": fusing and not kept, "invariant": kept} for kept in invariant]
-        found = _children(every, Path(folder), args.vllm_limit)
+        every = [
+            {**request, "fused": fusing and not is_invariant, "invariant": is_invariant} for is_invariant in invariant
+        ]
+        results = _children(every, Path(folder), args.vllm_limit)
         for i, given in enumerate(every):  # FlashInfer's kernels may be missing for this model
-            if given["fused"] and "rows" not in found[i] and "late" not in found[i]:
-                (found[i],) = _children([{**given, "fused": False}], Path(folder), args.vllm_limit)
-    return found
+            if given["fused"] and "rows" not in results[i] and "late" not in results[i]:
+                (results[i],) = _children([{**given, "fused": False}], Path(folder), args.vllm_limit)
+    return results
 
 
 def _cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
@@ -91,33 +93,33 @@ def _children(every: list[dict], folder: Path, limit_s: float) -> list[dict]:
     began = time.monotonic()
     with ExitStack() as ending:
         children = []
-        for asked in every:
+        for request in every:
             own = Path(tempfile.mkdtemp(dir=folder))
-            asked |= {"out": str(own / "out.json"), "ready": str(own / "ready"), "go": str(own / "go")}
+            request |= {"out": str(own / "out.json"), "ready": str(own / "ready"), "go": str(own / "go")}
             environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(own / "cache")}
-            environment["VLLM_BATCH_INVARIANT"] = str(int(asked["invariant"]))
-            line = [sys.executable, "-m", "benchmarks.cases.vllm_engine", json.dumps(asked)]
-            told = ending.enter_context((own / "log").open("w"))
-            child = subprocess.Popen(line, env=environment, stdout=told, stderr=told, start_new_session=True)
+            environment["VLLM_BATCH_INVARIANT"] = str(int(request["invariant"]))
+            line = [sys.executable, "-m", "benchmarks.cases.vllm_engine", json.dumps(request)]
+            log_file = ending.enter_context((own / "log").open("w"))
+            child = subprocess.Popen(line, env=environment, stdout=log_file, stderr=log_file, start_new_session=True)
             ending.callback(_end, child)
-            children.append((child, asked, own))
+            children.append((child, request, own))
 
         def late() -> bool:
             return time.monotonic() - began > limit_s
 
         while not late() and any(
-            child.poll() is None and not Path(asked["ready"]).exists() for child, asked, _ in children
+            child.poll() is None and not Path(request["ready"]).exists() for child, request, _ in children
         ):
             time.sleep(0.1)
         print(f"vLLM: ready after {time.monotonic() - began:.0f} s", flush=True)
-        found = []
-        for child, asked, own in children:
-            Path(asked["go"]).touch()
+        results = []
+        for child, request, own in children:
+            Path(request["go"]).touch()
             while child.poll() is None and not late():
                 time.sleep(0.1)
             print(f"vLLM: {child.poll()} after {time.monotonic() - began:.0f} s", flush=True)
-            found.append(_result(child.poll(), Path(asked["out"]), own / "log", limit_s))
-    return found
+            results.append(_result(child.poll(), Path(request["out"]), own / "log", limit_s))
+    return results
 
 
 def _end(child: subprocess.Popen) -> None:
@@ -136,46 +138,46 @@ def _result(code: int | None, out: Path, log: Path, limit_s: float) -> dict:
     return {"failed": reasons[-1][-160:]}
 
 
-def measure(asked: dict) -> dict:
+def measure(request: dict) -> dict:
     import vllm
 
-    rows = [tuple(row) for row in asked["rows"]]
+    rows = [tuple(row) for row in request["rows"]]
     longest = max(prompt for _, prompt in rows) + STEPS + 8
     captured = sorted({batch for batch, _ in rows} | {batch * prompt for batch, prompt in rows})
     llm = vllm.LLM(
-        model=asked["folder"],
+        model=request["folder"],
         load_format="dummy",
         skip_tokenizer_init=True,
-        tensor_parallel_size=asked["ranks"],
-        dtype=asked["dtype"],
+        tensor_parallel_size=request["ranks"],
+        dtype=request["dtype"],
         max_model_len=longest,
         max_num_seqs=max(batch for batch, _ in rows),
         max_num_batched_tokens=max(8192, *(batch * prompt for batch, prompt in rows)),
         enable_prefix_caching=False,
-        gpu_memory_utilization=MEMORY_SHARE * asked["share"],
-        kv_cache_memory_bytes=asked["cache"],
+        gpu_memory_utilization=MEMORY_SHARE * request["share"],
+        kv_cache_memory_bytes=request["cache"],
         kernel_config={"enable_flashinfer_autotune": False},
         compilation_config={
             "cudagraph_capture_sizes": [size for size in captured if size <= GRAPHED],
-            "pass_config": {"fuse_allreduce_rms": asked["fused"]},
+            "pass_config": {"fuse_allreduce_rms": request["fused"]},
         },
     )
-    found: dict[str, Any] = {"version": vllm.__version__, "fused": asked["fused"], "invariant": asked["invariant"]}
-    found["rows"] = []
-    wait_for_turn(asked)
+    report: dict[str, Any] = {"version": vllm.__version__, "fused": request["fused"], "invariant": request["invariant"]}
+    report["rows"] = []
+    wait_for_turn(request)
     for batch, prompt in rows:
-        found["rows"].append({"batch": batch, "prompt": prompt, **_row(llm, vllm, batch, prompt, asked["rounds"])})
-        Path(asked["out"]).write_text(json.dumps(found))
-    return found
+        report["rows"].append({"batch": batch, "prompt": prompt, **_row(llm, vllm, batch, prompt, request["rounds"])})
+        Path(request["out"]).write_text(json.dumps(report))
+    return report
 
 
-def wait_for_turn(asked: dict) -> None:
+def wait_for_turn(request: dict) -> None:
     """Says that the engine is ready, and waits until no other is timed."""
-    Path(asked["ready"]).touch()
-    end = time.monotonic() + asked["limit_s"]
-    while not Path(asked["go"]).exists():
+    Path(request["ready"]).touch()
+    end = time.monotonic() + request["limit_s"]
+    while not Path(request["go"]).exists():
         if time.monotonic() > end:
-            raise TimeoutError(f"not asked to measure within {asked['limit_s']:.0f} s")
+            raise TimeoutError(f"not asked to measure within {request['limit_s']:.0f} s")
         time.sleep(0.05)
 
 
@@ -187,9 +189,9 @@ def _row(llm: Any, vllm: Any, batch: int, prompt: int, rounds: int) -> dict[str,
     def seconds(length: int) -> float:
         options = vllm.SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         outputs, taken = _from_full_queue(llm, prompts, options)
-        made = [len(output.outputs[0].token_ids) for output in outputs]
-        if made != [length] * batch:
-            raise RuntimeError(f"{batch} x {prompt}: vLLM made {made} tokens, asked for {length} each")
+        counts = [len(output.outputs[0].token_ids) for output in outputs]
+        if counts != [length] * batch:
+            raise RuntimeError(f"{batch} x {prompt}: vLLM made {counts} tokens, asked for {length} each")
         return taken
 
     first, whole = _warm_median(lambda: seconds(1), rounds), _warm_median(lambda: seconds(1 + STEPS), rounds)
@@ -215,16 +217,16 @@ def _warm_median(once: Callable[[], float], rounds: int) -> float:
     return statistics.median(once() for _ in range(rounds))
 
 
-def result_of(found: dict, batch: int, prompt: int) -> dict:
+def result_of(engine_result: dict, batch: int, prompt: int) -> dict:
     """vLLM's entry of a row, as `benchmarks.llm` writes those of the others."""
-    (row,) = [row for row in found["rows"] if (row["batch"], row["prompt"]) == (batch, prompt)] or [None]
-    kept = found.get("invariant", False)
-    name = f"vLLM {found['version']}" + (", VLLM_BATCH_INVARIANT=1" if kept else "")
-    entry: dict[str, Any] = {"key": "vllm-batch" if kept else "vllm", "name": name, "status": "ok", "notes": []}
+    (row,) = [row for row in engine_result["rows"] if (row["batch"], row["prompt"]) == (batch, prompt)] or [None]
+    is_invariant = engine_result.get("invariant", False)
+    name = f"vLLM {engine_result['version']}" + (", VLLM_BATCH_INVARIANT=1" if is_invariant else "")
+    entry: dict[str, Any] = {"key": "vllm-batch" if is_invariant else "vllm", "name": name, "status": "ok", "notes": []}
     if row is None:
         return {**entry, "status": "n/a", "notes": ["stopped before this row"]}
-    kind = "FlashInfer's all-reduce with residual and norm" if found["fused"] else "its custom all-reduce"
-    kind = "NCCL's tree on one channel" if kept else kind
+    kind = "FlashInfer's all-reduce with residual and norm" if engine_result["fused"] else "its custom all-reduce"
+    kind = "NCCL's tree on one channel" if is_invariant else kind
     figures = {key: value for key, value in row.items() if key not in ("batch", "prompt")}
     return {**entry, **figures, "notes": [f"with {kind}; weights of its own, so its tokens are compared with nobody's"]}
 

@@ -44,7 +44,7 @@ class _Tensor:
     dtype: torch.dtype
     aligned: bool
 
-    def made(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         return torch.empty(32, dtype=self.dtype)[0 if self.aligned else 1 :]
 
 
@@ -58,15 +58,15 @@ class _Forms:
         processes = max(1, (os.cpu_count() or 1) // team.world - 1)  # one core runs this rank
         self.pool = ProcessPoolExecutor(processes, get_context("spawn"), compile_without_gpu, (compile_target(),))
 
-    def ask(self, kernel: triton.JITFunction, *args: object, grid: object, warmup: bool = False, **given: Any) -> None:
+    def add(self, kernel: triton.JITFunction, *args: object, grid: object, warmup: bool = False, **given: Any) -> None:
         """In place of `JITFunction.run`."""
         given |= dict(zip(kernel.arg_names, args, strict=False))
-        told = {name: _told(value) for name, value in given.items()}
+        described = {name: _described(value) for name, value in given.items()}
         kinds = _kinds(kernel)
-        names = {name: kinds[name](value) if name in kinds else value for name, value in told.items()}
+        names = {name: kinds[name](value) if name in kinds else value for name, value in described.items()}
         form = f"{kernel.fn.__module__}:{kernel.fn.__qualname__} {sorted(names.items(), key=lambda item: item[0])}"
         if form not in self.known:
-            self.known[form] = kernel.fn.__module__, kernel.fn.__qualname__, told
+            self.known[form] = kernel.fn.__module__, kernel.fn.__qualname__, described
             if zlib.crc32(form.encode()) % self.team.world == self.team.rank:
                 self.compile(form)
 
@@ -98,7 +98,7 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     """
     forms = _Forms(team)
     try:
-        _ask(forms, contexts, calls)
+        _collect(forms, contexts, calls)
         count = forms.share()
         _, reason = team.attempt(forms.wait)
     finally:  # else a process that ends waits for those that compile, and they for more to do
@@ -108,18 +108,18 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     return count
 
 
-def _ask(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
+def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
     """Makes `calls`, which launch nothing."""
 
     def launch(kernels, device, kernel, grid, args, moving=(), **options):
-        forms.ask(kernel, grid=grid, **args, **(FUSED | options))
+        forms.add(kernel, grid=grid, **args, **(FUSED | options))
 
     for ctx in contexts:
         ctx.forget_launches()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(relaunch, "launch", launch))
         patches.enter_context(mock.patch.object(relaunch.Calls, "keep", lambda *call: None))
-        patches.enter_context(mock.patch.object(triton.JITFunction, "run", lambda *a, **given: forms.ask(*a, **given)))
+        patches.enter_context(mock.patch.object(triton.JITFunction, "run", lambda *a, **given: forms.add(*a, **given)))
         calls()
     for ctx in contexts:
         ctx.forget_launches()
@@ -147,7 +147,7 @@ def _width(value: object) -> object:
     return "float" if isinstance(value, float) else value
 
 
-def _told(value: object) -> object:
+def _described(value: object) -> object:
     """An argument as another process is told of it."""
     if isinstance(value, torch.Tensor):
         return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
@@ -166,7 +166,7 @@ class _Base:
         return 0
 
 
-def _compile(module: str, name: str, told: dict[str, object]) -> None:
+def _compile(module: str, name: str, described: dict[str, object]) -> None:
     kernel = getattr(importlib.import_module(module), name)
-    given = {key: value.made() if isinstance(value, _Tensor) else value for key, value in told.items()}
+    given = {key: value.tensor() if isinstance(value, _Tensor) else value for key, value in described.items()}
     kernel.warmup(grid=(1, 1, 1), **given)

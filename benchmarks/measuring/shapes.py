@@ -99,7 +99,7 @@ def _decode_layers(world: int) -> list[tuple[int, int]]:
     return _once(shape for model in models.DECODE for shape in model.row_linears(world))
 
 
-def _decode_of_others(world: int, rows: Iterable[int]) -> list[Row]:
+def _rarer_decode(world: int, rows: Iterable[int]) -> list[Row]:
     """The ops that are rarer at few rows: by rows, where parts are short or empty, and by columns."""
     model = models.LLAMA_70B
     layers = (
@@ -113,15 +113,15 @@ def _decode_of_others(world: int, rows: Iterable[int]) -> list[Row]:
 def decode(world: int) -> list[Row]:
     reduced = [Row("ar", M, *layer) for layer in _decode_layers(world) for M in DECODE_M]
     heads = _lm_heads(DECODE_M, [models.LLAMA_8B, models.LLAMA_70B])
-    return _once([*reduced, *_decode_of_others(world, DECODE_M), *heads])
+    return _once([*reduced, *_rarer_decode(world, DECODE_M), *heads])
 
 
 def decode_sample(world: int) -> list[Row]:
     """One layer at every M, for the picture; the others once, M taking turns; then some of each other op."""
     sweep = [Row("ar", M, *models.LLAMA_70B.row_linears(world)[0]) for M in DECODE_M]
-    others = [Row("ar", DECODE_M[4 * i % 9], *layer) for i, layer in enumerate(_decode_layers(world))]
-    rest = _decode_of_others(world, (1, 32))
-    return _once([*sweep, *others, *rest, *_lm_heads((1, 16, 64, 256), [models.LLAMA_70B])])
+    other_layers = [Row("ar", DECODE_M[4 * i % 9], *layer) for i, layer in enumerate(_decode_layers(world))]
+    rest = _rarer_decode(world, (1, 32))
+    return _once([*sweep, *other_layers, *rest, *_lm_heads((1, 16, 64, 256), [models.LLAMA_70B])])
 
 
 def between(world: int) -> list[Row]:

@@ -23,7 +23,7 @@ class Contender:
     name: str
     kind: str
     prepare: dict[str, Callable[[Inputs], Call]] = field(repr=False)
-    serves: Callable[[Row, int, torch.dtype], bool] = field(default=everything, repr=False)
+    supports: Callable[[Row, int, torch.dtype], bool] = field(default=everything, repr=False)
     plan: Callable[[Row], dict] | None = field(default=None, repr=False)  # what it chose for a row, for the record
     note: str | None = None  # what its result lacks, for the table
     capture: Callable[[], AbstractContextManager] = field(default=nullcontext, repr=False)  # in which a graph is made
@@ -34,7 +34,7 @@ class Contender:
         return self.kind == GEMM
 
     def takes(self, row: Row, world: int, dtype: torch.dtype) -> bool:
-        return row.op in self.prepare and self.serves(row, world, dtype)
+        return row.op in self.prepare and self.supports(row, world, dtype)
 
 
 def installed(team: Team, module: str, name: str) -> bool:

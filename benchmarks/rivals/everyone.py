@@ -85,13 +85,13 @@ def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alone: Heap) -> list[Contender]:
     """All that can run on this team's device; `rows` says how large the shared buffers have to be."""
     blas = "cuBLAS" if team.cuda else "torch"
-    found = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *of_torch.contenders(team, rows, dtype)]
+    entries = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *of_torch.contenders(team, rows, dtype)]
     if team.cuda:
-        for others in (of_nccl, of_vllm, of_flashinfer, of_kraken):
-            found += others.contenders(team, rows, dtype)
-    found.append(Contender(f"{blas} alone", GEMM, dict.fromkeys(CALLS, separate.product)))
-    found.append(Contender("ours alone", GEMM, dict.fromkeys(CALLS, _our_gemm(alone))))
-    return found
+        for library in (of_nccl, of_vllm, of_flashinfer, of_kraken):
+            entries += library.contenders(team, rows, dtype)
+    entries.append(Contender(f"{blas} alone", GEMM, dict.fromkeys(CALLS, separate.product)))
+    entries.append(Contender("ours alone", GEMM, dict.fromkeys(CALLS, _our_gemm(alone))))
+    return entries
 
 
 def varied(heap: Heap, changes: dict[str, int | bool | str]) -> Contender:

@@ -32,10 +32,10 @@ def installed(team: Team) -> bool:
     return contender.installed(team, "flashinfer", "FlashInfer")
 
 
-def serves(one_shot: bool, rows: int, columns: int, world: int, dtype: torch.dtype) -> bool:
-    fits = rows * columns * dtype.itemsize <= LIMITS[one_shot] and columns % 8 == 0
+def supports(one_shot: bool, rows: int, columns: int, world: int, dtype: torch.dtype) -> bool:
+    small_enough = rows * columns * dtype.itemsize <= LIMITS[one_shot] and columns % 8 == 0
     enough = rows > (0 if one_shot else world)
-    return dtype in (torch.bfloat16, torch.float16) and world in WORLDS and fits and enough
+    return dtype in (torch.bfloat16, torch.float16) and world in WORLDS and small_enough and enough
 
 
 @functools.cache
@@ -98,4 +98,4 @@ def _prepare(team: Team, one_shot: bool) -> Callable[[Inputs], Call]:
 
 
 def served(one_shot: bool) -> Callable[[Row, int, torch.dtype], bool]:
-    return lambda row, world, dtype: serves(one_shot, row.M, row.N, world, dtype)
+    return lambda row, world, dtype: supports(one_shot, row.M, row.N, world, dtype)

@@ -116,19 +116,19 @@ def _enlarge_signal_pads(rows: list[Row], world: int) -> int:
 
     if not hasattr(symm_mem, "set_signal_pad_size"):
         return 2048
-    wanted = max([_signals(row, world) for row in rows if row.op in ("ar", "rs")], default=0)
-    size = max(symm_mem.get_signal_pad_size(), 1 << max(0, wanted - 1).bit_length())
+    needed = max([_signals(row, world) for row in rows if row.op in ("ar", "rs")], default=0)
+    size = max(symm_mem.get_signal_pad_size(), 1 << max(0, needed - 1).bit_length())
     symm_mem.set_signal_pad_size(size)
     return size
 
 
 def _forgetting(module: str, call: Call) -> Call:
     """The module keeps each call's descriptors, and with them its results, for ever: some GB in a batch of calls."""
-    kept = sys.modules[f"kraken.fused.{module}"]._tma_desc_cache
+    cache = sys.modules[f"kraken.fused.{module}"]._tma_desc_cache
 
     def forgetting(i: int) -> torch.Tensor:
         out = call(i)
-        kept.clear()
+        cache.clear()
         return out
 
     return forgetting

@@ -20,10 +20,10 @@ from benchmarks.rivals.contender import RIVAL, Contender
 
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contender]:
-    found = [Contender(separate.name(team), RIVAL, separate.PREPARE)]
+    entries = [Contender(separate.name(team), RIVAL, separate.PREPARE)]
     if team.cuda:
         shared = SharedBuffer(team, rows, dtype)
-        found += [
+        entries += [
             Contender("cuBLAS + torch one-shot", RIVAL, {"ar": shared.one_shot}, _all_reduced),
             Contender("cuBLAS + torch two-shot", RIVAL, {"ar": shared.two_shot}, _all_reduced),
             Contender("cuBLAS + torch reduce-scatter", RIVAL, {"rs": shared.reduce_scatter}, _scattered),
@@ -35,7 +35,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
                 _even_rows,
             ),
         ]
-    return found
+    return entries
 
 
 def _group() -> str:

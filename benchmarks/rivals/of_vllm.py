@@ -33,7 +33,7 @@ def installed(team: Team) -> bool:
     return contender.installed(team, "vllm", "vLLM")
 
 
-def serves(nbytes: int, world: int, dtype: torch.dtype) -> bool:
+def supports(nbytes: int, world: int, dtype: torch.dtype) -> bool:
     wide = dtype in (torch.bfloat16, torch.float16, torch.float32)
     return wide and world in WORLDS and nbytes < LIMIT and nbytes % 16 == 0
 
@@ -50,10 +50,10 @@ def communicator(device: torch.device) -> Any:
     settle()
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-    found = CustomAllreduce(dist.new_group(backend="gloo"), device, LIMIT)
-    if found.disabled:
+    reducer = CustomAllreduce(dist.new_group(backend="gloo"), device, LIMIT)
+    if reducer.disabled:
         raise RuntimeError("vLLM's custom all-reduce does not serve these GPUs")
-    return found
+    return reducer
 
 
 def reduced(device: torch.device, partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
         return call
 
     def served(row: Row, world: int, dtype: torch.dtype) -> bool:
-        return serves(row.M * row.N * dtype.itemsize, world, dtype)
+        return supports(row.M * row.N * dtype.itemsize, world, dtype)
 
     capture = functools.partial(capturing, team.device)
     return [Contender(f"cuBLAS + {NAME}", RIVAL, {"ar": prepare}, served, capture=capture)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from iris_ops.config import FusedConfig
-from iris_ops.planning.kernel_names import kernel_for
+from iris_ops.planning.plan import way_for
 from iris_ops.problem import Problem
 import torch
 
@@ -88,7 +88,7 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
     config = FusedConfig(**known | {"warp_specialised": plan.get("warp_specialised", plan.get("warp_roles", False))})
     form = row.get("form") or ("" if row["op"] == "ar" else "rows")
     problem = Problem(_OPS[row["op"]], form, row["M"], row["N"], row["K"], run["world"], torch.bfloat16)
-    return kernel_for(problem, config)
+    return way_for(problem, config).kernel
 
 
 def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:

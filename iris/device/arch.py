@@ -1,4 +1,4 @@
-"""The few things that differ by architecture: a clock, fences, and what Triton's interpreter lacks.
+"""Hide the few differences between architectures: a clock, fences, and what Triton's interpreter lacks.
 
 Every function here is a no-op, or plain Triton, wherever the architecture already guarantees what it names.
 """
@@ -29,7 +29,7 @@ def is_hip():
     return not INTERPRET and tl.target_info.is_hip()
 
 
-# Called by interpreted kernels only; the mark lets the compiler pass over the names in branches that it drops.
+# Called by interpreted kernels only; the mark makes the compiler skip the names in branches that it drops.
 def _host_clock() -> int:
     return time.monotonic_ns()
 
@@ -44,7 +44,7 @@ def has_ended(pid: int) -> bool:
         descriptor = os.pidfd_open(int(pid))
     except ProcessLookupError:
         return True
-    except OSError:  # no descriptor is left here, which says nothing of that process: the time-out bounds the wait
+    except OSError:  # this process has no free descriptor: the time-out bounds the wait
         return False
     try:
         return bool(select.select([descriptor], [], [], 0)[0])  # readable once the process has ended
@@ -96,7 +96,7 @@ def multiprocessor():
 
 @device_function
 def thread():
-    """The number of this thread in its program; where it is not known, 0: it tells warps with different work apart."""
+    """Return this thread's number in its program, to tell warps with different work apart; 0 where it is unknown."""
     if is_cuda():
         return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -105,14 +105,14 @@ def thread():
 
 @device_function
 def pause(polls):
-    """Before another poll, after so many: lets other ranks run where ranks share cores."""
+    """Let other ranks run between polls, where ranks share cores. `polls`: how many came before."""
     if INTERPRET:
         _host_pause(polls)
 
 
 @device_function
 def any_gone(pids):
-    """Whether one of these processes, 0 for none, has ended; only known where kernels run on the host."""
+    """Return whether one of these processes, 0 for none, has ended; always False where kernels run on a device."""
     if INTERPRET:
         return _host_any_gone(pids)
     else:
@@ -121,7 +121,7 @@ def any_gone(pids):
 
 @device_function
 def drain_stores():
-    """This thread's earlier stores have left for memory. AMD's barrier does not wait for them; NVIDIA's fence does."""
+    """Wait until this thread's stores have left for memory. AMD's barrier does not await them; NVIDIA's fence does."""
     if is_hip():
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1
@@ -130,7 +130,7 @@ def drain_stores():
 
 @device_function
 def load_fresh(pointer, mask):
-    """What stands in memory now, past all caches, zero where masked out: `volatile`, which Triton drops for AMD."""
+    """Load from memory past all caches, zero where masked out: `volatile`, which Triton drops for AMD."""
     if is_hip():
         return tl.load(pointer, mask=mask, other=0, cache_modifier=".cv")
     else:
@@ -139,7 +139,7 @@ def load_fresh(pointer, mask):
 
 @device_function
 def load_word(pointer):
-    """The same of one word."""
+    """Load one scalar as `load_fresh` does."""
     if is_hip():
         return tl.load(pointer, cache_modifier=".cv")
     else:
@@ -148,48 +148,49 @@ def load_word(pointer):
 
 @device_function
 def fence_async_proxy():
-    """Data that peers stored is visible to this thread's following TMA loads."""
+    """Make data that peers stored visible to this thread's following TMA loads."""
     if is_cuda():
         tl.inline_asm_elementwise(
             "fence.proxy.async.global;\n\tmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
-# Programmatic dependent launch, from Hopper on: a kernel's programs take their places while the one before still runs.
-# A place that a program takes early need not be a good one: where few programs draw all that the memory gives, they are
-# to be spread over the device. So a kernel lets the next one in when it is about to end, not before.
+# Programmatic dependent launch (PDL), from Hopper on: a kernel's programs take multiprocessors while its predecessor
+# runs. An early place need not be a good one: a few programs that draw the full memory bandwidth should be spread over
+# the device. So a kernel lets the next one in when it is about to end, not before.
 
 
 @triton.constexpr_function
-def launches_ahead():
-    """Whether the code is compiled for a GPU that has programmatic dependent launch."""
+def has_pdl():
+    """Return whether the code is compiled for a GPU that has programmatic dependent launch."""
     return not INTERPRET and tl.target_info.cuda_capability_geq(*platform.HOPPER)
 
 
 @device_function
 def follow():
-    """First thing in a kernel that is launched beside the one before (`platform.beside`): waits until that has ended.
+    """Wait for the end of the preceding kernel; first call of a kernel launched with `platform.beside`.
 
-    All it has done is visible then, so what two kernels do never overlaps. Without such a launch this does nothing.
+    All stores of that kernel are visible then, so the work of two kernels never overlaps. Without PDL this does
+    nothing.
     """
-    if launches_ahead():
+    if has_pdl():
         tl.extra.cuda.gdc_wait()
 
 
 @device_function
 def lead():
-    """The next kernel may be launched, once all programs have come here or ended."""
-    if launches_ahead():
+    """Let the next kernel start once all programs have called this or ended."""
+    if has_pdl():
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @device_function
 def dot(a, b, acc):
-    """`acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
+    """Return `acc + a @ b` in fp32. fp32 operands are multiplied exactly as torch does by default, not as tf32."""
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @device_function
 def round_to(x, dtype: tl.constexpr):
-    """fp32 `x` rounded to nearest even in `dtype`."""
+    """Round fp32 `x` to the nearest `dtype`, ties to even."""
     return x.to(dtype)

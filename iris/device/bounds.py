@@ -1,4 +1,4 @@
-"""Checks, in the interpreter, that accesses to peers stay in the heaps: others would spoil this very process.
+"""Check, in the interpreter, that accesses to peers stay in the heaps: others would corrupt this process.
 
 A pointer becomes a peer's by the difference of two heap bases. With the wrong rank for the caller's own, or with a
 pointer outside the heap, the sum is the address of something else. A GPU may fault there; a process of the host goes on
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 
-_heaps: dict[int, tuple[int, int]] = {}  # [base] = bytes, rank; of all open contexts, as this process has them
+_heaps: dict[int, tuple[int, int]] = {}  # [base] = bytes, rank; of all open contexts, at this process's addresses
 
 
 def add(bases: list[int], span: int) -> None:
@@ -30,10 +30,10 @@ def remove(bases: list[int]) -> None:
 
 
 def check(call: str, pointer: Any, mask: Any, own: Any, peer: Any, either: bool = False) -> None:
-    """Raises `ArgumentError` if an element of `pointer` that `mask` lets through lies outside the heap at `own`.
+    """Raise `ArgumentError` if an element of `pointer` that `mask` lets through lies outside the heap at `own`.
 
-    `own`, `peer`: what the caller's `heap_bases` holds of both ranks, anywhere in their heaps. `either`: the heap of
-    `peer` is as good. Nothing is known, and nothing checked, of pointers and bases that belong to no context.
+    `own`, `peer`: the entries of both ranks in the caller's `heap_bases`, any address in their heaps. `either`: the
+    heap of `peer` is allowed too. Pointers and bases that belong to no context are not checked.
     """
     addresses = pointer.handle.data
     if mask is not None:
@@ -61,7 +61,7 @@ def check(call: str, pointer: Any, mask: Any, own: Any, peer: Any, either: bool 
 
 
 def _heap_of(address: int) -> tuple[int, int, int] | None:
-    """Where the heap begins in which an address lies, its bytes and its rank."""
+    """Return the base of the heap in which an address lies, its bytes and its rank; None outside all heaps."""
     for base, (span, rank) in _heaps.items():
         if base <= address < base + span:
             return base, span, rank

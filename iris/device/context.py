@@ -1,8 +1,8 @@
 """`DeviceContext`: the RMA functions without the arguments that a kernel would repeat at every call.
 
-The context tensor is int64, one a rank, built by `pack` on the host and read here:
-`[rank, world_size, status address, record address, time-out in ticks, event buffer address, its capacity in events,
-address of the ranks' names or 0, heap bases ..., process ids ..., where the library's results begin on the heap]`.
+The context tensor is int64, one a rank, built by `pack` on the host and read here: `[rank, world_size, status address,
+record address, time-out in ticks, event buffer address, its capacity in events, address of the ranks' names or 0, heap
+bases ..., process ids ..., where the library's results begin on the heap]`.
 """
 
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ from .tracing import DeviceTracing, device_tracing
 
 HEADER = tl.constexpr(8)
 TRACING_WORDS = slice(5, 7)
-# Beyond every heap: the library has handed out no memory for results yet.
+# Past the end of every heap: the library has handed out no memory for results yet.
 _NOWHERE = 1 << 62
 
 
 def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
-    """What the context tensor holds."""
+    """Return the entries of the context tensor."""
     return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids, _NOWHERE]
 
 
@@ -51,17 +51,17 @@ class RemoteAccess:
 
     @device_function
     def results_begin(self):
-        """How far from the heap's beginning the memory begins that the library hands out for results, bytes, int64."""
+        """Return the offset on the heap, in bytes, int64, from which the library hands out memory for results."""
         return tl.load(self.ctx_ptr + HEADER + 2 * self.world_size)
 
     @device_function
     def remote(self, pointer, to_rank):
-        """The address at `to_rank` of what this rank calls `pointer`."""
+        """Return the address at `to_rank` of this rank's `pointer`."""
         return rma.translate(pointer, self.rank, to_rank, self.heap_bases())
 
     @device_function
     def as_remote(self, ptr, rank):
-        """`remote`, by the name that it has in ROCm/iris: the address at `rank` of what this rank calls `ptr`."""
+        """Return the address at `rank` of this rank's `ptr`: `remote` by its name in ROCm/iris."""
         return rma.translate(ptr, self.rank, rank, self.heap_bases())
 
     @device_function
@@ -75,7 +75,7 @@ class RemoteAccess:
         volatile: tl.constexpr = False,
         hint: tl.constexpr = None,
     ):
-        """Returns what stands at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
+        """Returns the value at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
         return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile, hint)
 
     @device_function
@@ -168,7 +168,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_cas` at `to_rank`."""
+        """Call `iris.atomic_cas` at `to_rank`."""
         return atomics.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope, hint)
 
     @device_function
@@ -182,7 +182,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_add` at `to_rank`."""
+        """Call `iris.atomic_add` at `to_rank`."""
         return atomics.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -196,7 +196,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_xchg` at `to_rank`."""
+        """Call `iris.atomic_xchg` at `to_rank`."""
         return atomics.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -210,7 +210,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_xor` at `to_rank`."""
+        """Call `iris.atomic_xor` at `to_rank`."""
         return atomics.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -224,7 +224,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_and` at `to_rank`."""
+        """Call `iris.atomic_and` at `to_rank`."""
         return atomics.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -238,7 +238,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_or` at `to_rank`."""
+        """Call `iris.atomic_or` at `to_rank`."""
         return atomics.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -252,7 +252,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_min` at `to_rank`."""
+        """Call `iris.atomic_min` at `to_rank`."""
         return atomics.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -266,7 +266,7 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """`iris.atomic_max` at `to_rank`."""
+        """Call `iris.atomic_max` at `to_rank`."""
         return atomics.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
 
@@ -289,7 +289,7 @@ class DeviceContext(RemoteAccess):
     @staticmethod
     @device_function
     def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
-        """From `Iris.get_device_context()`, the caller's rank and the number of ranks.
+        """Return the context from `Iris.get_device_context()`, the caller's rank and the number of ranks.
 
         `tracing`: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
         """
@@ -300,5 +300,5 @@ class DeviceContext(RemoteAccess):
 
 @device_function
 def own_context(ctx_ptr, world_size: tl.constexpr, tracing: tl.constexpr = False):
-    """The device context with the rank as the context tensor has it, so that all ranks share one compiled kernel."""
+    """Return the device context with the rank read from the context tensor, so all ranks share one compiled kernel."""
     return DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr).to(tl.int32), world_size, tracing)

@@ -1,4 +1,4 @@
-"""What stands around a copy between heaps in a stream: a wait for a flag before it, a signal after it."""
+"""Kernels around a copy between heaps in a stream: a wait for a flag before it, a signal after it."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .context import own_context
 
 @triton.jit
 def wait_kernel(ctx_ptr, flag, value, peer, WORLD_SIZE: tl.constexpr):
-    """Waits until this rank's `flag` has reached `value`, which `peer` brings about."""
+    """Wait until this rank's `flag` has reached `value`, which `peer` signals."""
     sync.wait(own_context(ctx_ptr, WORLD_SIZE), flag, value, peer)
 
 

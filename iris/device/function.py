@@ -1,9 +1,9 @@
-"""`device_function`: what kernels call is marked with it; kernels themselves are `@triton.jit`.
+"""Define `device_function`, the mark of functions that kernels call; kernels themselves are `@triton.jit`.
 
-Compiled, the two are the same. In the interpreter, triton looks through the whole language again at each call of a
-jit function inside a kernel, which is most of the time of a kernel on small tensors, and its aggregates lose methods
+Compiled, the two are the same. In the interpreter, triton searches the whole language again at each call of a jit
+function inside a kernel, which takes most of the time of a kernel on small tensors, and its aggregates lose methods
 that are jit functions. The rewritten function alone, which runs in the language as its kernel has set it up, has
-neither trouble.
+neither problem.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ P = ParamSpec("P")
 
 
 def device_function(fn: Callable[P, object]) -> Callable[P, Any]:
-    """A function for kernels and other device functions to call."""
+    """Return `fn` as a function that kernels and other device functions call."""
     jitted = triton.jit(fn)
     return rewritten(jitted) if platform.interpreting() else jitted
 

@@ -1,19 +1,19 @@
-"""Lamport values: data that shows by itself whether it has arrived. One hop between ranks, no fence, no flag.
+"""Lamport values: data that carries its own validity, so ranks exchange it in one hop, without fence or flag.
 
 A receiver's memory holds a sentinel, all bits one, wherever nothing has arrived. It polls the values themselves until
 none is the sentinel, and then puts the sentinel back. A sender must never send the sentinel:
 
     floating point  values keep their width. The sentinel is a NaN that no conversion and no sum makes;
                     `without_sentinel` turns one that was loaded into another NaN.
-    integers        every bit pattern means something, so `widen` sends values of twice the width.
+    integers        every bit pattern is a valid value, so `widen` sends values of twice the width.
 
-Each value is stored and loaded at once (16 to 64 bits). So a value that is not the sentinel is whole, whatever the
+Each value is stored and loaded at once (16 to 64 bits). So a value that is not the sentinel is complete, whatever the
 order in which values arrive.
 
 Two halves of the memory, chosen by the parity of an epoch that only these exchanges advance, are enough. A rank that
 stores for call e + 2 has finished e + 1, so it has everyone's values of e + 1. Their senders had finished call e, with
-the sentinel back in place. A rank has finished a call when its kernel has ended: a kernel that is launched beside it
-touches no memory until then (`arch.follow`).
+the sentinel back in place. A rank has finished a call when its kernel has ended: a dependent launch touches no memory
+until then (`arch.follow`).
 """
 
 import triton
@@ -27,12 +27,12 @@ from .tracing import WAIT
 from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
 
 SENTINEL = tl.constexpr(-1)
-_THREADS = tl.constexpr(1024)  # of a program, at most
+_THREADS = tl.constexpr(1024)  # the most of a program
 
 
 @device_function
 def without_sentinel(x, dtype: tl.constexpr):
-    """fp32 `x`, rounded to `dtype`, as integers of that width that are never the sentinel."""
+    """Return fp32 `x`, rounded to `dtype`, as integers of that width that are never the sentinel."""
     bits: tl.constexpr = dtype.primitive_bitwidth
     values = arch.round_to(x, dtype).to(tl.core.get_int_dtype(bits, True), bitcast=True)
     return values ^ ((values == SENTINEL).to(values.dtype) << (bits - 1))  # another NaN, without the sign
@@ -40,7 +40,7 @@ def without_sentinel(x, dtype: tl.constexpr):
 
 @device_function
 def widen(x):
-    """Integers of 8, 16 or 32 bits as integers of twice the width, which are never the sentinel."""
+    """Return integers of 8, 16 or 32 bits as integers of twice the width, which are never the sentinel."""
     bits: tl.constexpr = x.dtype.primitive_bitwidth
     unsigned: tl.constexpr = tl.core.get_int_dtype(bits, False)
     return x.to(unsigned, bitcast=True).to(tl.core.get_int_dtype(2 * bits, True))
@@ -48,7 +48,7 @@ def widen(x):
 
 @device_function
 def unwrapped(values, dtype: tl.constexpr):
-    """What values of `dtype` from `without_sentinel` or `widen` mean, in the type that sums are kept in."""
+    """Return values of `dtype` from `without_sentinel` or `widen`, in the type that sums are kept in."""
     if values.dtype.primitive_bitwidth == dtype.primitive_bitwidth:
         return values.to(dtype, bitcast=True).to(sum_type(dtype))
     else:
@@ -57,7 +57,7 @@ def unwrapped(values, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def sum_type(dtype):
-    """fp32 for floating-point numbers, else integers of 32 bits or of as many as `dtype` has."""
+    """Return fp32 for floating-point numbers, else integers of 32 bits or of as many as `dtype` has."""
     if dtype.is_floating():
         return tl.float32
     return tl.int64 if dtype.primitive_bitwidth == 64 else tl.int32
@@ -79,15 +79,15 @@ def take(
     LANES: tl.constexpr = True,
     found=None,
 ):
-    """Waits for COUNT blocks of Lamport values of `dtype`, and leaves the sentinel in their places.
+    """Wait for COUNT blocks of Lamport values of `dtype`, and restore the sentinel in their places.
 
-    The pointers `first` are those of the first block; the blocks stand `step` values apart. `source`: which rank each
-    value of the first block comes from; those of block i come from the i-th rank after it. `own`: what stands for block
-    number `ctx.rank`, which this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as
-    in `sync`; there, blocks must have no fewer values than threads. `found`: what `look` gave for these blocks before.
-    Returns (the blocks' sum in `sum_type(dtype)`, in order; whether all came in time).
+    The pointers `first` are those of the first block; the blocks lie `step` values apart. `source`: the rank that sends
+    each value of the first block; the i-th rank after it sends block i. `own`: the block of number `ctx.rank`, which
+    this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as in `sync`; there, blocks
+    must have no fewer values than threads. `found`: the result of `look` for these blocks. Returns (the blocks' sum in
+    `sum_type(dtype)`, in order; whether all came in time).
     """
-    if own is not None and COUNT == 2:  # then only the peer's is looked at: two add up to the same in either order
+    if own is not None and COUNT == 2:  # load the peer's only: two terms give the same sum in either order
         peer = 1 - ctx.rank
         theirs, came = take(
             ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES, found
@@ -100,7 +100,7 @@ def take(
             total, missing = _poll(
                 ctx, total, first, step, mask, source, epoch, waiter, dtype, COUNT, own, patience, LANES
             )
-        # `_added` ends with a barrier: no thread still looks
+        # `_added` ends with a barrier: no thread still loads
         for i in tl.static_range(COUNT):
             tl.store(first + i * step, SENTINEL, mask=_sent(ctx, mask, i, own))
         return total, not missing
@@ -110,9 +110,9 @@ def take(
 def take_found(
     ctx, found, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
 ):
-    """As `take` of one block of values, of which `found` was loaded before, by `arch.load_fresh`.
+    """Take one block of values as `take` does; `found` was loaded before, by `arch.load_fresh`.
 
-    Returns (what they mean, whether any had to be waited for).
+    Returns (the block's values as by `unwrapped`, whether any had to be waited for).
     """
     total, missing = unwrapped(found, dtype), any_set((found == SENTINEL).to(tl.int32), LANES)
     waited = missing
@@ -124,7 +124,7 @@ def take_found(
 
 @device_function
 def _sent(ctx, mask, i, own):
-    """The mask of block i: nobody sends what is our own."""
+    """Return the mask of block i as peers send it: empty for this rank's own block."""
     if own is None:
         return mask
     else:
@@ -133,7 +133,7 @@ def _sent(ctx, mask, i, own):
 
 @device_function
 def look(ctx, first, step, mask, COUNT: tl.constexpr, own=None):
-    """What stands now in the places that `take` of these arguments would wait for: a tuple of its blocks."""
+    """Load the places that `take` of these arguments would wait for; return a tuple of its blocks."""
     if own is not None and COUNT == 2:
         return (arch.load_fresh(first + (1 - ctx.rank) * step, mask),)
     else:
@@ -145,7 +145,7 @@ def look(ctx, first, step, mask, COUNT: tl.constexpr, own=None):
 
 @device_function
 def _added(ctx, blocks, dtype: tl.constexpr, own, LANES: tl.constexpr):
-    """(the sum of the blocks that `look` gave, whether any of their values has not come)."""
+    """Return (the sum of the blocks that `look` gave, whether any of their values is missing)."""
     missing = (blocks[0] == SENTINEL).to(tl.int32)
     total = _value(ctx, blocks[0], dtype, 0, own)
     for i in tl.static_range(1, len(blocks)):
@@ -156,13 +156,13 @@ def _added(ctx, blocks, dtype: tl.constexpr, own, LANES: tl.constexpr):
 
 @device_function
 def any_set(missing, LANES: tl.constexpr):
-    """Whether any of these is not zero; the same answer for all threads."""
-    found = tl.max(missing)
+    """Return whether any of these is not zero; the same answer for all threads."""
+    result = tl.max(missing)
     if LANES and missing.numel < _THREADS:
         # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
-        # there are threads makes one answer of all their answers.
-        found = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + found)
-    return found != 0
+        # threads makes all warps agree.
+        result = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + result)
+    return result != 0
 
 
 @device_function
@@ -211,13 +211,13 @@ def _poll(
     return total, missing
 
 
-# A program that computes before it sends would wait for the addresses of the peers' heaps at the end of its product,
-# one after the other. It loads them at its start, and `settled` keeps the compiler from waiting for them there.
+# A program that computes before it sends would wait for the addresses of the peers' heaps after its product, one by
+# one. It loads them at its start, and `settled` keeps the compiler from waiting for them there.
 
 
 @device_function
 def load_bases(ctx_ptr, WORLD_SIZE: tl.constexpr):
-    """The heap bases of all ranks, a tuple, on their way."""
+    """Start loading the heap bases of all ranks; return a tuple."""
     bases = ()
     for i in tl.static_range(WORLD_SIZE):
         bases += (tl.load(ctx_ptr + HEADER + i),)
@@ -226,7 +226,7 @@ def load_bases(ctx_ptr, WORLD_SIZE: tl.constexpr):
 
 @device_function
 def settled(values):
-    """The same values, which the compiler must not touch before it comes here."""
+    """Return the same values, which the compiler must not touch before this point."""
     after = ()
     for i in tl.static_range(len(values)):
         after += (_opaque(values[i]),)
@@ -245,14 +245,14 @@ def _opaque(x):
 
 @device_function
 def remote(ctx, pointer, bases, to_rank):
-    """`DeviceContext.remote` by the heap bases that `load_bases` gave."""
+    """Return `DeviceContext.remote` of `pointer` by the heap bases that `load_bases` gave."""
     target = _chosen(bases, to_rank)
     return moved(pointer, _chosen(bases, ctx.rank), target)
 
 
 @device_function
 def put(ctx, pointer, values, mask, bases, to_rank):
-    """Sends values, none of them the sentinel, to their place at `to_rank`."""
+    """Send values, none of them the sentinel, to their place at `to_rank`."""
     tl.store(remote(ctx, pointer, bases, to_rank), values, mask=mask, cache_modifier=".wt")
 
 

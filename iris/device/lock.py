@@ -10,7 +10,7 @@ from .waits import anyone_gone, deadline, is_late, keeps_waiting, report
 
 @device_function
 def lock(ctx, word, to_rank, waiter: tl.constexpr):
-    """Takes the lock in `word` at `to_rank`. Returns whether it was had in time."""
+    """Take the lock in `word` at `to_rank`; return whether it was acquired in time."""
     taken = _try(ctx, word, to_rank)
     if not taken:
         taken = _poll(ctx, word, to_rank, waiter)
@@ -19,7 +19,7 @@ def lock(ctx, word, to_rank, waiter: tl.constexpr):
 
 @device_function
 def unlock(ctx, word, to_rank):
-    """All of this program's earlier stores, then the lock is free."""
+    """Free the lock after all of this program's earlier stores."""
     signal(ctx, word, 0, to_rank)
 
 
@@ -35,7 +35,7 @@ def _poll(ctx, word, to_rank, waiter: tl.constexpr):
     taken = False
     waiting = True
     while waiting:
-        late = is_late(end, polls) | anyone_gone(ctx)  # anyone may hold it
+        late = is_late(end, polls) | anyone_gone(ctx)  # any rank may hold it
         taken = _try(ctx, word, to_rank)
         polls += 1
         waiting = keeps_waiting(ctx, not taken, late, polls)

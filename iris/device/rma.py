@@ -2,8 +2,7 @@
 
 Tensors on the symmetric heap have the same offset on every rank, so the caller's own address of a tensor plus the
 difference of two heap bases is the peer's. `pointer` arguments are always the caller's own heap addresses, scalar or
-block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.signal` or an atomic's
-`sem` orders them.
+block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.signal` or an atomic's `sem` orders them.
 """
 
 from typing import Any
@@ -35,7 +34,7 @@ METHOD_CALLED = tl.constexpr(
 
 @triton.constexpr_function
 def is_pointer(value):
-    """Whether `value` is no function: a port of ROCm/iris passes the method `heap_bases` itself."""
+    """Return whether `value` is no function: a port of ROCm/iris passes the method `heap_bases` itself."""
     return not callable(value) and not hasattr(value, "__func__")  # interpreted, and compiled
 
 
@@ -54,7 +53,7 @@ _host_check.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 @device_function
 def translate(pointer, from_rank, to_rank, heap_bases):
-    """`from_rank`'s address `pointer`, scalar or block, as the address of the same bytes at `to_rank`."""
+    """Return the address at `to_rank` of the bytes at `from_rank`'s address `pointer`, scalar or block."""
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     target, base = tl.load(heap_bases + to_rank), tl.load(heap_bases + from_rank)
     return moved(pointer, base.to(tl.int64), target.to(tl.int64))
@@ -62,7 +61,7 @@ def translate(pointer, from_rank, to_rank, heap_bases):
 
 @device_function
 def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
-    """In the interpreter: raises where an access of `call` leaves the heaps (`bounds.py`)."""
+    """Raise, in the interpreter, where an access of `call` leaves the heaps (`bounds.py`)."""
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     if INTERPRET:
         _host_check(call, pointer, mask, tl.load(heap_bases + own_rank), tl.load(heap_bases + other_rank), either)
@@ -70,27 +69,27 @@ def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, e
 
 @device_function
 def moved(pointer, base, target, ALIGNMENT: tl.constexpr = BASE_ALIGNMENT):
-    """`pointer`, scalar or block, in the memory that begins at `base`, as an address of that which begins at `target`.
+    """Return `pointer`, scalar or block, moved from the memory at `base` to that at `target`.
 
     `ALIGNMENT`: of the distance between the two, in bytes.
     """
     # One scalar, added once: casting a block of pointers through int64 would lose contiguity and alignment.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
     distance = target - base
-    if nbytes > 1:  # a division by one would be dropped, and with it what is said of its result
+    if nbytes > 1:  # a division by one would be dropped, and its result's hint with it
         distance = distance // nbytes
     return pointer + tl.multiple_of(distance, ALIGNMENT // nbytes)
 
 
 @device_function
 def across(pointer, one_rank, other_rank, heap_bases):
-    """`pointer`, which lies in the heap of either rank, as the address of the same bytes in the other one's heap.
+    """Return `pointer`, in the heap of either rank, as the address of the same bytes in the other one's heap.
 
-    Heaps do not overlap. So what lies from the higher base on goes down by the difference, and all else goes up.
+    Heaps do not overlap. So addresses from the higher base on go down by the difference, and all others go up.
     """
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
-    # Each element finds its own way, where a scalar would need a reduction over the block, which may have masked
-    # elements outside any heap. That all go the same way is said to the compiler, so accesses stay wide.
+    # Each element gets its own direction; a scalar would need a reduction over the block, whose masked elements may lie
+    # outside any heap. A hint says that all go the same way, so accesses stay wide.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
     one = tl.load(heap_bases + one_rank).to(tl.int64)
     other = tl.load(heap_bases + other_rank).to(tl.int64)
@@ -99,14 +98,14 @@ def across(pointer, one_rank, other_rank, heap_bases):
     if nbytes > 1:
         distance = distance // nbytes
     way = tl.where(pointer.to(tl.int64) >= higher, -1, 1).to(tl.int64)
-    if pointer.type.is_block() and not INTERPRET:  # the interpreter takes no block's shape for a hint, and needs none
+    if pointer.type.is_block() and not INTERPRET:  # the interpreter takes no shape in a hint, and needs none
         way = tl.max_constancy(way, pointer.shape)
     return pointer + way * tl.multiple_of(distance, BASE_ALIGNMENT // nbytes)
 
 
 @device_function
 def hinted(pointer, hint: tl.constexpr):
-    """`pointer`, of which the caller says that `hint` elements in a row are contiguous and begin at such a multiple."""
+    """Return `pointer` with the hint that runs of `hint` elements are contiguous and begin at a multiple of `hint`."""
     if hint is None:
         return pointer
     else:
@@ -125,10 +124,10 @@ def load(
     volatile: tl.constexpr = False,
     hint: tl.constexpr = None,
 ):
-    """Returns what stands at `pointer` on `from_rank`; the caller is `to_rank`.
+    """Return the value at `pointer` on `from_rank`; the caller is `to_rank`.
 
     `hint`, here and in every function below: how many elements of the block are contiguous, beginning at such a
-    multiple; an integer, or a tuple for a block of several dimensions. What is false of the pointers gives wrong data.
+    multiple; an integer, or a tuple for a block of several dimensions. A hint that does not hold gives wrong data.
 
     A load that is `volatile` passes all caches. So its `cache_modifier` has no effect on NVIDIA GPUs, whose assembler
     refuses the two together.
@@ -172,10 +171,10 @@ def get(
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Copies from `from_ptr` on `from_rank` to the caller's own `to_ptr`; the caller is `to_rank`.
+    """Copy from `from_ptr` on `from_rank` to the caller's own `to_ptr`; the caller is `to_rank`.
 
-    The two ranks may stand in either order, for code written for ROCm/iris has both: the caller is the one in whose
-    heap `from_ptr` lies. `DeviceContext.get` need not look.
+    The two ranks may come in either order, as in code written for ROCm/iris: the caller is the one in whose heap
+    `from_ptr` lies. `DeviceContext.get` skips that check.
     """
     check("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
     remote = hinted(across(from_ptr, to_rank, from_rank, heap_bases), hint)
@@ -223,7 +222,7 @@ def copy(
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
+    """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
     check("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
     check("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
     source = hinted(translate(src_ptr, cur_rank, from_rank, heap_bases), hint)

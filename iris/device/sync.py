@@ -1,8 +1,8 @@
-"""Signals, waits and epochs: how ranks agree, inside a kernel, on what has arrived.
+"""Signals, waits and epochs: ranks agree, inside a kernel, on what has arrived.
 
-A *signal* makes this program's earlier stores visible to a peer and then sets a flag there. A *wait* polls one of
-this rank's own flags, never longer than the context's time-out (`waits.py`), and nobody signals work that was
-skipped. Flags carry epochs, which only ever advance, so nothing is reset and a captured kernel can be replayed.
+A *signal* makes this program's earlier stores visible to a peer and then sets a flag there. A *wait* polls one of this
+rank's own flags, never longer than the context's time-out (`waits.py`), and nobody signals work that was skipped. Flags
+carry epochs, which only ever advance, so nothing is reset and a captured kernel can be replayed.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from . import arch, atomics
 from .context import own_context
 from .function import device_function
-from .places import matching_places, moved_out, tell_out
+from .places import matching_places, moved_out, publish_out
 from .tracing import SIGNAL, WAIT
 from .waits import (
     HEAPS_DIFFER,
@@ -26,31 +26,31 @@ from .waits import (
 
 _USER = tl.constexpr(WAITERS.index("a kernel"))
 _BARRIER = tl.constexpr(WAITERS.index("device_barrier"))
-# The sync block of a communicator, int32 on the heap:
-# [epoch, programs that finished, next tile, 0 ..., entered[world_size], completed[world_size], and as int64 where
-# peers' results lie, as they tell, [world_size], and how far from this rank's [world_size]].
+# The sync block of a communicator, int32 on the heap: [epoch, programs that finished, next tile, 0 ...,
+# entered[world_size], completed[world_size], and as int64 the places of peers' results, as they publish them,
+# [world_size], and their distances from this rank's [world_size]].
 _FINISHED = tl.constexpr(1)
 _NEXT_TILE = tl.constexpr(2)
 _ENTERED = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
-    """How many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
+    """Return how many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
     return _ENTERED.value + 6 * world_size
 
 
 @device_function
 def signal(ctx, flag, value, to_rank):
-    """Sets `flag` to `value` at `to_rank`, behind all stores that this program has made so far.
+    """Set `flag` to `value` at `to_rank`, after all stores of this program so far.
 
     `flag`: a scalar pointer to an int32 on the heap, by this rank's own address. `value`: int32, by habit the epoch of
-    the call. Every program and every thread of it comes here alike, for it is a barrier of the program.
+    the call. All threads of the program must call it, for it is a barrier of the program.
 
     Guarantee: whoever sees `value` in the flag by `wait`, or by an atomic with acquire at system scope, sees all stores
     of this program from before the signal, to whichever rank they went, and whatever this program had itself seen by
     `wait`. That is so because a barrier of the program comes first, and then one release at system scope; on AMD
-    outstanding stores are awaited before. Nothing is guaranteed of other programs' stores, of stores after the signal,
-    or of when the flag arrives. It waits for no rank.
+    the program first waits for outstanding stores. Nothing is guaranteed of other programs' stores, of stores after the
+    signal, or of when the flag arrives. It waits for no rank.
     """
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
@@ -61,10 +61,10 @@ def signal(ctx, flag, value, to_rank):
 
 @device_function
 def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.constexpr = False):
-    """Waits until this rank's own `flag` has reached `expected`, which `peer` signals. Returns whether it came in time.
+    """Wait until this rank's `flag` has reached `expected`, which `peer` signals; return whether it came in time.
 
     `flag`: a scalar pointer to an int32 on the heap. It has reached `expected` where their difference, which wraps, is
-    at least zero. `exact`: only where the two are equal, for flags that may have rested for more than 2^31 epochs; the
+    at least zero. `exact`: only where the two are equal, for flags that may be unchanged for more than 2^31 epochs; the
     peer must then be unable to signal again before this wait has ended. `waiter`: which op an error names.
 
     Guarantee: where it returns True, all threads of this program see what `peer` stored before it signalled, and what
@@ -112,28 +112,28 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
 
 @device_function
 def next_epoch(sync):
-    """The epoch of this call, int32, one more than that of the last call which `leave` or `advance` ended.
+    """Return the epoch of this call, int32, one more than that of the last call which `leave` or `advance` ended.
 
-    Never 0, which is what flags hold at first; odd and even ones take turns for ever. All programs of a call get the
-    same, for the epoch is advanced by the last of them only.
+    Never 0, which flags hold at first; odd and even ones alternate for ever. All programs of a call get the same, for
+    only the last of them advances the epoch.
     """
-    return epoch_behind(tl.load(sync))
+    return epoch_after(tl.load(sync))
 
 
 @device_function
-def epoch_behind(last):
-    """The epoch of the call that follows that of epoch `last`."""
+def epoch_after(last):
+    """Return the epoch of the call that follows that of epoch `last`."""
     epoch = last + 1
     return epoch + 2 * (epoch == 0).to(tl.int32)
 
 
 @device_function
 def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
-    """Begins a call: tells the peers that this rank is in it, and returns the call's epoch.
+    """Begin a call: signal the peers that this rank is in it, and return the call's epoch.
 
     `sync`: a pointer to a sync block of `sync_words` int32 on the heap, zero at first, which calls of one stream share.
-    `out`: the pointer to what peers will store into; where it lies is told too. `LANES`, here and below: all peers are
-    told, or awaited, at once; not in Gluon, whose tensors need layouts.
+    `out`: the pointer to the tensor into which peers will store; its place is published too. `LANES`, here and below:
+    signal, or await, all peers at once; not in Gluon, whose tensors need layouts.
 
     Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
     for it. A rank that stores into a peer's memory calls `await_entered` first; so all calls can share staging memory.
@@ -141,16 +141,17 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
         if out is not None:
-            tell_out(ctx, _places(ctx, sync), out)
+            publish_out(ctx, _places(ctx, sync), out)
         _signal_all(ctx, sync + _ENTERED + ctx.rank, epoch, LANES)
     return epoch
 
 
 @device_function
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
-    """Waits until every peer has entered this call, or even a later one. Returns whether they did.
+    """Wait until every peer has entered this call, or a later one; return whether they did.
 
-    `out`, of calls that `leave` together: whether every peer's lies where this rank may store; `out_at` says where.
+    `out`, of calls that `leave` together: also check that this rank may store into every peer's; `out_at` gives the
+    place.
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
@@ -160,12 +161,12 @@ def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.co
 
 
 @device_function
-def out_at(ctx, sync, pointer, behind: tl.constexpr):
-    """The address of `pointer`, which points into this rank's `out`, in that of the rank so many `behind` this one.
+def out_at(ctx, sync, pointer, offset: tl.constexpr):
+    """Return the address of `pointer`, which points into this rank's `out`, in that of rank + `offset`.
 
-    For programs that have awaited the peers' entry, by which each peer has told where its `out` lies.
+    For programs that have awaited the peers' entry, by which each peer has published the place of its `out`.
     """
-    return moved_out(ctx, _places(ctx, sync), pointer, behind)
+    return moved_out(ctx, _places(ctx, sync), pointer, offset)
 
 
 @device_function
@@ -175,18 +176,18 @@ def _places(ctx, sync):
 
 @device_function
 def next_tile(sync):
-    """The next number of a count from 0 that all programs of the grid share; `leave` starts it again."""
+    """Return the next of a count from 0 that all programs of the grid share; `leave` resets it."""
     return tl.atomic_add(sync + _NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
 @device_function
 def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False, LANES: tl.constexpr = True):
-    """Ends a call: the last program of the grid to come here advances the epoch.
+    """End a call: the last program of the grid to reach this advances the epoch.
 
-    `TOGETHER`: that program also tells the peers that all of this rank's stores are done, and waits until theirs are,
-    so the kernel ends with everything in place. Some program of this rank must have awaited the peers' entry, so that
-    none still waits here in an earlier call, and flags can be compared exactly however long they rested. `complete`:
-    whether this program did all of its work; a rank that skipped some tells nobody.
+    `TOGETHER`: that program also signals the peers that all of this rank's stores are done, and waits for their
+    signals, so the kernel ends with everything in place. Some program of this rank must have awaited the peers' entry,
+    so that none still waits here in an earlier call, and flags can be compared exactly even after 2^31 epochs.
+    `complete`: whether this program did all of its work; a rank that skipped some signals nobody.
     """
     arch.drain_stores()
     tl.debug_barrier()
@@ -206,22 +207,22 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
 
 
 @device_function
-def _others(ctx):
+def _peers(ctx):
     ranks = tl.arange(0, triton.next_power_of_2(ctx.world_size))
     return ranks, (ranks < ctx.world_size) & (ranks != ctx.rank)
 
 
 @device_function
 def signal_others(ctx, flag, value):
-    """`signal` to every other rank; on NVIDIA for the price of one."""
+    """Signal every other rank, as `signal` does; on NVIDIA at the cost of one signal."""
     _signal_all(ctx, flag, value, True)
 
 
 @device_function
 def _signal_all(ctx, flag, value, LANES: tl.constexpr):
     if LANES and not arch.is_hip():
-        ranks, others = _others(ctx)
-        _signal_ranks(ctx, flag, value, ranks, others)
+        ranks, peers = _peers(ctx)
+        _signal_ranks(ctx, flag, value, ranks, peers)
     else:
         for i in tl.static_range(1, ctx.world_size):
             signal(ctx, flag, value, (ctx.rank + i) % ctx.world_size)
@@ -229,7 +230,7 @@ def _signal_all(ctx, flag, value, LANES: tl.constexpr):
 
 @device_function
 def signal_ranks(ctx, flag, values, ranks, mask):
-    """`signal` to each of the `ranks`, a block of all in order, that `mask` names; `values`: int32, one for each."""
+    """Signal each of the `ranks`, a block of all in order, that `mask` selects; `values`: int32, one for each."""
     if arch.is_hip():
         for rank in tl.static_range(ctx.world_size):
             if tl.max((mask & (ranks == rank)).to(tl.int32)) != 0:
@@ -251,25 +252,24 @@ def _signal_ranks(ctx, flag, values, ranks, mask):
 
 @device_function
 def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
-    """Waits until the flag of every other rank r, at `flags + r * step`, equals `expected`: `wait`, exact, for all.
-
-    Returns whether all were seen in time.
+    """Wait until the flag of every other rank r, at `flags + r * step`, equals `expected`; return whether all did in
+    time.
     """
-    ranks, others = _others(ctx)
-    return _wait_ranks(ctx, flags, step, expected, ranks, others, waiter, True)
+    ranks, peers = _peers(ctx)
+    return _wait_ranks(ctx, flags, step, expected, ranks, peers, waiter, True)
 
 
 @device_function
 def wait_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr):
-    """`wait` for the flags of the `ranks`, a block, that `mask` names; `expected`: int32, one a rank."""
+    """Wait as `wait` does for the flags of the `ranks`, a block, that `mask` selects; `expected`: int32, one a rank."""
     return _wait_ranks(ctx, flags, step, expected, ranks, mask, waiter, False)
 
 
 @device_function
 def _wait_all(ctx, flags, expected, waiter: tl.constexpr, exact: tl.constexpr, LANES: tl.constexpr):
     if LANES:
-        ranks, others = _others(ctx)
-        seen = _wait_ranks(ctx, flags, 1, expected, ranks, others, waiter, exact)
+        ranks, peers = _peers(ctx)
+        seen = _wait_ranks(ctx, flags, 1, expected, ranks, peers, waiter, exact)
     else:
         seen = True
         for i in tl.static_range(1, ctx.world_size):
@@ -292,8 +292,8 @@ def _wait_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
 @device_function
 def _missing(flags, step, expected, ranks, mask, exact: tl.constexpr):
     seen = tl.atomic_add(flags + ranks * step, tl.zeros(ranks.shape, tl.int32), mask=mask, sem="acquire", scope="sys")
-    # An atomic on a flag is done by one lane and its result given to all threads, behind a barrier: they agree, and
-    # whatever they load later comes after what the flags vouch for.
+    # One lane performs an atomic on a flag and its result goes to all threads, after a barrier: they agree, and their
+    # later loads come after what the flags signal.
     return tl.max((mask & (_reached(seen, expected, exact) == 0)).to(tl.int32)) != 0
 
 
@@ -309,24 +309,24 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:
-        # one that is known to be gone before one that may only have given up; the first report counts
+        # first peers that are known to be gone, then those that may only have given up; the first report counts
         for turn in range(2 * ctx.world_size):
             peer = (ctx.rank + turn) % ctx.world_size
             awaited = tl.max((mask & (ranks == peer)).to(tl.int32)) != 0
-            wanted = tl.sum(tl.where(ranks == peer, expected, 0))
+            target = tl.sum(tl.where(ranks == peer, expected, 0))
             seen = tl.load(flags + peer * step, volatile=True)
             gone = (turn >= ctx.world_size) | arch.any_gone(ctx.pid(peer))
-            if awaited & gone & (_reached(seen, wanted, exact) == 0):
-                report(ctx, waiter, wanted, peer, seen)
+            if awaited & gone & (_reached(seen, target, exact) == 0):
+                report(ctx, waiter, target, peer, seen)
     return missing
 
 
 @device_function
 def advance(sync, epoch, programs=None):
-    """Ends a call that told nobody anything: the last program of the grid to come here advances the epoch.
+    """End a call that signalled nobody: the last program of the grid to reach this advances the epoch.
 
-    Every program must have read the epoch (`next_epoch`) before, and comes here once. `programs`: how many of the grid
-    come here, if not all.
+    Every program must have read the epoch (`next_epoch`) before, and calls this once. `programs`: how many of the grid
+    call this, if not all.
     """
     count = tl.num_programs(0) if programs is None else programs
     tl.debug_barrier()
@@ -339,14 +339,14 @@ def advance(sync, epoch, programs=None):
 def device_barrier_kernel(
     ctx_ptr, members, num_members, sent, arrived, passed, digests, digest, WORLD_SIZE: tl.constexpr
 ):
-    """Every rank in `members` [num_members] has come here. `sent`, `arrived`: int32 [world], counts for each peer.
+    """Wait until every rank in `members` [num_members] is here. `sent`, `arrived`: int32 [world], counts for each peer.
 
     `passed`: this rank's own count, once all have come. `digest`: int64, the same on all ranks or their heaps differ;
-    `digests`: int64 [2, world], what the peers sent, by the parity of the count. Two are enough: a peer that sends its
-    digest of count n + 2 has passed n + 1, for which this rank signalled behind its look at that of n.
+    `digests`: int64 [2, world], the peers' digests, by the parity of the count. Two are enough: a peer that sends its
+    digest of count n + 2 has passed n + 1, for which this rank signalled after it had read that of n.
 
-    Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank of which
-    a wait has failed vouches for nothing that it did since: it signals nobody, and its peers give up too.
+    Counts are kept for each pair of ranks, so barriers of different groups can share them. One program. A rank whose
+    wait has failed cannot answer for later stores: it signals nobody, and its peers give up too.
     """
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
@@ -355,11 +355,11 @@ def device_barrier_kernel(
         awaited = awaited | (ranks == tl.load(members + i))
     counts = tl.load(sent + ranks, mask=awaited, other=0) + 1
     tl.store(sent + ranks, counts, mask=awaited)
-    said = digests + (counts & 1) * WORLD_SIZE  # for each rank, where everybody has the digests of its count
+    row = digests + (counts & 1) * WORLD_SIZE  # where the digests of each rank's count lie, on every rank
     if healthy(ctx):
         bases = ctx.heap_bases()
         distance = tl.load(bases + ranks, mask=awaited, other=0) - tl.load(bases + ctx.rank)
-        tl.store(said + ctx.rank + distance // 8, tl.zeros(ranks.shape, tl.int64) + digest, mask=awaited)
+        tl.store(row + ctx.rank + distance // 8, tl.zeros(ranks.shape, tl.int64) + digest, mask=awaited)
         if arch.is_hip():
             for i in range(num_members):
                 peer = tl.load(members + i)
@@ -367,7 +367,7 @@ def device_barrier_kernel(
         else:
             _signal_ranks(ctx, arrived + ctx.rank, counts, ranks, awaited)
     if _wait_ranks(ctx, arrived, 1, counts, ranks, awaited, _BARRIER, False):
-        seen = arch.load_fresh(said + ranks, awaited)
+        seen = arch.load_fresh(row + ranks, awaited)
         differing = tl.max(tl.where(awaited & (seen != digest), ranks, -1))
         if differing >= 0:
             theirs = tl.sum(tl.where(ranks == differing, seen, 0))

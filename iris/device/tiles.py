@@ -1,4 +1,4 @@
-"""Collectives on tiles, inside a kernel of one's own: blocks of values go to other ranks, and theirs come back.
+"""Collectives on tiles, inside a kernel of one's own: ranks exchange blocks of values.
 
     @triton.jit
     def kernel(ctx_ptr, space, ..., RANK: tl.constexpr, WORLD: tl.constexpr):
@@ -8,27 +8,27 @@
             total = tiles.all_reduce(tile, number)  # fp32 [M, N], the same bits on every rank
         tiles.close()
 
-`reduce_scatter`, `all_gather` and `all_to_all` stand in the place of `all_reduce`, and may take turns with it. `send`
+`reduce_scatter`, `all_gather` and `all_to_all` can replace `all_reduce`, or alternate with it. `send`
 and `sum` are the two halves of the reductions: a program that computes its next tile between them does not wait for a
-tile that is still on its way. `space`
-comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles of so many elements. A tile's
-`number` says which part of it a tile uses, the same on all ranks. In one call of a kernel, each rank uses the same
-numbers, each once and at least one, in the same functions, by the same programs in the same order. All programs of the
-grid open and close, and the grid is at most as large as the chip, as of every kernel that waits.
+tile that is still on its way. `space` comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles
+of so many elements. A tile's `number` selects the part of it that the tile uses, the same on all ranks. In one call of
+a kernel, each rank uses the same numbers, each once and at least one, in the same functions, by the same programs in
+the same order. All programs of the grid open and close, and the grid is at most as large as the chip, as of every
+kernel that waits.
 
 In Gluon the functions are the same. Blocks bring their layouts and have no fewer elements than a program has threads;
 `ctx` is an `iris.DeviceContext`, for the number of ranks must be known when the kernel is compiled.
 
 How: values travel as Lamport values (`lamport.py`), so a tile takes one hop, without flag or fence, and a receiver
-leaves its memory as it was. What is hidden here is the protocol around them. The epoch stands in the space, `close`
+restores its memory. This module hides the protocol around them. The epoch lies in the space, `close`
 advances it, and its parity chooses between two halves; so calls need no reset and can be replayed. Waits are bounded:
-past the time-out the sum means nothing, and the next call on the host raises `PeerLostError`.
+past the time-out the sum is meaningless, and the next call on the host raises `PeerLostError`.
 
 No wait is circular: a program sends a tile before it waits for the same tile of its peers, which they send before they
-wait for it; and what they did before, they did in the same order, `send` and `sum` too. Two halves are enough, for a
+wait for it; and all earlier work, `send` and `sum` too, came in the same order on every rank. Two halves are enough: a
 rank that sends in call e + 2 has ended e + 1, for which it took values from every peer, or in two shots a sum of all
-ranks' values. Each had then ended call e, with all it took. That is why a rank takes a few elements also of tiles whose
-sum is another's.
+ranks' values. Each had then ended call e, with all it took. So a rank takes a few elements even of tiles whose
+sum belongs to another rank.
 """
 
 import triton
@@ -41,7 +41,7 @@ from . import arch
 from .context import DeviceContext
 from .function import device_function
 from .lamport import load_bases, look, put, settled, take, unwrapped, without_sentinel
-from .sync import advance, epoch_behind
+from .sync import advance, epoch_after
 from .waits import WAITERS
 
 # int32 words before the values: [epoch, programs that finished, bytes of a half / 256, 0 ...].
@@ -53,14 +53,14 @@ _WAITER = tl.constexpr(WAITERS.index("a kernel"))
 class Tiles:
     """The tiles of one call, as one program sees them. Make it with `open_tiles`.
 
-    What it holds was loaded there, and nothing looks at it before a tile is sent or taken (`_here`). So a program does
-    not wait for these loads before its product.
+    Its fields were loaded there, and nothing reads them before a tile is sent or taken (`_here`). So a program does not
+    wait for these loads before its product.
     """
 
     ctx: DeviceContext
     bases: tl.tuple
     space: base_value
-    last: base_value  # the epoch of the call before
+    last: base_value  # the previous call's epoch
     size: base_value  # of a half of the space, in 256 bytes
 
     @triton.constexpr_function
@@ -70,21 +70,21 @@ class Tiles:
 
     @device_function
     def _here(self):
-        """The same, for the compiler to look at from here on."""
+        """Return the same, for the compiler to use from here on."""
         rank, last, size = settled((self.ctx.rank, self.last, self.size))
         ctx = DeviceContext(rank, self.ctx.world_size, self.ctx.ctx_ptr, self.ctx.tracing)
         return Tiles(ctx, settled(self.bases), self.space, last, size)
 
     @device_function
     def all_reduce(self, tile, number, dtype: tl.constexpr = None, two_shot: tl.constexpr = False, mask=None):
-        """The sum over ranks of `tile`, fp32, in rank order: the same bits on every rank and in each run.
+        """Return the sum over ranks of `tile`, fp32, in rank order: the same bits on every rank and in each run.
 
-        `tile`: a block of one or two dimensions, floating point, the same shape on every rank. `dtype`: what it is
-        rounded to before it travels, by default its own dtype; the space is one of that dtype. `two_shot`: each rank
-        sums a part of the tile, and sends the sum, rounded once more, to the others. That takes two hops, and
-        2 (w - 1) / w of the tile over each link where one shot takes w - 1; so it is for large tiles on many ranks.
-        `mask`: which elements one shot sends and sums, the same on every rank and some of every tile, or the tile's
-        rows of which it does so, [M, 1]; the others' sums mean nothing.
+        `tile`: a block of one or two dimensions, floating point, the same shape on every rank. `dtype`: the type to
+        which it is rounded before it travels, by default its own; the space is one of that dtype. `two_shot`: each rank
+        sums a part of the tile, and sends the sum, rounded once more, to the others. That takes two hops, and 2 (w - 1)
+        / w of the tile over each link where one shot takes w - 1; so it is for large tiles on many ranks. `mask`: the
+        elements that one shot sends and sums, the same on every rank and some of every tile, or such rows of the tile,
+        [M, 1]; the sums of the other elements are undefined.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -97,7 +97,7 @@ class Tiles:
 
     @device_function
     def reduce_scatter(self, tile, number, owner, dtype: tl.constexpr = None):
-        """On rank `owner`: the sum over ranks of `tile`, as `all_reduce` gives it. Elsewhere the result means nothing.
+        """Return, on rank `owner`, the sum over ranks of `tile`, as `all_reduce` gives it; undefined elsewhere.
 
         Every rank calls it for every number, with the same `owner`, an integer from 0 to w - 1, which may change from
         number to number: `number % w`, say. The tile travels to its owner. A rank that does not own it waits for 16
@@ -111,7 +111,7 @@ class Tiles:
 
     @device_function
     def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False, mask=None):
-        """The first half of `all_reduce` or, with an `owner`, of `reduce_scatter`: `tile` goes out; nothing is awaited.
+        """Send `tile`, the first half of `all_reduce` or, with an `owner`, of `reduce_scatter`, without waiting.
 
         Arguments as of those. `sum` with the same `number`, `owner`, `kept` and `mask` ends it, in the same call of the
         kernel. `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
@@ -128,10 +128,10 @@ class Tiles:
 
     @device_function
     def look(self, number, like, dtype: tl.constexpr = None, kept: tl.constexpr = False, mask=None):
-        """What has come so far of the tiles that `sum` of these arguments takes: its `found`. Nothing is awaited.
+        """Return what has arrived of the tiles that `sum` of these arguments takes: its `found`. It waits for nothing.
 
-        A program that looks and then does something else, sends its next tile, say, does not wait for loads in `sum`.
-        What had not come by now is looked at again there. `like`: its values mean nothing here.
+        A program that does other work in between, such as sending its next tile, does not wait for loads in `sum`.
+        `sum` loads again whatever had not arrived. `like`: gives the shape, its values are not used.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
@@ -143,18 +143,18 @@ class Tiles:
     @device_function
     def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
             parts: tl.constexpr = 1, kept: tl.constexpr = False, mask=None, found=None):  # fmt: skip
-        """The second half: waits for all ranks' tiles `number`, and returns their sum, fp32, as `all_reduce` does.
+        """Return the sum of all ranks' tiles `number`, fp32, as `all_reduce` does: the second half, which waits.
 
         `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
-        mean nothing. `dtype`: as in `send`, by default that of `like`. `parts`: of so many equal parts of the tile's
-        rows the result is number `part`, and `like` and `mask` have its shape. That takes fewer registers; each part is
-        asked for once. `found`: what `look` gave for this tile, without `owner` and `parts`.
+        are not used. `dtype`: as in `send`, by default that of `like`. `parts`: the tile's rows are cut into so many
+        equal parts and the result is number `part`, whose shape `like` and `mask` have. That takes fewer registers;
+        each part is taken once. `found`: the result of `look` for this tile, without `owner` and `parts`.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
         values = without_sentinel(like.to(tl.float32), kind)
         lane = lanes(like)
-        # what every rank sends to all of them lies in the first part
+        # elements that every rank sends to all ranks lie in the first part
         there, few = _there(values, mask), lane < (16 if part == 0 else 0)
         taken = there if owner is None else few | (there & (here.ctx.rank == owner))
         first, step = here._blocks(values, number * parts + part)
@@ -165,7 +165,7 @@ class Tiles:
 
     @device_function
     def all_gather(self, tile, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
-        """Every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory.
+        """Store every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory.
 
         `tile`, `dtype`: as of `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: in
         elements; an integer. `mask`: which elements are stored.
@@ -181,11 +181,12 @@ class Tiles:
 
     @device_function
     def all_to_all(self, source, source_stride, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
-        """A tile for every rank, from `source + rank * source_stride`; theirs come to `pointers + rank * stride`.
+        """Send every rank the tile at `source + rank * source_stride`; store theirs at `pointers + rank * stride`.
 
         `source`, `pointers`: blocks of pointers of one shape, of one or two dimensions, into any memory of this rank;
         the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, on every rank
-        the same. `dtype`: what values are rounded to before they travel, by default the source's dtype; floating point.
+        the same. `dtype`: the type to which values are rounded before they travel, by default the source's; floating
+        point.
         """
         here = self._here()
         kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype
@@ -200,16 +201,16 @@ class Tiles:
 
     @device_function
     def close(self):
-        """Ends the call; every program of the grid does so, once it has sent its last tile. Sums may still follow."""
-        advance(self.space, epoch_behind(self.last))
+        """End the call; every program of the grid does so, once it has sent its last tile. Sums may still follow."""
+        advance(self.space, epoch_after(self.last))
 
     @device_function
     def _blocks(self, values, number):
-        """(where the tile `number` of rank 0 stands, how far it is from one rank's to the next)."""
+        """Return (the pointer to the tile `number` of rank 0, the distance from one rank's to the next)."""
         size: tl.constexpr = values.numel
         nbytes: tl.constexpr = values.dtype.primitive_bitwidth // 8
         half_bytes = tl.multiple_of(self.size.to(tl.int64) * 256, 256)
-        half = self.space + SPACE_HEADER + (epoch_behind(self.last) & 1).to(tl.int64) * (half_bytes // 4)
+        half = self.space + SPACE_HEADER + (epoch_after(self.last) & 1).to(tl.int64) * (half_bytes // 4)
         step = tl.multiple_of(half_bytes // (nbytes * self.ctx.world_size), 16)
         first = half.to(tl.pointer_type(values.dtype), bitcast=True)
         return first + tl.cast(number, tl.int64) * size, step
@@ -217,14 +218,18 @@ class Tiles:
     @device_function
     def _take(self, first, step, mask, source, kind: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, own=None,
               patience: tl.constexpr = 1, found=None):  # fmt: skip
-        """`lamport.take`; from now on, the stream's next kernel may be launched, if that is one which follows."""
+        """Take values by `lamport.take`; from now on, the stream's next kernel may be launched, if it is a dependent
+        launch.
+        """
         arch.lead()
-        epoch = epoch_behind(self.last)
+        epoch = epoch_after(self.last)
         return take(self.ctx, first, step, mask, source, epoch, _WAITER, kind, COUNT, own, patience, LANES, found)
 
     @device_function
     def _sum(self, values, number, taken, sent, kind: tl.constexpr, owner=None):
-        """The elements `taken` of all ranks' tiles, of which `sent` go to each peer, and to an `owner` all of them."""
+        """Return the sum of the elements `taken` of all ranks' tiles; `sent` go to each peer, all of them to an
+        `owner`.
+        """
         lane = lanes(values)
         first, step = self._blocks(values, number)
         place = first + self.ctx.rank * step + lane
@@ -260,7 +265,7 @@ class Tiles:
 
     @device_function
     def _tile_for(self, to, source, stride, mask, kind: tl.constexpr):
-        """This rank's tile for the rank `to`, as it travels."""
+        """Return this rank's tile for the rank `to`, as it travels."""
         pointers = source + tl.cast(to, tl.int64) * stride
         if mask is None:
             return without_sentinel(tl.load(pointers).to(tl.float32), kind)
@@ -269,7 +274,7 @@ class Tiles:
 
     @device_function
     def _store(self, values, first, step, pointers, stride, mask, kind: tl.constexpr):
-        """`values`, this rank's own, and what every peer sends, each to its place."""
+        """Store `values`, this rank's own, and those that every peer sends, each in its place."""
         in_triton: tl.constexpr = layout_of(values.type) is None
         lane = lanes(values)
         own = arch.round_to(unwrapped(values, kind), kind)
@@ -282,10 +287,10 @@ class Tiles:
 
 @device_function
 def open_tiles(ctx, space):
-    """Begins a call. `space`: int32, from `ctx.ccl.tile_space`.
+    """Begin a call. `space`: int32, from `ctx.ccl.tile_space`.
 
     A kernel that begins by this may be launched with `**iris.platform.beside(ctx.device)`, on the host: then a Hopper
-    GPU prepares it while the kernel before still runs, and it waits here for the end of that one.
+    GPU prepares it while the preceding kernel still runs, and it waits here for the end of that one.
     """
     arch.follow()
     return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, tl.load(space), tl.load(space + 2))
@@ -293,7 +298,7 @@ def open_tiles(ctx, space):
 
 @device_function
 def _there(values, mask):
-    """Of a block, the mask that is given, or one of everything."""
+    """Return the given mask of a block, or one of all elements."""
     if mask is None:
         return lanes(values) >= 0
     else:
@@ -302,7 +307,7 @@ def _there(values, mask):
 
 @device_function
 def lanes(tile):
-    """The number of each element of a tile, in row-major order; in Gluon, with the tile's layout."""
+    """Return the number of each element of a tile, in row-major order; in Gluon, with the tile's layout."""
     layout: tl.constexpr = layout_of(tile.type)
     if layout is None:
         if len(tile.shape) == 2:
@@ -320,13 +325,13 @@ def lanes(tile):
 
 @triton.constexpr_function
 def layout_of(kind):
-    """Which thread holds which element of a block of this type, in Gluon; None in Triton, which decides by itself."""
+    """Return a block's layout in Gluon: which thread holds which element; None in Triton, which chooses it."""
     return getattr(kind, "layout", None)
 
 
 @triton.constexpr_function
 def part_size(size, world_size):
-    """How many of a tile's elements a rank sums: terms and sum share a slot of `size` elements."""
+    """Return how many of a tile's elements a rank sums: terms and sum share a slot of `size` elements."""
     part = -(-size // world_size)
     part = -(-part // 16) * 16 if part > 16 else part  # whole vectors
     if 2 * part > size:

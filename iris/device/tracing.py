@@ -1,4 +1,4 @@
-"""Events recorded inside kernels: what a program did, for whom, from when to when.
+"""Record events inside kernels: what a program did, for which rank, from when to when.
 
 `handle = ctx.tracing.record_event_start(...)`, the work, `ctx.tracing.record_event_end(handle)`. The buffer is local
 memory that `Iris.tracing.enable` sets up: int64 `[events so far, 0 ...]`, then one `EVENT_WORDS` record an event. A
@@ -98,31 +98,31 @@ class DeviceTracing:
 
     @device_function
     def record_event_start(self, event_id, target_rank, address, pid_m=0, pid_n=0, mask=None, nbytes=None):
-        """Begins a span; returns its handle.
+        """Begin a span; return its handle.
 
-        `address`: a pointer, or a block of them, of which the lowest is kept. `pid_m`, `pid_n`: the tile. `nbytes`: the
-        payload; by default as many bytes as `address`, under `mask`, has.
+        `address`: a pointer, or a block of them, of which the lowest is stored. `pid_m`, `pid_n`: the tile. `nbytes`:
+        the payload; by default as many bytes as `address`, under `mask`, has.
         """
         if self.ENABLED:
             index = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
-            kept = (index >= 0) & (index < self.capacity)
+            stored = (index >= 0) & (index < self.capacity)
             record = self.buffer + HEADER_WORDS + index * EVENT_WORDS
             program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
-            tl.store(record + 1, 0, mask=kept)
-            tl.store(record + 2, _pair(event_id, arch.multiprocessor()), mask=kept)
-            tl.store(record + 3, _pair(program, target_rank), mask=kept)
-            tl.store(record + 4, _lowest(address, mask), mask=kept)
-            tl.store(record + 5, _pair(pid_m, pid_n), mask=kept)
-            tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=kept)
-            tl.store(record + 7, arch.thread(), mask=kept)  # of the one that stores
-            tl.store(record, arch.clock(), mask=kept)
-            return tl.where(kept, index, -1)
+            tl.store(record + 1, 0, mask=stored)
+            tl.store(record + 2, _pair(event_id, arch.multiprocessor()), mask=stored)
+            tl.store(record + 3, _pair(program, target_rank), mask=stored)
+            tl.store(record + 4, _lowest(address, mask), mask=stored)
+            tl.store(record + 5, _pair(pid_m, pid_n), mask=stored)
+            tl.store(record + 6, _payload(address, mask) if nbytes is None else nbytes, mask=stored)
+            tl.store(record + 7, arch.thread(), mask=stored)  # the thread that stores the event
+            tl.store(record, arch.clock(), mask=stored)
+            return tl.where(stored, index, -1)
         else:
             return -1
 
     @device_function
     def record_event_end(self, handle):
-        """Ends the span of `handle`."""
+        """End the span of `handle`."""
         if self.ENABLED:
             now = arch.clock()
             tl.store(self.buffer + HEADER_WORDS + handle * EVENT_WORDS + 1, now, mask=handle >= 0)
@@ -130,13 +130,13 @@ class DeviceTracing:
 
 @device_function
 def tile_bytes(rows, cols, ROWS, COLS, dtype: tl.constexpr):
-    """Bytes of the part of a tile [ROWS, COLS] that lies within `rows` and `cols`, for `nbytes`."""
+    """Return the bytes of the part of a tile [ROWS, COLS] that lies within `rows` and `cols`, for `nbytes`."""
     return max(0, min(rows, ROWS)) * max(0, min(cols, COLS)) * (dtype.primitive_bitwidth // 8)
 
 
 @device_function
 def device_tracing(ctx_ptr, enabled: tl.constexpr):
-    """The tracing of a context tensor, whose entries 5 and 6 say where its buffer is and how many events it holds."""
+    """Return the tracing of a context tensor, whose entries 5 and 6 are its buffer's address and capacity in events."""
     if enabled:
         return DeviceTracing(tl.load(ctx_ptr + 5).to(tl.pointer_type(tl.int64)), tl.load(ctx_ptr + 6), True)
     else:
@@ -145,8 +145,8 @@ def device_tracing(ctx_ptr, enabled: tl.constexpr):
 
 @device_function
 def _pair(low, high):
-    """Two int32 as one int64. Where both kinds stand side by side, LLVM joins their stores for AMD so that an int64
-    begins in an odd register, and then may refuse to go on.
+    """Return two int32 as one int64. Where both kinds stand side by side, LLVM joins their stores for AMD so that an
+    int64 begins in an odd register, and then may refuse to go on.
     """
     return (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
 

@@ -1,4 +1,3 @@
-"""How is a launch made cheap?
-
-`relaunch` repeats one, `graphs` turns several into one CUDA graph, `streams` runs parts of a call beside others.
+"""Make a launch cheap: `relaunch` repeats one, `graphs` turns several into one CUDA graph, `streams` overlaps parts of
+a call.
 """

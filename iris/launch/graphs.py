@@ -1,18 +1,17 @@
-"""Repeated calls of several launches, each as one launch of a CUDA graph.
+"""Launch repeated calls of several kernels as one CUDA graph each.
 
 A launch, an event or a copy costs the host microseconds, and an op that overlaps a library's products with copies is a
-dozen of them. Such a call, once it has come again, is captured into a graph of its own, and an eager call is a replay
-from then on, into whatever stream is current. It may go back and forth between the two: what is counted is counted on
-the device, and each way begins behind all that the current stream has and ends with all its lanes joined. So a rank
-need not know which way its peers go, and a capture is nobody's business but this rank's. Where the user captures, the
-launches go into the user's graph one by one.
+dozen of them. Such a call, once repeated, is captured into a graph of its own. An eager call is a replay from then on,
+in the current stream. It may alternate between the two: all counters live on the device, and each way begins after all
+work of the current stream and ends with all its lanes joined. So a rank need not know which way its peers go, and a
+capture concerns this rank alone. Where the user captures, the launches go into the user's graph one by one.
 
 What a graph refers to must outlive it. The tensors of a call do, for it is repeated only with tensors at the same
-addresses. cuBLAS's workspace (32 MiB on an H200, another for products with a bias) is torch's: kept by
-handle and stream, allocated by the first product there, given back whenever somebody clears such workspaces. Hence a
-stream that nobody else has and a pool of memory that is never given back while this object lives: whatever becomes of
-the workspace, its memory stays, and calls that follow each other in a stream may share it. An executable graph that is
-dropped while it runs is freed by the driver at its end.
+addresses. cuBLAS's workspace (32 MiB on an H200, another for products with a bias) is torch's: kept by handle and
+stream, allocated by the first product there, freed whenever somebody clears such workspaces. Hence a stream of our own
+and a pool of memory that is never freed while this object lives: whatever becomes of the workspace, its memory stays,
+and calls that follow each other in a stream may share it. An executable graph that is dropped while it runs is freed by
+the driver at its end.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from ..triton_private import launch_listeners
 if TYPE_CHECKING:
     from ..rank import Rank
 
-# Runs before a call is captured, beside the one before it was known to come again: calls that come once or twice pay
-# nothing. Runs until the next try, where there was no room, or none to be had now.
+# Repeated runs before a call is captured: calls that come once or twice pay nothing. Runs until the next try, where
+# there was no room or no graph.
 _RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
-# Times as long as a capture took, none begins after it: a prompt whose hundreds of calls all came again would take
-# twice as long. So captures take a tenth of the host's time at most.
+# After a capture, none begins for this many times its duration: a prompt whose hundreds of calls were all repeated
+# would take twice as long. So captures take a tenth of the host's time at most.
 _REST = 9
 ENV_GRAPHS = "IRIS_OP_GRAPHS"
-_MOST = 512  # graphs that are kept; with more, further calls stay as they are, for none is known to come less often
+_MOST = 512  # graphs that are kept; further calls get none, for no graph is known to be used less often
 
 
-def wanted() -> bool:
-    """Whether the environment lets calls become graphs. Raises `PlatformError` for what says neither."""
+def enabled() -> bool:
+    """Return whether the environment lets calls become graphs. Raise `PlatformError` for a value other than 0 or 1."""
     text = os.environ.get(ENV_GRAPHS) or "1"
     if text not in ("0", "1"):
         raise PlatformError(f"{ENV_GRAPHS} is {text!r}; expected 0, or 1 or nothing")
@@ -53,30 +52,30 @@ def wanted() -> bool:
 
 
 class Graphs:
-    """The graphs of calls that follow each other in stream order. `capturer`: takes what a call launches as a graph."""
+    """The graphs of calls that follow each other in stream order. `capturer` makes a graph of a call's launches."""
 
     def __init__(self, ctx: Rank, capturer: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ctx, self.device = ctx, ctx.device
         self._clock, self._rests_until = clock, -float("inf")
-        self.most = _MOST if wanted() else 0
+        self.most = _MOST if enabled() else 0
         self._capturer = capturer or Capturer(ctx.device)
-        self._kept: weakref.WeakSet[Graphed] = weakref.WeakSet()
+        self._graphed: weakref.WeakSet[Graphed] = weakref.WeakSet()
         self.listeners = launch_listeners()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._graphed)
 
     def of(self, again: Callable[[], bool]) -> Callable[[], bool]:
-        """`again`, a function that launches the same each time it is called, with a graph of its own where it can."""
+        """Return a `Graphed` around `again`, a function that repeats the same launches; `again` itself without CUDA."""
         return Graphed(self, again) if self.device.type == "cuda" and torch.version.hip is None else again
 
     def resting(self) -> bool:
-        """Whether the last capture was too recent for another."""
+        """Return whether the last capture was too recent for another."""
         return self._clock() < self._rests_until
 
     def capture(self, call: Graphed, again: Callable[[], bool]) -> torch.cuda.CUDAGraph | None:
-        """The graph of `call`, or None where there is none for now. After one failure no other is tried."""
-        if len(self._kept) >= self.most:
+        """Return the graph of `call`, or None where there is none for now. After one failure no other is tried."""
+        if len(self._graphed) >= self.most:
             return None
         begin = self._clock()
         try:
@@ -89,17 +88,17 @@ class Graphs:
         end = self._clock()
         self._rests_until = end + _REST * (end - begin)
         if graph is not None:
-            self._kept.add(call)
+            self._graphed.add(call)
         return graph
 
 
 class Graphed:
-    """A call that is launched piece by piece at first, then as a graph."""
+    """A call that is launched kernel by kernel at first, then as a graph."""
 
     def __init__(self, graphs: Graphs, again: Callable[[], bool]) -> None:
         self._graphs, self._again = graphs, again
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._runs_left = _RUNS_BEFORE
+        self._runs_before_capture = _RUNS_BEFORE
 
     def __call__(self) -> bool:
         graphs = self._graphs
@@ -107,11 +106,11 @@ class Graphed:
         if enter or leave or platform.is_capturing(graphs.device):
             return self._again()
         if self._graph is None:
-            if self._runs_left > 0:
-                self._runs_left -= 1
+            if self._runs_before_capture > 0:
+                self._runs_before_capture -= 1
             elif not graphs.resting():
                 self._graph = graphs.capture(self, self._again)
-                self._runs_left = _RUNS_BETWEEN - 1
+                self._runs_before_capture = _RUNS_BETWEEN - 1
             if self._graph is None:
                 return self._again()
         self._graph.replay()
@@ -129,7 +128,9 @@ class Capturer:
         self._first: torch.cuda.CUDAGraph | None = None  # as long as it lives, so does the pool
 
     def capture(self, again: Callable[[], bool]) -> torch.cuda.CUDAGraph | None:
-        """What `again` launches. None if it cannot be repeated, or while this thread's memory comes from elsewhere."""
+        """Return a graph of what `again` launches; None if it cannot repeat, or where this thread's memory is not the
+        pool's.
+        """
         if self._stream is None:
             self._stream, self._pool = _own_stream(self._device), torch.cuda.graph_pool_handle()
         torch.cuda.current_blas_handle()  # a thread's first allocates more than a capture may
@@ -142,14 +143,16 @@ class Capturer:
             stream.wait_stream(self._stream)
 
     def _has_pool(self) -> bool:
-        """Whether a capture allocates in the pool: `torch.cuda.use_mem_pool` would have it elsewhere."""
-        graph, found = self._captured(lambda: torch.zeros(1, device=self._device), keep_graph=True)
+        """Return whether a capture allocates in the pool; inside `torch.cuda.use_mem_pool` it would not."""
+        graph, probe = self._captured(lambda: torch.zeros(1, device=self._device), keep_graph=True)
         self._first = self._first or graph
         segments = torch.cuda.memory_snapshot(self._pool)
-        return any(0 <= found.data_ptr() - each["address"] < each["total_size"] for each in segments)
+        return any(0 <= probe.data_ptr() - segment["address"] < segment["total_size"] for segment in segments)
 
     def _captured(self, work: Callable[[], Any], keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph | None, Any]:
-        """The graph, none if `work` says False, and what it says. `keep_graph`: not ready to run, which takes time."""
+        """Return the graph, None if `work` returns False, and that result. `keep_graph`: do not instantiate it, for
+        speed.
+        """
         graph = torch.cuda.CUDAGraph(keep_graph)
         try:
             # thread-local: other threads (NCCL's watchdog) may use the device meanwhile
@@ -168,12 +171,12 @@ class Capturer:
 
 
 def abandon(device: torch.device, pool: Any, random: torch.Generator | None = None) -> None:
-    """Puts right what torch leaves undone where a capture has become invalid.
+    """Reset torch's state after a capture that has become invalid.
 
-    That is to let go of `pool`, and to tell generators, torch's own and `random`, that it is over: they would refuse to
-    draw. The end of another capture tells them.
+    Release `pool`, and end the capture for generators, torch's own and `random`, which would refuse to draw; the end of
+    another capture resets them.
     """
-    with suppress(RuntimeError):  # where torch ended it
+    with suppress(RuntimeError):  # torch has ended it already
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
     with suppress(RuntimeError):
@@ -187,7 +190,7 @@ def abandon(device: torch.device, pool: Any, random: torch.Generator | None = No
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for as long as the process lives: torch's own come round again after 32, with what is kept for them."""
+    """Create a stream that lives as long as the process: torch reuses its own, with their workspaces, after 32."""
     handle = ctypes.c_void_p()
     non_blocking = 1
     with torch.cuda.device(device):

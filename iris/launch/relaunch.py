@@ -1,9 +1,9 @@
-"""Repeats a launch at little cost: a model calls its layers with the same tensors, or the same shapes, over and over.
+"""Repeat launches cheaply: a model calls its layers with the same tensors, or the same shapes, over and over.
 
-Triton's own way to launch a compiled kernel asks every argument for its address and encodes every tensor descriptor
-anew, which takes the host longer than many a kernel runs. Here that is done once. A repeated call is Triton's C
-launcher with a list of numbers. A call that differs from an earlier one in its addresses only, as another layer's does,
-puts its addresses into a copy of that list.
+Triton's own way to launch a compiled kernel takes every argument's address and encodes every tensor descriptor anew,
+which takes the host longer than many a kernel runs. Here that is done once. A repeated call is Triton's C launcher with
+a list of numbers. A call that differs from an earlier one in its addresses only, as another layer's does, puts its
+addresses into a copy of that list.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ..triton_private import (
     launch_listeners,
 )
 
-# Bytes: what Triton asks of an address to access it widely, and tensor descriptors of addresses and strides.
+# Bytes: alignment of an address for wide accesses in Triton, and of addresses and strides for tensor descriptors.
 ALIGNMENT = 16
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
-_KEPT = 4096  # calls that are known from before, and kernels
-# Of which a view may stand for the negated or conjugated elements: parts of complex tensors, and those themselves.
+_MOST = 4096  # calls and kernels that are remembered
+# Dtypes whose views may be lazily negated or conjugated: parts of complex tensors, and complex tensors.
 LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
 
 
 class Launch(NamedTuple):
-    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or says False.
+    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or returns False.
 
-    `moved(addresses)`: such a function for other addresses in place of those that `launch` was told of as `moving`.
+    `moved(addresses)` returns such a function for other addresses in place of the `moving` ones of `launch`.
     """
 
     again: Callable[[], bool]
@@ -49,8 +49,8 @@ class Launch(NamedTuple):
 
 
 class Calls:
-    """The calls that were made before, by their keys: tuples of the addresses of so many `tensors`, and behind them of
-    all else that the calls' checks and launches depend on, at last the workspace. No tensor of a caller's is held.
+    """Earlier calls by their keys. A key is a tuple: the addresses of so many `tensors`, then all else that the call's
+    checks and launches depend on, last the workspace. No tensor of a caller's is held.
     """
 
     def __init__(self, tensors: int) -> None:
@@ -62,42 +62,45 @@ class Calls:
     def addresses(self, key: tuple | None) -> tuple[int, ...]:
         return key[: self._tensors] if key else (0,) * self._tensors
 
-    def prepared(self, key: tuple | None, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` finds out, which is asked once for all calls that differ in addresses and workspace only."""
+    def prepared(self, key: tuple | None, prepare: Callable[[], Any], *place: object) -> Any:
+        """Return the result of `prepare`, which runs once for all calls that differ in addresses and workspace only.
+
+        `place`: what else it depends on.
+        """
         if key is None:
             return prepare()
-        rest = key[self._tensors : -1]  # a wrong workspace is told later, and not kept
-        found = self._prepared.get(rest)
-        if found is None:
-            found = prepare()
-            if len(self._prepared) >= _KEPT:
+        rest = (*key[self._tensors : -1], *place)  # a wrong workspace is refused later, and not remembered
+        result = self._prepared.get(rest)
+        if result is None:
+            result = prepare()
+            if len(self._prepared) >= _MOST:
                 self._prepared.clear()
-            self._prepared[rest] = found
-        return found
+            self._prepared[rest] = result
+        return result
 
     def moved(self, key: tuple | None, *place: object) -> Callable[[], bool] | None:
-        """What launches this call if one was kept that differs in its addresses only."""
+        """Return the launch of a remembered call that differs in its addresses only, moved to this call's; or None."""
         move = self._moves.get((key[self._tensors :], place)) if key else None
         return move(self.addresses(key)) if move else None
 
     def keep(self, key: tuple | None, call: Any, launch: Launch | None, *place: object) -> None:
-        """Remembers a call. `place`: what its launch depends on, beside its key."""
+        """Remember a call. `place`: what its launch depends on in addition to its key."""
         if key is None:
             return
-        if len(self.known) >= _KEPT:
+        if len(self.known) >= _MOST:
             self.forget()
         self.known[key] = call
         if launch is not None and launch.moved:
             self._moves[key[self._tensors :], place] = launch.moved
 
     def forget(self) -> None:
-        """Forgets calls, but not what was prepared for them: kernels or memory that they use have changed."""
+        """Forget calls, but not what was prepared for them: kernels or memory that they use have changed."""
         self.known.clear()
         self._moves.clear()
 
 
 def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:
-    """What tells tensors of `device` from others fastest: their number, but for CPUs, whose "meta" tensors share."""
+    """Return the fastest test of a tensor's device: its index, but for CPUs, whose "meta" tensors share it."""
     return attrgetter("device") if device.type == "cpu" else torch.Tensor.get_device
 
 
@@ -106,9 +109,9 @@ def alias(t: torch.Tensor, distance: int = 0) -> torch.Tensor: ...
 @overload
 def alias(t: None, distance: int = 0) -> None: ...
 def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
-    """`t`'s memory, or what lies `distance` bytes from it, as a tensor that does not keep it.
+    """Return a view of `t`'s memory, or of that `distance` bytes from it, that does not keep it alive.
 
-    For a call that is repeated only when it is given a tensor at this address.
+    For a call that is repeated only with a tensor at this address.
     """
     if t is None:
         return None
@@ -126,11 +129,11 @@ def launch(
     moving: Sequence[int] = (),
     **options: int,
 ) -> Launch | None:
-    """Launches `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
+    """Launch `kernel` on `args`, its arguments by name, in the current stream. `options`: num_warps, num_stages.
 
-    `kernels` keeps what was compiled, by all that Triton specialises a kernel on, so that later calls skip Triton's
-    own look-up, which costs several times the launch itself. `moving`: addresses that may be others when this is
-    launched again; what `args` have of such memory begins there. None where there is no way to launch it again.
+    `kernels` caches compiled kernels by all that Triton specialises a kernel on, so that later calls skip Triton's own
+    look-up, which costs several times the launch itself. `moving`: addresses at which memory of `args` begins that may
+    differ when this is launched again. Returns None where it cannot be launched again.
     """
     alike = _unspecialized(kernel)
     key = (kernel, *options.values(), *(_kind(v) if k in alike else _specialization(v) for k, v in args.items()))
@@ -141,20 +144,20 @@ def launch(
             compiled = kernel[grid](**args, **(FUSED | options))
         if compiled is None:  # the interpreter compiles nothing
             return None
-        if len(kernels) >= _KEPT:
+        if len(kernels) >= _MOST:
             kernels.clear()
         has_descriptors = any(isinstance(value, _DESCRIPTORS) for value in args.values())
         known = kernels[key] = compiled, _native(compiled, device, has_descriptors)
     compiled, native = known
     values = [args[name] for name in kernel.arg_names]
-    found = native.prepare(grid, values, moving) if native else None
-    if not first and (found is None or not found.again()):
+    launched = native.prepare(grid, values, moving) if native else None
+    if not first and (launched is None or not launched.again()):
         compiled[grid](*values)
-    return found
+    return launched
 
 
 def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
-    """Two launches behind each other as one; None where one cannot be made again."""
+    """Return two launches, one after the other, as one; None where one cannot be repeated."""
     if first is None or second is None:
         return None
     move_first, move_second = first.moved, second.moved
@@ -163,8 +166,8 @@ def in_turn(first: Launch | None, second: Launch | None) -> Launch | None:
         return Launch(again)
 
     def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
-        before, behind = move_first(addresses), move_second(addresses)
-        return _both(before, behind) if before and behind else None
+        again_first, again_second = move_first(addresses), move_second(addresses)
+        return _both(again_first, again_second) if again_first and again_second else None
 
     return Launch(again, moved)
 
@@ -174,29 +177,29 @@ def _both(first: Callable[[], bool], second: Callable[[], bool]) -> Callable[[],
 
 
 def _native(compiled: Any, device: torch.device, has_descriptors: bool) -> _Native | None:
-    """None where there is no way past triton's look-up, which is said once: it costs some 50 us a launch."""
+    """Return a launcher past triton's look-up, or None; that is logged once, as it costs some 50 us a launch."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     how = direct_launch(compiled, device, has_descriptors)
     if isinstance(how, DirectLaunch):
         return _Native(how)
-    _say_once(how)
+    _warn_once(how)
     return None
 
 
 @cache
-def _say_once(why: str) -> None:
-    logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", why)
+def _warn_once(reason: str) -> None:
+    logger.warning("kernels are launched through triton's own look-up, some 50 us slower each: %s", reason)
 
 
 @cache
 def _unspecialized(kernel: Any) -> frozenset[str]:
-    """The arguments of which only the type matters to Triton."""
-    return frozenset(each.name for each in getattr(kernel, "params", ()) if each.do_not_specialize)
+    """Return the arguments of which only the type matters to Triton."""
+    return frozenset(p.name for p in getattr(kernel, "params", ()) if p.do_not_specialize)
 
 
 def _kind(value: Any, inside: bool = False) -> object:
-    """What Triton compiles anew for even so: the width of an integer; inside a tuple also a 1 and multiples of 16."""
+    """Return what Triton specialises on even so: an integer's width; inside a tuple also a 1 and multiples of 16."""
     if isinstance(value, tuple):
         return tuple(_kind(each, inside=True) for each in value)
     if value is None:
@@ -222,25 +225,25 @@ class _Native:
     how: DirectLaunch
 
     def prepare(self, grid: tuple[int, int, int], values: list, moving: Sequence[int]) -> Launch:
-        """A launch on `values`. It holds addresses, not tensors."""
+        """Return a launch on `values`. It holds addresses, not tensors."""
         maps = iter(self.how.maps or [None] * len(values))
         which = {address: i for i, address in enumerate(moving) if address}
         arguments: list[Any] = []
-        openings = []  # where arguments stand that come from moving addresses, and how they come
+        openings = []  # (index, function) of arguments that follow from moving addresses
         for value in values:
-            made = self._arguments(value, which, maps)
-            if callable(made):
-                openings.append((len(arguments), made))
-                made = made(moving)
-            arguments += made
+            resolved = self._arguments(value, which, maps)
+            if callable(resolved):
+                openings.append((len(arguments), resolved))
+                resolved = resolved(moving)
+            arguments += resolved
         alike, aligned = [moving.index(each) for each in moving], _aligned(moving)
 
         def moved(addresses: Sequence[int]) -> Callable[[], bool] | None:
             if not (aligned and _aligned(addresses)) or [addresses.index(each) for each in addresses] != alike:
                 return None  # another kernel, or which address is whose would not be known
             fresh = arguments.copy()
-            for place, made in openings:
-                those = made(addresses)
+            for place, arguments_at in openings:
+                those = arguments_at(addresses)
                 fresh[place : place + len(those)] = those
             return self._again(grid, fresh)
 
@@ -248,7 +251,7 @@ class _Native:
 
     def _again(self, grid: tuple[int, int, int], arguments: list) -> Callable[[], bool]:
         call, current_stream, head = self.how.call, self.how.current_stream, self.how.head
-        behind = self.how.behind(arguments)
+        trailing = self.how.trailing(arguments)
         (enter, leave), (x, y, z) = launch_listeners(), grid
         last = x, y, z, None
 
@@ -258,7 +261,7 @@ class _Native:
                 return False
             stream, ready = current_stream(), last
             if ready[3] != stream:
-                ready = last = (x, y, z, stream, *head, *behind)
+                ready = last = (x, y, z, stream, *head, *trailing)
             call(*ready)
             return True
 
@@ -267,9 +270,9 @@ class _Native:
     def _arguments(
         self, value: Any, numbers: dict[int, int], maps: Iterator[Any]
     ) -> list | Callable[[Sequence[int]], list]:
-        """What the C launcher takes for `value`; where addresses in it may move, a function of those addresses.
+        """Return what the C launcher takes for `value`; a function of the addresses in it where these may move.
 
-        `numbers`: which of them an address is; `maps`: how the next tensor descriptors become maps.
+        `numbers`: the index of each moving address; `maps`: how the next tensor descriptors become maps.
         """
         if isinstance(value, tuple):
             parts = [self._arguments(each, numbers, maps) for each in value]
@@ -282,7 +285,7 @@ class _Native:
             address, make = value.data_ptr(), _pointer
         elif isinstance(value, _DESCRIPTORS):
             address = value.base.data_ptr()
-            make = lru_cache(_KEPT)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
+            make = lru_cache(_MOST)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
         else:
             return [value]
         number = numbers.get(address)
@@ -293,7 +296,7 @@ class _Native:
 
 
 class _Described(NamedTuple):
-    """A tensor descriptor of memory, which a `TensorDescriptor` would keep."""
+    """A tensor descriptor of memory, which a `TensorDescriptor` would keep alive."""
 
     address: int
     shape: list[int]

@@ -1,4 +1,6 @@
-"""Streams beside the user's: one for calls with `async_op=True`, and lanes for the parts of an op that overlap."""
+"""Run work next to the user's stream: a stream for calls with `async_op=True`, and lanes for parts of an op that
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from ..errors import ArgumentError
 
 
 def check_async(call: str, async_op: object) -> None:
-    """Who gives a `config` by its place would else have it taken for a yes."""
+    """Refuse anything but a bool: a `config` passed by position would be taken for True."""
     if type(async_op) is not bool:
         raise ArgumentError(f"{call}: async_op is {type(async_op).__name__}; expected True or False")
 
 
 class SideStream:
-    """One for all ops of a context: two kernels that wait for peers never run side by side.
+    """One stream for all ops of a context, so that two kernels that wait for peers never run at the same time.
 
     Each may fill the chip while it waits, so two that ranks start in different order would deadlock. Barriers of one
-    program, which an op has in its lanes, may.
+    program, which an op has in its lanes, may overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,9 +33,9 @@ class SideStream:
         self._captured = False  # the pending event belongs to a graph
 
     def run(self, go: Callable[[], None], *tensors: torch.Tensor | None) -> torch.cuda.Event:
-        """What `go` launches, after all that the current stream has so far. Returns the event of its end.
+        """Run `go` after all work of the current stream so far; return the event of its end.
 
-        The memory of `tensors`, where torch's allocator has it, is not given to others before.
+        Torch's allocator does not reuse the memory of `tensors` before that event.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
@@ -49,7 +51,7 @@ class SideStream:
         return self._pending
 
     def join(self) -> None:
-        """Makes the current stream wait for what `run` has launched."""
+        """Make the current stream wait for what `run` has launched."""
         if self._pending is None:
             return
         capturing = platform.is_capturing(self._device)
@@ -61,12 +63,12 @@ class SideStream:
 
 
 def current(device: torch.device) -> torch.cuda.Stream | None:
-    """The current stream, where there are streams."""
+    """Return the current stream; None on CPUs."""
     return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
 class Lane:
-    """A stream in which part of an op runs beside the current one. On CPUs, which have none, all runs in order.
+    """A stream in which part of an op overlaps the current one. On CPUs, which have none, all parts run in order.
 
     Of high priority: its short kernels come before the programs that a long one has still to start.
     """
@@ -76,7 +78,7 @@ class Lane:
 
     @contextmanager
     def instead_of(self, stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
-        """What is launched in the block goes into this lane, and behind it into `stream`, the current one, again."""
+        """Launch the block's work in this lane, and what follows in `stream`, the current one, again."""
         if self.stream is None or stream is None:
             yield None
             return
@@ -88,9 +90,9 @@ class Lane:
 
 
 class Mark:
-    """A point in a stream that others wait for.
+    """A point in a stream that other streams wait for.
 
-    It may be kept from call to call, captured ones among them, as long as each call sets it before it waits for it.
+    It may be reused by later calls, captured ones among them, as long as each call sets it before it waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,6 +103,6 @@ class Mark:
             self._event.record(stream)
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Makes `stream` wait for what the marked one had when the mark was set last."""
+        """Make `stream` wait for the work that the other stream held when the mark was last set."""
         if self._event is not None:
             self._event.wait(stream)

@@ -1,4 +1,4 @@
-"""Which way of sharing memory serves a context: by what its user asked for, and by the device."""
+"""Map one rank's memory segment by the allocator that the caller, or `IRIS_ALLOCATOR`, names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ALIASES = {"vmem_chunked": "vmem"}  # as ROCm/iris calls the allocator that maps
 
 
 def map_segment(allocator: str, size: int, device: torch.device, ranks: Ranks) -> Segment:
-    """Maps `size` bytes of every rank everywhere. Collective.
+    """Map `size` bytes of every rank into every rank's address space. Collective.
 
-    Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` when the memory cannot be had.
+    Raises `ArgumentError` for an unknown `allocator` and `HeapExhausted` where the memory cannot be allocated.
     """
     allocator = ALIASES.get(str(allocator), allocator)
     if allocator not in ALLOCATORS:

@@ -1,7 +1,7 @@
-"""The protocol that every way of sharing memory serves.
+"""The protocol that every way of sharing memory implements.
 
-A segment is one block of bytes on every rank, of the same size, mapped into every other rank. Nothing above this
-folder asks how: the heap hands out offsets, and a pointer becomes a peer's by the difference of two bases.
+A segment is one block of bytes on every rank, of the same size, mapped into every other rank. The code above this
+folder needs no more: the heap hands out offsets, and adding the difference of two bases makes a pointer a peer's.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ class Segment(Protocol):
     """One rank's view of the memory that all ranks share."""
 
     local: torch.Tensor
-    """This rank's bytes: uint8 [size] on the device, zeroed where memory stands behind them. Empty once closed."""
+    """This rank's bytes: uint8 [size] on the device, zeroed where memory is mapped. Empty once closed."""
 
     bases: list[int]
-    """Where each rank's segment begins in this process's address space."""
+    """Address of each rank's segment in this process."""
 
     @property
     def span(self) -> int:
-        """Bytes of address space from a base on that belong to the heap: `local`, and what was imported behind it."""
+        """Bytes of address space from a base on that belong to the heap: `local` and the imports after it."""
 
     def back(self, begin: int, end: int) -> None:
-        """Sees to it that memory stands behind these bytes of `local`. Collective where some is missing."""
+        """Map memory to these bytes of `local` where it is missing. Collective if any is."""
 
     def trim(self, live: list[tuple[int, int]]) -> int:
-        """Gives memory back in which none of `live`, [begin, end) each, lies. Collective. Returns how many bytes."""
+        """Unmap memory that overlaps none of the [begin, end) in `live`; return how many bytes. Collective."""
 
     def adopt(self, tensor: torch.Tensor, inside: bool) -> torch.Tensor:
-        """A tensor on the heap that shares memory with `tensor`, which lies `inside` already or not. Collective."""
+        """Return a tensor on the heap that shares memory with `tensor`, `inside` the heap or not. Collective."""
 
     def imported(self, offset: int) -> bool:
-        """Whether what `adopt` placed begins at `offset`."""
+        """Return whether a tensor imported by `adopt` begins at `offset`."""
 
     def dismiss(self, offset: int) -> None:
-        """Ends the use of what `adopt` placed at `offset`, until the next `trim`."""
+        """Mark the import at `offset` as unused; the next `trim` unmaps it."""
 
     def close(self) -> None:
-        """Unmaps the peers' memory. This rank's own lives on while tensors refer to it."""
+        """Unmap the peers' memory. This rank's own lives on while tensors refer to it."""
 
 
 class FixedSegment:
-    """What segments have in common that are allocated once and whole."""
+    """Methods of segments whose memory is allocated once, in full."""
 
     local: torch.Tensor
     bases: list[int]
@@ -84,7 +84,7 @@ class FixedSegment:
 
 @contextmanager
 def allocating(size: int, refusal: type[IrisError] = HeapExhausted) -> Iterator[None]:
-    """What the system, or a driver by `refusal`, says of memory that it does not have, as `HeapExhausted`."""
+    """Turn an out-of-memory error of the system, or a driver's `refusal`, into `HeapExhausted`."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError among them

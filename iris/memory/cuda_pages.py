@@ -1,7 +1,7 @@
-"""Virtual memory of NVIDIA's driver: handles made, exported as file descriptors and mapped by its own calls.
+"""Allocate, export and map virtual memory of NVIDIA GPUs.
 
-Through NVIDIA's bindings (package cuda-bindings). Every call's return code is looked at; a failure names the call and
-what the driver said. What can be imported is memory from these very calls, such as torch's expandable segments.
+The calls go through NVIDIA's bindings (package cuda-bindings). Each return code is checked; an error names the call and
+gives the driver's text. Only memory from these calls can be imported, such as torch's expandable segments.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class CudaPages:
         return values[0] if len(values) == 1 else tuple(values)
 
     def _text(self, error: Any) -> str:
-        said, text = self._driver.cuGetErrorString(error)
-        known = said == self._driver.CUresult.CUDA_SUCCESS and text
+        status, text = self._driver.cuGetErrorString(error)
+        known = status == self._driver.CUresult.CUDA_SUCCESS and text
         return f"{getattr(error, 'name', error)} ({text.decode() if known else 'unknown error'})"
 
     def window(self, size: int) -> int:
-        # physical memory in whole handles of up to 20 MiB, and as much again for gaps; only addresses
+        # physical memory comes in handles of up to 20 MiB, as much again is for gaps; these are addresses only
         total = torch.cuda.get_device_properties(self._device).total_memory
         return -(-2 * total // ALIGNMENT) * ALIGNMENT
 
@@ -77,7 +77,7 @@ class CudaPages:
         base = int(self._call(self._driver.cuMemAddressReserve, size, ALIGNMENT, 0, 0))
         if base % ALIGNMENT:
             self.unreserve(base, size)
-            raise PlatformError(f"cuMemAddressReserve gave {base:#x}, which is not aligned to {ALIGNMENT} as asked")
+            raise PlatformError(f"cuMemAddressReserve gave {base:#x}, which is not aligned to {ALIGNMENT}")
         return base
 
     def unreserve(self, base: int, size: int) -> None:
@@ -118,21 +118,21 @@ class CudaPages:
         return torch.as_tensor(_Span(address, nbytes, owner), device=self._device)
 
     def extents(self, begin: int, end: int) -> list[Extent]:
-        found: list[Extent] = []
+        extents: list[Extent] = []
         try:
             at = begin
             while at < end:
-                found.append(self._extent(at))
-                at = found[-1].address + found[-1].size
+                extents.append(self._extent(at))
+                at = extents[-1].address + extents[-1].size
         except BaseException:
-            for extent in found:
+            for extent in extents:
                 os.close(extent.fd)
                 self.release(extent.memory)
             raise
-        return found
+        return extents
 
     def _extent(self, at: int) -> Extent:
-        """The whole handle that is mapped at `at`; the driver gives the range of one mapping, not of a reservation."""
+        """Return the whole handle mapped at `at`; the driver gives the range of one mapping, not of a reservation."""
         error, memory = self._driver.cuMemRetainAllocationHandle(at)
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise NotSymmetricError(
@@ -156,7 +156,7 @@ class CudaPages:
 
 
 class _Span:
-    """Device memory as torch takes it; `owner` lives as long as the tensor."""
+    """Device memory in the form that torch imports; `owner` lives as long as the tensor."""
 
     def __init__(self, address: int, nbytes: int, owner: Any) -> None:
         self.owner = owner

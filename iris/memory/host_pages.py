@@ -1,7 +1,7 @@
-"""Virtual memory of the host, for ranks that are processes without GPUs: anonymous shared files, mapped where wanted.
+"""Map virtual memory of the host, as anonymous shared files, for ranks without GPUs.
 
-A chunk is a memfd; its handle is the descriptor. What can be imported is whatever this process has mapped shared from a
-file that it still holds open: `tensor.share_memory_()`, a memfd, multiprocessing's shared memory.
+A chunk is a memfd; its handle is the descriptor. A tensor can be imported if it lies in a shared mapping of a file that
+this process still holds open: `tensor.share_memory_()`, a memfd, multiprocessing's shared memory.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ class HostPages:
         return torch.frombuffer(span, dtype=torch.uint8)
 
     def extents(self, begin: int, end: int) -> list[Extent]:
-        found: list[Extent] = []
+        extents: list[Extent] = []
         try:
             at = begin // self.granule * self.granule
             while at < end:
-                found.append(_extent(at, -(-end // self.granule) * self.granule))
-                at += found[-1].size
+                extents.append(_extent(at, -(-end // self.granule) * self.granule))
+                at += extents[-1].size
         except BaseException:
-            for extent in found:
+            for extent in extents:
                 os.close(extent.fd)
                 os.close(extent.memory)
             raise
-        return found
+        return extents
 
 
 def _extent(at: int, end: int) -> Extent:
-    """What is mapped at `at`, up to `end`, with its file."""
+    """Return the mapping at `at`, up to `end`, with its file."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             addresses, rights, offset, device, inode = line.split()[:5]
@@ -128,10 +128,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, start: int) -> int:
-    found = _libc.mmap(address, size, protection, flags, fd, start)
-    if found in (None, ctypes.c_void_p(-1).value):
+    mapped = _libc.mmap(address, size, protection, flags, fd, start)
+    if mapped in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
-    return found
+    return mapped
 
 
 def _munmap(address: int, size: int) -> None:

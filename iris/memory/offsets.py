@@ -1,21 +1,21 @@
-"""Which bytes of a range are taken: first fit, lowest offset first.
+"""Hand out offsets in a range: first fit, lowest offset first.
 
-The same calls give the same offsets on every rank without a word between them, because nothing else decides: blocks
-are given back by explicit calls only, never by the death of an object.
+The same calls give the same offsets on every rank without communication, because nothing else decides: blocks are freed
+by explicit calls only, never when an object dies.
 """
 
 from __future__ import annotations
 
 
 def rounded(value: int, multiple: int) -> int:
-    """The next multiple from `value` up."""
+    """Return the next multiple of `multiple` from `value` up."""
     return -(-value // multiple) * multiple
 
 
 class Offsets:
     def __init__(self, size: int) -> None:
         self.size = size
-        """Where the range ends; whoever shares it with another end moves this before `take`."""
+        """Where the range ends. A caller that shares the range with another allocator moves this before `take`."""
         self.used = 0
         """The end of the last block taken."""
         self._blocks: dict[int, int] = {}  # [begin] = end
@@ -31,7 +31,7 @@ class Offsets:
         return max([self.size - self.used, *(end - begin for begin, end in self._holes)])
 
     def take(self, nbytes: int, alignment: int) -> int | None:
-        """The offset of `nbytes` > 0 that are free, or None."""
+        """Return the offset of `nbytes` > 0 free bytes, or None."""
         for index, (begin, end) in enumerate(self._holes):
             offset = rounded(begin, alignment)
             if offset + nbytes <= end:
@@ -49,7 +49,7 @@ class Offsets:
         return offset
 
     def give(self, offset: int) -> None:
-        """Takes the block back that begins at `offset`; `KeyError` if none does."""
+        """Free the block that begins at `offset`; raise `KeyError` if none does."""
         self._insert(offset, self._blocks.pop(offset))
         if self._holes[-1][1] == self.used:
             self.used = self._holes.pop()[0]

@@ -1,22 +1,22 @@
-"""Results on the heap that live as long as their tensors: what layers return, and peers store into.
+"""Allocate results on the heap that live as long as their tensors: layers return them, peers store into them.
 
 Peers of an overlapped op store into `out`, so `out` has to lie on the heap. A layer returns a new tensor in each call,
-and that tensor dies when Python lets go of it, at times that differ by rank. So it cannot lie at the same offset on
-all ranks, as everything else on the heap does, unless the ranks agree before each reuse. To agree takes an exchange a
-call, or counts that arrive a call late, and a block that one rank still holds is then lost to all of them.
+and Python frees that tensor at a time that differs by rank. So it cannot lie at the same offset on all ranks, as
+everything else on the heap does, unless the ranks agree before each reuse. Agreement takes an exchange a call, or
+counts that arrive a call late; and a block that one rank still holds is then lost to all of them.
 
 Instead each rank cuts its outputs, by itself, from a region that all ranks have reserved alike. Nobody has to agree:
-the signal by which a rank enters a call says where its `out` lies, and peers store there (`out_at` in
+the signal by which a rank enters a call carries the address of its `out`, and peers store there (`out_at` in
 `iris/device/sync.py`). A rank that finds no room takes ordinary memory, and the op copies (`Workspace.results`); its
-peers are told where the copy comes from. So ranks may differ in this, too.
+peers receive the address that the copy reads. So ranks may differ in this, too.
 
 The region has a part for eager calls and, with CUDA, a part for graphs. Each holds one or two of the largest output.
 
-    eager, CUDA   torch's caching allocator cuts its part, as one segment of a `MemPool`: so streams, `record_stream`
-                  and the splitting of blocks are torch's business, as with any other tensor
+    eager, CUDA   torch's caching allocator cuts its part, as one segment of a `MemPool`: so torch handles streams,
+                  `record_stream` and the splitting of blocks, as with any other tensor
     eager, CPU    first fit; a block is free when its tensor's storage has died
-    graphs        replays write to a block long after its tensor has died. So blocks belong to a `Kept`, which whoever
-                  owns the graphs keeps beside them; a call captured without one takes ordinary memory and copies
+    graphs        replays write to a block long after its tensor has died. So blocks belong to a `Kept`, which the
+                  owner of the graphs keeps with them; a call captured without one takes ordinary memory and copies
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ from .pool import DevicePool
 if TYPE_CHECKING:
     from ..rank import Rank
 
-_COUNTS = 2, 1  # of the largest output that a part holds, as there is room
-_SHARE = 3, 8  # of the heap, which the region takes at most; and at most half of what is free
-_SMALL = 1 << 20  # torch keeps no more bytes than this in segments of their own; to copy them takes 2 us
-_LEAST = {"cpu": ALIGNMENT, "cuda": 16 << 20}  # of a part; torch asks for no segment between 2 and 20 MiB else
+_COUNTS = 2, 1  # outputs of the largest size in a part, as room allows
+_SHARE = 3, 8  # at most 3/8 of the heap, and at most half of what is free
+_SMALL = 1 << 20  # bytes: torch shares segments among tensors up to this; copying one takes 2 us
+_LEAST = {"cpu": ALIGNMENT, "cuda": 16 << 20}  # bytes of a part; torch requests 2 or from 20 MiB
 _MOST_SKIPPED = 255
 _MOST_STREAMS = 8
 
 
 class _Part(Protocol):
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
-        """A new tensor; None where there is no room."""
+        """Return a new tensor; None where there is no room."""
 
     def held(self) -> tuple[int, int]:
-        """Bytes of tensors that lie there now, and of the part."""
+        """Return the bytes of live tensors in the part, and the bytes of the part."""
 
     def foreign(self) -> bool:
-        """Whether its free blocks are those of another stream than the current one."""
+        """Return whether the free blocks belong to another stream than the current one."""
 
 
 class Outputs:
-    """New tensors for results that peers write. Making one of these takes nothing."""
+    """New tensors for results that peers write. Creating one of these allocates nothing."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._on_gpu = rank.device.type == "cuda"
         self.largest = 0
         """Bytes of the largest output for which there is room, if the heap has it."""
-        self._said = False
+        self._logged = False
         self._eager: _Part | None = None
         self._graphs: _Blocks | None = None
         self._kept: Kept | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Sees to it that outputs of so many bytes, more than the `largest` before, have room. Collective."""
+        """Reserve room for outputs of `nbytes`, more than the `largest` before. Collective."""
         rank, heap = self._rank, self._rank.heap
         self.largest = max(_LEAST[rank.device.type], 1 << (nbytes - 1).bit_length())
         with rank.exchanging():
@@ -95,52 +95,52 @@ class Outputs:
                 self._eager = _Cached(heap, rank.device, begin, part)
             except RuntimeError as error:  # torch's caching allocator is not in use
                 rank.log.info(f"outputs of layers are copied, for torch makes no pool on the heap: {error}")
-                self._eager, self._said = None, True
+                self._eager, self._logged = None, True
             self._graphs = _Blocks(heap, begin + part, part)
         else:
             self._eager = _Counted(_Blocks(heap, begin, part))
 
     def _affordable(self) -> int:
-        """Bytes of a part of the region, if there may be one."""
+        """Return the bytes of a part of the region; 0 if the heap has too little."""
         parts, (of, whole), heap = 2 if self._on_gpu else 1, _SHARE, self._rank.heap
         most = min(heap.size * of // whole, heap.longest // 2)
         sizes = (count * self.largest for count in _COUNTS)
         return next((size for size in sizes if parts * size + ALIGNMENT <= most), 0)
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A new tensor on the heap; None where there is no room, or something else than we decides who frees it."""
+        """Return a new tensor on the heap; None without room, or where torch's graph trees or nobody would free it."""
         nbytes = math.prod(size) * dtype.itemsize
         if nbytes == 0 or self._on_gpu and nbytes <= _SMALL:
             return None
         if self._on_gpu:
             if torch.cuda.is_current_stream_capturing():
-                kept, blocks = self._kept, self._graphs
-                return kept.empty(blocks, size, dtype, nbytes) if kept is not None and blocks is not None else None
+                keeper, blocks = self._kept, self._graphs
+                return keeper.empty(blocks, size, dtype, nbytes) if keeper is not None and blocks is not None else None
             if _in_trees(self._rank.device):
                 return None
-        found = self._eager.empty(size, dtype, nbytes) if self._eager is not None else None
-        if found is None and not self._said:
-            self._said = True
+        tensor = self._eager.empty(size, dtype, nbytes) if self._eager is not None else None
+        if tensor is None and not self._logged:
+            self._logged = True
             self._rank.log.info(
                 f"an output of {nbytes} bytes finds no room on the heap, so peers write it elsewhere and it is copied, "
-                f"as later ones may be: {self._why()}"
+                f"as later ones may be: {self._shortage()}"
             )
-        return found
+        return tensor
 
-    def _why(self) -> str:
-        """Why an output of an eager call found no room, and what helps."""
+    def _shortage(self) -> str:
+        """Return why an output of an eager call found no room, and what helps."""
         larger = "make it larger (iris.iris(heap_size=...))"
         held, whole = (0, 0) if self._eager is None else self._eager.held()
         if self._eager is None or whole < self.largest:
             return f"the heap has no more to give to outputs than {whole} bytes; {larger}"
         if self._eager.foreign():
             return f"the {whole} bytes of outputs serve another stream, of which {held} are in use; call in one stream"
-        told = f"outputs that are alive hold {held} of {whole} bytes; let go of them earlier"
-        return told if whole >= _COUNTS[0] * self.largest else f"{told}, or, for the heap has no more to give, {larger}"
+        shortage = f"outputs that are alive hold {held} of {whole} bytes; let go of them earlier"
+        return shortage if whole >= _COUNTS[0] * self.largest else f"{shortage}, or {larger}"
 
     @contextmanager
     def keeping(self, kept: Kept) -> Iterator[None]:
-        """Outputs of calls that are captured in the block come from the heap, and last as long as `kept`."""
+        """Take outputs of calls captured in the block from the heap; they last as long as `kept`."""
         before, self._kept = self._kept, kept
         try:
             yield
@@ -170,10 +170,10 @@ class Kept:
             blocks, offset, nbytes, *_ = self._blocks.pop(min(free)[1])
         else:
             nbytes = rounded(nbytes, GRANULE)
-            found = blocks.cut(nbytes)
-            if found is None:
+            cut = blocks.cut(nbytes)
+            if cut is None:
                 return None
-            offset = found
+            offset = cut
         storage = torch._C._construct_storage_from_data_pointer(blocks.address + offset, blocks.device, nbytes)
         self._blocks.append((blocks, offset, nbytes, stream, StorageWeakRef(storage)))
         return _tensor(storage, size, dtype)
@@ -190,7 +190,7 @@ def _tensor(storage: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 
 
 class _Blocks:
-    """A part of the region from which whoever takes a block says when it is free."""
+    """A part of the region whose blocks are freed by those who took them."""
 
     def __init__(self, heap: Heap, begin: int, nbytes: int) -> None:
         self.memory = heap.memory[begin : begin + nbytes]
@@ -198,7 +198,7 @@ class _Blocks:
         self._offsets, self.nbytes = Offsets(nbytes), nbytes
 
     def cut(self, nbytes: int) -> int | None:
-        """Where so many bytes are free now, from the beginning of the part."""
+        """Return the offset of `nbytes` free bytes from the beginning of the part, or None."""
         return self._offsets.take(rounded(nbytes, GRANULE), GRANULE)
 
     def give(self, offset: int) -> None:
@@ -206,7 +206,7 @@ class _Blocks:
 
 
 class _Counted:
-    """Ordinary tensors on CPUs, whose storages are asked whether they have died."""
+    """Ordinary tensors on CPUs; a block is free once its tensor's storage has died."""
 
     def __init__(self, blocks: _Blocks) -> None:
         self._blocks = blocks
@@ -220,15 +220,15 @@ class _Counted:
         return False
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
-        for offset in [offset for offset, storage in self._live.items() if storage.expired()]:
-            del self._live[offset]
-            self._blocks.give(offset)
-        found = self._blocks.cut(nbytes)
-        if found is None:
+        for expired in [offset for offset, storage in self._live.items() if storage.expired()]:
+            del self._live[expired]
+            self._blocks.give(expired)
+        offset = self._blocks.cut(nbytes)
+        if offset is None:
             return None
         # a storage of its own, which keeps the heap mapped
-        storage = torch.from_numpy(self._blocks.memory[found : found + nbytes].numpy()).untyped_storage()
-        self._live[found], self._sizes[found] = StorageWeakRef(storage), nbytes
+        storage = torch.from_numpy(self._blocks.memory[offset : offset + nbytes].numpy()).untyped_storage()
+        self._live[offset], self._sizes[offset] = StorageWeakRef(storage), nbytes
         return _tensor(storage, size, dtype)
 
 
@@ -236,8 +236,8 @@ class _Cached:
     """Tensors that torch's caching allocator cuts from one segment.
 
     Torch keeps free blocks by stream, so they serve the stream that was current when torch took the segment. Calls in
-    another one are served once nothing lies in it: the segment is then that stream's. Where torch finds no room, which
-    costs an exception, some of the following calls do not ask.
+    another stream get blocks once no tensor lies in the segment: it then becomes that stream's. Where torch finds no
+    room, which costs an exception, some of the following calls do not try.
     """
 
     def __init__(self, heap: Heap, device: torch.device, begin: int, nbytes: int) -> None:
@@ -252,17 +252,17 @@ class _Cached:
         self._close.atexit = False
         self._stream = torch.cuda.current_stream(self._device.index)
         self._streams += 1
-        self._ask((self._nbytes,), torch.uint8)  # torch takes the segment, and has it free at once
+        self._allocate_from_pool((self._nbytes,), torch.uint8)  # torch takes the segment, and has it free at once
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor | None:
         if self._skipped < self._missed:
             self._skipped += 1
             return None
-        found = self._ask(size, dtype)
-        if found is None and self._follow():
-            found = self._ask(size, dtype)
-        self._missed, self._skipped = 0 if found is not None else min(2 * self._missed + 1, _MOST_SKIPPED), 0
-        return found
+        tensor = self._allocate_from_pool(size, dtype)
+        if tensor is None and self._follow():
+            tensor = self._allocate_from_pool(size, dtype)
+        self._missed, self._skipped = 0 if tensor is not None else min(2 * self._missed + 1, _MOST_SKIPPED), 0
+        return tensor
 
     def held(self) -> tuple[int, int]:
         return sum(block["size"] for block in self._blocks() if block["state"] != "inactive"), self._nbytes
@@ -273,7 +273,7 @@ class _Cached:
     def _blocks(self) -> Iterator[dict[str, Any]]:
         return (block for segment in self._pool.snapshot() for block in segment["blocks"])
 
-    def _ask(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def _allocate_from_pool(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
                 return torch.empty(size, dtype=dtype, device=self._device)
@@ -281,7 +281,7 @@ class _Cached:
             return None
 
     def _follow(self) -> bool:
-        """Whether the segment is the current stream's from here on, and was another's."""
+        """Move the segment to the current stream if another owns it and it is empty; return whether it moved."""
         if self._streams >= _MOST_STREAMS or not self.foreign():
             return False
         if any(block["state"] != "inactive" for block in self._blocks()):
@@ -315,7 +315,7 @@ class _Segment(DevicePool):
 
 
 def _in_trees(device: torch.device) -> bool:
-    """Whether torch.compile(mode="reduce-overhead") runs this: its outputs must lie in a pool that it knows."""
+    """Return whether torch.compile(mode="reduce-overhead") runs this: its outputs must lie in a pool that it knows."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     manager = trees.get_manager(device.index, create_if_none_exists=False) if trees is not None else None
     return manager is not None and manager.stream == torch.cuda.current_stream(device.index)

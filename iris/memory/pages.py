@@ -1,5 +1,5 @@
-"""Memory apart from addresses: `Pages`, the driver's (`cuda_pages.py`) or the host's (`host_pages.py`), and a `Region`
-of addresses with what is mapped there.
+"""Keep memory apart from addresses: `Pages` is the driver's memory (`cuda_pages.py`) or the host's (`host_pages.py`), a
+`Region` is a range of addresses with its mappings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass
 class Extent:
-    """Memory that stands behind some of a tensor's addresses."""
+    """Memory that is mapped at some of a tensor's addresses."""
 
     address: int
     size: int
@@ -24,13 +24,13 @@ class Extent:
 
 
 class Pages(Protocol):
-    """Reserving, making, sending and mapping memory. Every call raises `OSError` or `PlatformError` that says why."""
+    """Reserve, create, export and map memory. Every call raises `OSError` or `PlatformError` that gives the reason."""
 
     granule: int
     """Addresses and sizes of imports are multiples of it; those of the heap's own chunks, of ALIGNMENT too."""
 
     def window(self, size: int) -> int:
-        """How many bytes to reserve for imports beside a heap of `size`."""
+        """Return how many bytes to reserve for imports in addition to a heap of `size`."""
 
     def reserve(self, size: int) -> int: ...
 
@@ -39,7 +39,7 @@ class Pages(Protocol):
     def create(self, size: int) -> Any: ...
 
     def export(self, memory: Any) -> int:
-        """A file descriptor of the memory, which the caller closes."""
+        """Return a file descriptor of the memory, which the caller closes."""
 
     def receive(self, fd: int) -> Any: ...
 
@@ -52,13 +52,13 @@ class Pages(Protocol):
     def clear(self, address: int, size: int) -> None: ...
 
     def idle(self) -> None:
-        """Waits until nothing on the device can still use what is about to be unmapped."""
+        """Wait until nothing on the device can still use the memory about to be unmapped."""
 
     def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """uint8 [nbytes] there; `owner` lives as long as it does."""
+        """Return uint8 [nbytes] at `address`; `owner` lives as long as it does."""
 
     def extents(self, begin: int, end: int) -> list[Extent]:
-        """What stands behind an outside tensor's addresses. Raises `NotSymmetricError` where it cannot be shared."""
+        """Return the memory of an outside tensor's addresses. Raise `NotSymmetricError` where it cannot be shared."""
 
 
 class Region:
@@ -76,7 +76,7 @@ class Region:
         self.mapped[offset] = size
 
     def unmap(self, begin: int, end: int) -> int:
-        """Unmaps all that begins in [begin, end). Returns how many bytes."""
+        """Unmap all mappings that begin in [begin, end); return how many bytes."""
         inside = [offset for offset in self.mapped if begin <= offset < end]
         for offset in inside:
             self._pages.unmap(self.base + offset, self.mapped[offset])

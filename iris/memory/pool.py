@@ -1,10 +1,10 @@
-"""Ordinary torch allocations on the heap: what `with ctx.memory_pool():` makes of them.
+"""Place ordinary torch allocations on the heap, in `with ctx.memory_pool():`.
 
-On GPUs, a `torch.cuda.MemPool`: torch's caching allocator asks the heap for its segments of 2 MiB and more and cuts and
-reuses them as it always does, so a tensor's memory comes back to the pool when the tensor dies. torch takes the two
-functions of an allocator as C pointers; ctypes makes them from Python, which is as good as C here, for they are called
-once a segment. They take the GIL while torch holds its allocator's lock, so a pool is for one thread; nor does torch
-send other threads' allocations there.
+On GPUs, a `torch.cuda.MemPool`: torch's caching allocator takes its segments of 2 MiB and more from the heap and cuts
+and reuses them as it always does, so a tensor's memory comes back to the pool when the tensor dies. torch takes the two
+functions of an allocator as C pointers; ctypes makes them from Python, which is fast enough for one call a segment.
+They take the GIL while torch holds its allocator's lock, so a pool is for one thread; nor does torch send other
+threads' allocations there.
 
 On CPUs torch has no such pools: a dispatch mode moves what each operation returns to the heap, where it stays.
 
@@ -31,13 +31,13 @@ from .base import ALIGNMENT
 
 class Pool(Protocol):
     def use(self) -> Any:
-        """A context manager: allocations inside come from the heap."""
+        """Return a context manager: allocations inside come from the heap."""
 
     def layout(self) -> str:
-        """A digest of what lies where."""
+        """Return a digest of which tensor lies where."""
 
     def close(self) -> None:
-        """Gives back what no tensor lies in, if the pool knows."""
+        """Free the memory in which no tensor lies, if the pool knows."""
 
 
 def pool_of(heap: Heap, device: torch.device) -> Pool:

@@ -1,7 +1,7 @@
-"""Segments in anonymous shared memory, for ranks that are processes of one host without GPUs.
+"""Share segments as anonymous shared memory among ranks that are processes of one host without GPUs.
 
-Each rank makes a memfd and maps it; peers open it through /proc by process id and descriptor, and check that it is
-the file they were told of. The memory has no name in any file system and vanishes with its last process.
+Each rank makes a memfd and maps it; peers open it through /proc by process id and descriptor, and check its inode. The
+memory has no name in any file system and vanishes with its last process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SharedMemorySegment(FixedSegment):
 
         def map_peers() -> list[tuple[mmap.mmap, int]]:
             with allocating(size):
-                return [mine if r == ranks.rank else _map_peer(r, size, *told[r]) for r in range(ranks.size)]
+                return [mine if r == ranks.rank else _map_peer(r, size, *descriptors[r]) for r in range(ranks.size)]
 
         try:
             mine = ranks.together("allocating the heap", make)
-            told = ranks.all_gather((os.getpid(), fd, os.fstat(fd).st_ino), "mapping the heaps of a context")
+            descriptors = ranks.all_gather((os.getpid(), fd, os.fstat(fd).st_ino), "mapping the heaps of a context")
             # a peer's descriptor must stay open until everyone has opened it
             self._maps = ranks.together("mapping the heaps", map_peers)
         finally:
@@ -58,7 +58,7 @@ def _address(region: mmap.mmap) -> int:
 
 
 def _map(fd: int, size: int) -> tuple[mmap.mmap, int]:
-    """Maps the file at an aligned address inside a reserved region; the region object owns both."""
+    """Map the file at an aligned address inside a reserved region; the region object owns both."""
     region = mmap.mmap(-1, size + ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     base = -(-_address(region) // ALIGNMENT) * ALIGNMENT
     libc = ctypes.CDLL(None, use_errno=True)

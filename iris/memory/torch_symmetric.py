@@ -1,4 +1,4 @@
-"""Segments in PyTorch symmetric memory, for GPUs of one host: one allocation, one rendezvous."""
+"""Share segments by PyTorch symmetric memory, for GPUs of one host: one allocation, one rendezvous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import PlatformError
 from ..group import Ranks
 from .base import ALIGNMENT, FixedSegment, allocating
 
-# torch refuses to map a GPU's memory for two ranks that have it both, unless it is told that this is meant.
+# torch maps a GPU's memory for two ranks on that GPU only if this variable allows it.
 _ENV_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -55,7 +55,7 @@ def _symmetric(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _aligned(size: int, device: torch.device) -> torch.Tensor:
-    """A world of one shares with nobody: ordinary memory, aligned by hand."""
+    """Return ordinary memory, aligned by hand: a world of one shares with nobody."""
     block = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -block.data_ptr() % ALIGNMENT
     return block[start : start + size]

@@ -1,10 +1,10 @@
-"""Segments of virtual memory: addresses are reserved once, memory comes and goes behind them in chunks.
+"""Share segments of virtual memory: addresses are reserved once, chunks of memory are mapped there as needed.
 
-Every rank reserves, for itself and for each peer, addresses for the whole heap and behind them a window for imports.
+Every rank reserves, for itself and for each peer, addresses for the whole heap and after them a window for imports.
 Where an allocation needs memory, each rank makes one chunk of the same size at the same offset, sends it to all peers
 as a file descriptor (`iris/channel.py`) and maps theirs. So growing, trimming and importing are collective, and follow
-from the calls alone: ranks that make the same calls do it at the same points. What a chunk is knows only `Pages`
-(`pages.py`).
+from the calls alone: ranks that make the same calls do it at the same points. `Pages` (`pages.py`) hides what a chunk
+is.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .base import ALIGNMENT, allocating
 from .offsets import Offsets, rounded
 from .pages import Extent, Pages, Region
 
-# The heap grows and shrinks by these, at multiples of it: fewer and larger ones cost fewer exchanges, smaller ones
-# return more of a heap in which little is left.
+# The heap grows and shrinks in chunks of this size, at multiples of it. Larger ones cost fewer exchanges, smaller ones
+# return more of a heap that is nearly empty.
 CHUNK = 64 << 20
 # Descriptors that a rank sends to each peer at once.
 _BATCH = 32
 
 
-class _Said(NamedTuple):
-    """What a rank said of a call."""
+class _Report(NamedTuple):
+    """What a rank reports of a call."""
 
     numbers: tuple[int, ...]
     failure: str
@@ -80,9 +80,9 @@ class VirtualSegment:
 
     def _exchange(
         self, topic: str, numbers: tuple[int, ...] = (), failure: str = "", fds: Sequence[int] = ()
-    ) -> list[_Said]:
-        told = self._ranks.exchange(topic, (numbers, failure), fds=fds)
-        return [_Said(message.value[0], message.value[1], message.fds) for message in told]
+    ) -> list[_Report]:
+        messages = self._ranks.exchange(topic, (numbers, failure), fds=fds)
+        return [_Report(message.value[0], message.value[1], message.fds) for message in messages]
 
     # --- growing and shrinking ---------------------------------------------------------------------------------------
 
@@ -93,40 +93,40 @@ class VirtualSegment:
             self._grow([(offset, min(CHUNK, self._limit - offset)) for offset in missing[first : first + _BATCH]])
 
     def _grow(self, chunks: list[tuple[int, int]]) -> None:
-        """Makes memory for the (offset, size) of `chunks` and maps every rank's; all or, raising, nothing."""
+        """Create memory for the (offset, size) of `chunks` and map every rank's; all or, raising, nothing."""
         self._refuse_capture()
-        made: list[Extent] = []
+        created: list[Extent] = []
         failure, own = "", self._regions[self._rank]
         try:
             try:
                 for offset, size in chunks:
                     memory = self._pages.create(size)
-                    made.append(Extent(own.base + offset, size, memory, -1))
-                    made[-1].fd = self._pages.export(memory)
+                    created.append(Extent(own.base + offset, size, memory, -1))
+                    created[-1].fd = self._pages.export(memory)
             except (OSError, PlatformError) as error:
                 failure, sent = str(error), []
             else:
-                sent = [chunk.fd for chunk in made]
-            told = self._exchange("grow", sum(chunks, ()), failure, sent)
+                sent = [chunk.fd for chunk in created]
+            reports = self._exchange("grow", sum(chunks, ()), failure, sent)
             try:
-                _raise_exhausted(_first_failure(told) or _differs(told))  # every rank has heard the same
-                for chunk in made:
+                _raise_exhausted(_first_failure(reports) or _differs(reports))  # every rank has the same reports
+                for chunk in created:
                     own.map(chunk.address - own.base, chunk.size, chunk.memory)
                     self._pages.clear(chunk.address, chunk.size)
-                for rank, message in enumerate(told):
-                    for fd, (offset, size) in zip(message.fds, chunks, strict=False):
+                for rank, report in enumerate(reports):
+                    for fd, (offset, size) in zip(report.fds, chunks, strict=False):
                         self._map_received(rank, fd, offset, size, 0)
             except (OSError, PlatformError) as error:
                 failure = str(error)
             finally:
-                close_all(fd for message in told for fd in message.fds)
+                close_all(fd for report in reports for fd in report.fds)
             _raise_exhausted(_first_failure(self._exchange("grown", (), failure)))
         except BaseException:
             for offset, _ in chunks:
                 self._unmap_everywhere(offset, offset + 1)
             raise
         finally:
-            for chunk in made:
+            for chunk in created:
                 if chunk.fd >= 0:
                     os.close(chunk.fd)
                 self._pages.release(chunk.memory)  # the mappings keep it
@@ -145,8 +145,8 @@ class VirtualSegment:
             for start, size in self._regions[self._rank].mapped.items()
             if start < self._limit and not any(begin < start + size and start < end for begin, end in live)
         ]
-        told = self._exchange("trim", (len(self._dismissed), _digest(chunks)))
-        if _differs(told):
+        reports = self._exchange("trim", (len(self._dismissed), _digest(chunks)))
+        if _differs(reports):
             raise NotSymmetricError("trim() would unmap other chunks on other ranks; expected the same calls on all")
         self._pages.idle()
         returned = sum(self._unmap_everywhere(begin, end) for begin, end in chunks)
@@ -184,39 +184,39 @@ class VirtualSegment:
         try:
             place = (first - base) if inside else first % granule
             before = first - extents[0].address if extents else 0
-            behind = extents[-1].address + extents[-1].size - first if extents else 0
+            after = extents[-1].address + extents[-1].size - first if extents else 0
             form = _digest((tensor.dtype, tensor.shape, nbytes and tensor.stride()))
-            told = self._exchange("as_symmetric", (form, inside, place, before, behind, len(extents)), failure)
-            self._check_alike(told, tensor)
+            reports = self._exchange("as_symmetric", (form, inside, place, before, after, len(extents)), failure)
+            self._check_alike(reports, tensor)
             if inside:
                 return tensor
-            before, behind = (max(message.numbers[i] for message in told) for i in (3, 4))
-            at = self._window.take(rounded(before + behind, granule), granule)
+            before, after = (max(report.numbers[i] for report in reports) for i in (3, 4))
+            at = self._window.take(rounded(before + after, granule), granule)
             if at is None:
                 raise HeapExhausted(
-                    f"the window for imports has {self._window.free} of {self._window.size} bytes left, {behind} are "
+                    f"the window for imports has {self._window.free} of {self._window.size} bytes left, {after} are "
                     f"needed; free imports (ctx.free, ctx.trim) or make the heap larger"
                 )
             offset = self._limit + at + before
-            failure = self._import(offset - first, extents, max(message.numbers[5] for message in told))
+            failure = self._import(offset - first, extents, max(report.numbers[5] for report in reports))
             if failure:
-                self._unmap_everywhere(self._limit + at, self._limit + at + before + behind)
+                self._unmap_everywhere(self._limit + at, self._limit + at + before + after)
                 self._window.give(at)
                 raise PlatformError(f"the tensor's memory could not be mapped: {failure}")
         finally:
             close_all(extent.fd for extent in extents)
             for extent in extents:
                 self._pages.release(extent.memory)
-        self._imports[offset] = at, rounded(before + behind, granule)
+        self._imports[offset] = at, rounded(before + after, granule)
         whole = self._pages.tensor(base + offset, nbytes, (self._regions[self._rank], tensor.detach()))
         return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
-    def _check_alike(self, told: list[_Said], tensor: torch.Tensor) -> None:
-        failures = {rank: message.failure for rank, message in enumerate(told) if message.failure}
+    def _check_alike(self, reports: list[_Report], tensor: torch.Tensor) -> None:
+        failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure}
         for text in sorted(set(failures.values())):
-            ranks = [rank for rank, said in failures.items() if said == text]
+            ranks = [rank for rank, failure in failures.items() if failure == text]
             raise NotSymmetricError(f"as_symmetric() cannot import the tensor of ranks {ranks}: {text}")
-        forms, insides, places = (tuple(message.numbers[i] for message in told) for i in range(3))
+        forms, insides, places = (tuple(report.numbers[i] for report in reports) for i in range(3))
         if len(set(forms)) > 1:
             raise NotSymmetricError(
                 f"as_symmetric() takes a tensor {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on "
@@ -232,22 +232,22 @@ class VirtualSegment:
             )
 
     def _import(self, shift: int, extents: list[Extent], most: int) -> str:
-        """Maps the extents of all ranks, `shift` from their owner's addresses to offsets. Returns the first failure."""
+        """Map the extents of all ranks, `shift` from their owner's addresses to offsets; return the first failure."""
         failure, own = "", self._regions[self._rank]
         for begin in range(0, most, _BATCH):
             batch = extents[begin : begin + _BATCH]
             places = [(extent.address + shift, extent.size, extent.start) for extent in batch]
-            told = self._exchange("import", sum(places, ()), failure, [extent.fd for extent in batch])
+            reports = self._exchange("import", sum(places, ()), failure, [extent.fd for extent in batch])
             try:
                 for (offset, size, start), extent in zip(places, batch, strict=True):
                     own.map(offset, size, extent.memory, start)
-                for rank, message in enumerate(told):
-                    for index, fd in enumerate(message.fds):
-                        self._map_received(rank, fd, *message.numbers[3 * index : 3 * index + 3])
+                for rank, report in enumerate(reports):
+                    for index, fd in enumerate(report.fds):
+                        self._map_received(rank, fd, *report.numbers[3 * index : 3 * index + 3])
             except (OSError, PlatformError) as error:
                 failure = failure or str(error)
             finally:
-                close_all(fd for message in told for fd in message.fds)
+                close_all(fd for report in reports for fd in report.fds)
         return _first_failure(self._exchange("imported", (), failure))
 
     def imported(self, offset: int) -> bool:
@@ -271,15 +271,15 @@ class VirtualSegment:
             raise CaptureError("memory of the heap cannot be mapped while a graph is captured; allocate before")
 
 
-def _first_failure(told: list[_Said]) -> str:
-    return next((f"rank {rank}: {message.failure}" for rank, message in enumerate(told) if message.failure), "")
+def _first_failure(reports: list[_Report]) -> str:
+    return next((f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure), "")
 
 
-def _differs(told: list[_Said]) -> str:
-    said = [message.numbers for message in told]
-    if len(set(said)) == 1:
+def _differs(reports: list[_Report]) -> str:
+    numbers = [report.numbers for report in reports]
+    if len(set(numbers)) == 1:
         return ""
-    return f"the ranks want chunks (offset, size, ...) {said}; expected the same allocations on every rank"
+    return f"the ranks want chunks (offset, size, ...) {numbers}; expected the same allocations on every rank"
 
 
 def _raise_exhausted(failure: str) -> None:

@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.descriptors import in_whole_vectors, of_whole_vectors
-from ..planning.fp8_model import MULTIPLE
-from ..problem import FP8
+from ..planning.weights.fp8 import FP8, MULTIPLE
 from . import tile_matmul
 
 LARGEST = 448.0

@@ -33,8 +33,7 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
-from ..planning.fp8_model import LINE, MOST_ROWS, fits
-from ..problem import FP8
+from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, fits
 
 WARPS = 4
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ..planning.workspace_size import exchange_ld, staged
-from ..problem import FP8, Problem
+from ..problem import Problem
 from .arguments import LamportMemory, Strides, Tile, TileEpilogue, World
 from .descriptors import as_stored, operand, rows_operand
 
@@ -42,7 +42,7 @@ def product_arguments(
 
     `folds`: see `descriptors.rows_operand`.
     """
-    depth = config.depth(A.dtype == FP8)
+    depth = config.depth(A.dtype.itemsize)
     stored = as_stored(B)
     transposed = stored is not B
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)

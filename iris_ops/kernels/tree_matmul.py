@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Launch:
     me, tree = rank.cur_rank, problem.tree
+    assert tree is not None
     kernel, grid, args = lamport_matmul.launcher(rank, workspace, problem, config, tensors)
     sums = tree_sums(tree, me)
     room = grid[0] * max(1, sums.OWN) * config.block_m * config.block_n * problem.dtype.itemsize

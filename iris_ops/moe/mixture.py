@@ -11,22 +11,15 @@ from typing import TYPE_CHECKING
 
 from iris import platform
 from iris.errors import ArgumentError
+from iris.launch import relaunch
 import torch
 
 from ..planning.machine import machine_of
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
-from ..planning.moe_ways import (
-    COMBINE,
-    LAMPORT,
-    SEQUENTIAL,
-    TOKEN,
-    exchange_bytes,
-    kernel_for,
-    moe_plan,
-    need_sorting,
-    waits_too_wide,
-)
-from . import checks, grouped_matmul, lamport_combine, lamport_down, lamport_token, routing, sequential
+from ..planning.moe_ways import need_sorting
+from ..planning.plan import plan, way_for
+from ..steps import named
+from . import checks, grouped_matmul, routing
 from .activation import Activation, activation_of
 from .routing import Routing
 from .steps import Steps, key_of
@@ -37,22 +30,28 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..workspace import Workspace
 
-_LAUNCHES = {
-    TOKEN: lamport_token.launch, LAMPORT: lamport_down.launch, COMBINE: lamport_combine.launch,
-    SEQUENTIAL: sequential.launch,
-}  # fmt: skip
-
 
 class Mixture:
     """Made once for a context. Its methods take a workspace that `Ops` has checked or made."""
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._steps = Steps(ctx)
+        self._steps, self._calls = Steps(ctx), relaunch.Calls(0)
 
     def forget(self) -> None:
-        """Calls are launched anew."""
-        self._steps.forget()
+        """Calls are launched anew: memory that they use has changed, on all ranks."""
+        self._calls.forget()
+
+    def _again(self, key: tuple | None) -> bool:
+        """Make a call that is known once more. Return whether it was."""
+        known = self._calls.known.get(key) if key is not None and self._ctx.agreement is None else None
+        # a launch refuses, of its own accord, while somebody listens: then the first of them does
+        return known is not None and all(step() for step in known)
+
+    def _keep(self, key: tuple | None) -> None:
+        """Remember the launches of a call."""
+        if launches := self._steps.end():
+            self._calls.keep(key, launches, None)
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
         """`ctx.ops.moe_route`: new tensors, filled on the device."""
@@ -74,7 +73,7 @@ class Mixture:
         ctx = self._ctx
         parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
         key = key_of(GATE_UP, parts)
-        if self._steps.again(key):
+        if self._again(key):
             return
         problem = checks.describe_gate_up(ctx, out, A, B, experts, bias)
         function = activation_of(activation)
@@ -84,12 +83,11 @@ class Mixture:
         self._look(problem.op, experts, problem.experts)
         if out.numel() == 0:
             return
-        if bias is not None and bias.stride(1) != 1:
-            bias, key = bias.contiguous(), None  # elsewhere in each call
         self._steps.begin()
+        bias = self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
         grouped_matmul.launch(self._steps, problem, chosen, out, A, B, where, bias, function, interleaved)
-        self._steps.keep(key)
+        self._keep(key)
 
     def down(
         self, op: str, workspace: Workspace, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
@@ -100,7 +98,7 @@ class Mixture:
         ctx = self._ctx
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
         key = key_of(op, parts)
-        if self._steps.again(key):
+        if self._again(key):
             return
         with ctx.telling_refusals(op, None):
             problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
@@ -112,11 +110,8 @@ class Mixture:
         )  # fmt: skip
         if problem.tokens == 0 or problem.N == 0:
             return
-        if weights.stride(1) != 1:
-            weights, key = weights.contiguous(), None  # elsewhere in each call
-        if bias is not None and bias.stride(1) != 1:
-            bias, key = bias.contiguous(), None
-        if nbytes := exchange_bytes(problem, chosen):
+        way = way_for(problem, chosen)
+        if nbytes := way.workspace(problem, chosen, machine_of(ctx.device).num_programs).exchange:
             grown = True
             try:
                 grown = workspace.reserve(0, 0, nbytes)
@@ -124,20 +119,19 @@ class Mixture:
                 if grown:
                     ctx.forget_launches()
         self._steps.begin()
+        weights, bias = self._steps.together(weights), self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
-        launch = _LAUNCHES[chosen.kernel]
-        launch(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
-        self._steps.keep(key)
+        named(way.launcher)(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+        self._keep(key)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
         if config is None:
-            return moe_plan(problem, machine_of(self._ctx.device), explained=False)
-        kernel = kernel_for(problem, config)
-        wide = waits_too_wide(problem, config.block_n, machine_of(self._ctx.device)) if kernel == LAMPORT else None
-        if wide:
+            return plan(problem, machine_of(self._ctx.device), explained=False)
+        way = way_for(problem, config)
+        if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
             raise ArgumentError(f"{problem.op}: config.block_n is {config.block_n}; expected more, for {wide}")
-        return replace(config, kernel=kernel)
+        return replace(config, kernel=way.kernel)
 
     def _look(self, op: str, experts: torch.Tensor | Routing, count: int) -> None:
         if self._ctx.agreement is not None and not platform.is_capturing(self._ctx.device):

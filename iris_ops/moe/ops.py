@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..calls import Calls
 from ..planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
 from .routing import Routing
@@ -28,7 +29,7 @@ class MixtureOps:
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._mixture = Mixture(ctx)
+        self._calls, self._mixture = Calls(ctx), Mixture(ctx)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` behind it to share.
@@ -89,12 +90,6 @@ class MixtureOps:
     def _mixture_workspace(self, op: str, workspace: Workspace | None) -> Workspace:
         self._ctx.check()
         if workspace is not None:
-            self._check_workspace(op, workspace)
+            self._calls.check_workspace(op, workspace)
         self._ctx.side.join()
-        return workspace or self._own_workspace()
-
-    def _check_workspace(self, op: str, workspace: object) -> None:
-        raise NotImplementedError
-
-    def _own_workspace(self) -> Workspace:
-        raise NotImplementedError
+        return workspace or self._calls.own_workspace()

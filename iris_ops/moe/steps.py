@@ -1,4 +1,4 @@
-"""`Steps`: the launches of one call, and how to make them again without the checks and the look-ups before them."""
+"""`Steps`: the launches of one call of a mixture's op."""
 
 from __future__ import annotations
 
@@ -15,31 +15,19 @@ from ..workspace import refuse_capture
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-_KEPT = 4096  # calls
-
 # Given to tell calls apart: tensors, None, and whatever has a hash.
 Parts = Sequence[object]
+Launches = list[Callable[[], object]]
 
 
 class Steps:
-    """Launches on one rank. Those between `begin` and `keep` are what makes a call."""
+    """Launches on one rank. Those between `begin` and `end` are what makes a call."""
 
     def __init__(self, ctx: Rank) -> None:
         self.ctx = ctx
         self._kernels: dict[tuple, object] = {}
-        self._known: dict[tuple, list[Callable[[], object]]] = {}
-        self._now: list[Callable[[], object]] | None = None
+        self._now: Launches | None = None
         self._rooms: list[torch.Tensor] = []
-
-    def again(self, key: tuple | None) -> bool:
-        """Makes a call that was kept once more. Returns whether it was."""
-        known = self._known.get(key) if key is not None and self.ctx.agreement is None else None
-        # a launch refuses, of its own accord, while somebody listens: then the first of them does
-        return known is not None and all(step() for step in known)
-
-    def forget(self) -> None:
-        """Calls are launched anew: memory that they use has changed, on all ranks."""
-        self._known.clear()
 
     def room(self, nbytes: int) -> torch.Tensor:
         """Memory of this rank for what one launch leaves to the next; what was too small stays, for captured graphs."""
@@ -50,7 +38,20 @@ class Steps:
         return self._rooms[-1][:nbytes]
 
     def begin(self) -> None:
+        """Begin a call."""
         self._now = []
+
+    def end(self) -> Launches | None:
+        """The launches since `begin`, or None where the call cannot be made again by them alone."""
+        found, self._now = self._now, None
+        return found
+
+    def together(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        """`t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
+        if t is None or t.stride(1) == 1:
+            return t
+        self._now = None
+        return t.contiguous()
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
         """Launches a kernel that begins by `arch.follow`."""
@@ -66,14 +67,6 @@ class Steps:
         step()
         if self._now is not None:
             self._now.append(step)
-
-    def keep(self, key: tuple | None) -> None:
-        """Remembers the launches since `begin` as the call `key`; None: one that cannot be made again."""
-        if key is not None and self._now is not None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[key] = self._now
-        self._now = None
 
 
 def key_of(op: str, parts: Parts) -> tuple | None:

@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from iris.errors import ArgumentError
 import torch
 
-from ..config import FusedConfig
 from ..problem import Problem, problem_asked
-from .machine import Machine
 from .moe_problem import MOE_OPS, MoeProblem, moe_problem_asked
-from .moe_ways import moe_plan
-from .plan import plan
+from .needs import PLAIN, WeightFormat
 
 
 def asked(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None, fp8: bool = False,
-    invariant: str | None = None, experts: int | None = None, top_k: int | None = None,
+    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
+    weights: WeightFormat = PLAIN, invariant: str | None = None, experts: int | None = None, top_k: int | None = None,
     depths: Sequence[int] | None = None,
 ) -> Problem | MoeProblem:  # fmt: skip
     """The problem that a question describes. Raises `ArgumentError` where it makes no sense.
@@ -27,18 +24,9 @@ def asked(
     """
     if op in MOE_OPS:
         chosen = 1 if top_k is None else top_k
-        return moe_problem_asked(op, M, N, K, experts, chosen, world_size, dtype, form, fp8, invariant)
-    problem = problem_asked(op, M, N, K, world_size, dtype, form, fp8, invariant, depths)
+        return moe_problem_asked(op, M, N, K, experts, chosen, world_size, dtype, form, weights, invariant)
+    problem = problem_asked(op, M, N, K, world_size, dtype, form, weights, invariant, depths)
     for name, value in (("experts", experts), ("top_k", top_k)):
         if value is not None:
             raise ArgumentError(f"{name} is {value!r} for {op}; expected none, or one of {', '.join(MOE_OPS)}")
     return problem
-
-
-def planned(
-    problem: Problem | MoeProblem, machine: Machine, explained: bool = True, algorithm: str | None = None
-) -> FusedConfig:
-    """The plan of either kind of problem."""
-    if isinstance(problem, MoeProblem):
-        return moe_plan(problem, machine, explained, algorithm)
-    return plan(problem, machine, explained, algorithm)

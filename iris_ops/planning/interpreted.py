@@ -23,7 +23,9 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Those of `tree_matmul`, all of one depth, of which its bits depend."""
-    depth = next(each for each in (128, BLOCK) if problem.tree.depth % each == 0)
+    assert problem.tree is not None
+    whole = problem.tree.depth
+    depth = next(each for each in (128, BLOCK) if whole % each == 0)
     sides = product(_powers(problem.M, _least_rows()), _powers(problem.N, most=8192))
     return tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST)
 

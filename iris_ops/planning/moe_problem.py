@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
 from ..problem import check_asked, part_size
+from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -40,12 +41,42 @@ class MoeProblem:
     in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
 
+    epilogue = ()
+    chooses_order = False
+    counted = "tokens"
+    order_text = "tiles of one instruction"
+
     def __post_init__(self) -> None:
         if self.invariant == RANKS:
             raise ArgumentError(
                 f"{self.op}: the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch'"
                 " or None"
             )
+
+    @property
+    def asked(self) -> str:
+        """The op that was called."""
+        return self.op
+
+    @property
+    def weights(self) -> WeightFormat:
+        """How experts are stored."""
+        return PLAIN
+
+    @property
+    def sums(self) -> Sums:
+        """Which results of a token are to have the same bits."""
+        return Sums(ROWS_ALIKE, self.invariant) if self.invariant else FREE_SUMS
+
+    @property
+    def free(self) -> MoeProblem:
+        """The same problem without a promise of equal bits."""
+        return replace(self, invariant=None)
+
+    @property
+    def text(self) -> str:
+        """The problem in the words of a plan's first line."""
+        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}"
 
     @property
     def pairs(self) -> int:
@@ -82,7 +113,7 @@ class MoeProblem:
 
 def moe_problem_asked(
     op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
-    form: str | None = None, fp8: bool = False, invariant: str | None = None,
+    form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
     """The problem of a question to the planner, whose M is `tokens`; of `moe_gate_up` N is I, and experts are gated.
 
@@ -99,8 +130,10 @@ def moe_problem_asked(
         raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
-    if fp8:
-        raise ArgumentError(f"fp8 is True for {op}; expected False: experts are multiplied in the tokens' dtype")
+    if weights is not PLAIN:
+        raise ArgumentError(
+            f"{weights.flag} is True for {op}; expected False: experts are multiplied in the tokens' dtype"
+        )
     return MoeProblem(
         op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
     )

@@ -4,7 +4,7 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
 
     instruction   what multiplies, and how many products along K it adds at once: by the tile's sides and the machine
     part          where along K sums are kept apart, and then added: where ranks' parts of A do not end with a step
-    eight_bits    whether the rows of A are rounded to eight bits before they are multiplied
+    rows          whether, and to what, the rows of A are rounded before they are multiplied
     leaves        of a sum that is the same on any number of ranks, into how many K is cut (`sum_tree.py`)
     early_bias    whether rank 0 adds a bias to its own sum, because a collective that follows knows of none
 
@@ -15,23 +15,20 @@ then it is rounded once.
 Two things have no order of their own, for they depend on how many rows there are: tiles that programs share along K
 (`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
 
-With `Problem.invariant` a plan takes ways of one order only. Which one depends on everything but the number of rows.
+With a promise of equal bits (`Problem.sums`) a plan takes ways of one order only. Which one depends on everything but
+the number of rows.
 Of "ranks" it depends on nothing but dtype, machine and all ranks' K: what is fastest does not count.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
-
-from iris.invariance import RANKS
-import torch
 
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
-from .fp8_model import LINE
 from .machine import INTERPRETER, Machine
+from .weights.fp8 import LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +51,7 @@ class Order:
     instruction: str
     step: int
     part: int = 0
-    eight_bits: bool = False
+    rows: str = ""
     leaves: int = 0
     early_bias: bool = False
 
@@ -63,19 +60,19 @@ class Order:
         said += f", parts of {self.part}" if self.part else ""
         said += f", {self.leaves} leaves in a tree" if self.leaves else ""
         said += ", the bias before the ranks' sums" if self.early_bias else ""
-        return said + (", rows in eight bits" if self.eight_bits else "")
+        return said + (f", {self.rows}" if self.rows else "")
 
 
 def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
     """Of kernels that sum a tile, or each leaf, from the first step along K on; None where programs share tiles."""
     if config.splits > 1:
         return None
-    leaves = problem.tree.leaves if problem.by_tree else 0
-    order = Order(*_instruction(problem, config, machine), eight_bits=problem.fp8, leaves=leaves)
+    leaves = problem.tree.leaves if problem.tree else 0
+    order = Order(*_instruction(problem, config, machine), rows=problem.weights.row_text, leaves=leaves)
     if problem.op == GATHER_MATMUL and problem.form == "k" and config.algorithm == "overlapped":
         part = -(-problem.K // problem.world_size)
         if part % order.step and part < problem.K:
-            if problem.invariant == RANKS:
+            if problem.sums.on_any_ranks:
                 return None
             order = replace(order, part=part)
     return order
@@ -88,7 +85,7 @@ def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
     """Of `with_torch`: in calls that are to be invariant the product is `local/matmul.py`'s, else a library's."""
-    return replace(of_product(problem, machine), early_bias=problem.biased) if problem.invariant else None
+    return replace(of_product(problem, machine), early_bias=problem.sums.biased) if problem.sums.promised else None
 
 
 def of_product(problem: Problem, machine: Machine) -> Order:
@@ -96,7 +93,7 @@ def of_product(problem: Problem, machine: Machine) -> Order:
     if machine.name == INTERPRETER:
         return Order("fixed order", problem.K)
     whole = FusedConfig(_WARP_GROUP, _WARP_GROUP)
-    return Order(*_instruction(problem, whole, machine), eight_bits=problem.fp8)
+    return Order(*_instruction(problem, whole, machine), rows=problem.weights.row_text)
 
 
 def least_rows(machine: Machine) -> int:
@@ -106,13 +103,13 @@ def least_rows(machine: Machine) -> int:
 
 def _instruction(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[str, int]:
     if machine.name == INTERPRETER:
-        return "block", config.depth(problem.fp8)
-    itemsize = 1 if problem.fp8 else problem.dtype.itemsize
+        return "block", config.depth(problem.itemsize)
+    itemsize = problem.itemsize
     low = min(config.block_m, config.block_n)
     if machine.name.startswith("AMD"):
         wide, narrow = _MFMA.get((machine.name, itemsize), (32, 64))
         return ("mfma of 16", narrow) if low < 32 else ("mfma of 32", wide)
-    if problem.dtype == torch.float32 and not problem.fp8:
+    if itemsize == 4:
         return "fma", 1
     # the Lamport kernels multiply B's columns by A's rows, where that fills a product's rows
     across = config.lamport and not config.warp_specialised and config.block_n >= _WARP_GROUP
@@ -126,15 +123,13 @@ _INSTRUCTIONS = "wgmma", "mfma of 32", "fma", "mma", "mfma of 16", "block", "fix
 _ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
 
 
-@lru_cache(maxsize=1024)
-def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machine], dict]) -> Order | None:
+def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) -> Order | None:
     """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
-    `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at
-    (and is 0, so that all share what is kept). With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on
-    the ranks. None: there is no such order.
+    `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at.
+    With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on the ranks. None: there is no such order.
     """
-    found = [offers(replace(problem, M=rows), machine) for rows in _ROWS]
+    found = [offers(replace(problem, M=rows)) for rows in _ROWS]
     common = [order for order in found[0] if all(order in offered for offered in found)]
 
     def mean(order: Order) -> float:
@@ -143,6 +138,6 @@ def chosen(problem: Problem, machine: Machine, offers: Callable[[Problem, Machin
             product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
         return product
 
-    if problem.invariant == RANKS:
+    if problem.sums.on_any_ranks:
         return min(common, key=lambda order: (_INSTRUCTIONS.index(order.instruction), order.step), default=None)
     return min(common, key=mean, default=None)

@@ -13,8 +13,8 @@ import torch
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
-from .fp8_model import rounding_us
 from .machine import Machine
+from .needs import GATE
 from .tile_model import gemm_us
 
 # Blocks of `skinny_matmul`, as tiles that the model knows: (rows, columns, depth, warps, stages).
@@ -26,7 +26,7 @@ _SKINNY = tuple(
 
 def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Problem:
     """x [M, K] times a weight of N columns, on one rank."""
-    return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, gated)
+    return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=GATE if gated else None)
 
 
 @lru_cache(maxsize=4096)
@@ -43,9 +43,7 @@ def product_us(M: int, N: int, K: int, problem: Problem, machine: Machine) -> fl
     local = local_problem(M, N, K, problem.dtype)
     config = specialised(local, machine)
     us = _skinny_us(local, machine) if config is None else gemm_us(local, config, machine)
-    if problem.fp8:
-        us = us / 1.85 + rounding_us(M, K, machine)
-    return us + machine.launch_us
+    return problem.weights.product_us(us, M, K, machine) + machine.launch_us
 
 
 def _skinny_us(problem: Problem, machine: Machine) -> float:

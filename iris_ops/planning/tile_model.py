@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from math import log
 
-import torch
-
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
-from .kernel_names import LAMPORT_PAIR, LAMPORT_PAIR_SCATTER, LAMPORT_TWO_SHOT, kernel_for
 from .machine import INTERPRETER, Machine
 from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
@@ -45,13 +42,12 @@ LAMPORT_TILES: Tiles = {
     (128, 64, 128, 8): (4, 0.73),
     (128, 128, 64, 8): (6, 0.86),
 }
-# The same of operands in eight bits, twice as deep (`FusedConfig.depth`).
-FP8_TILES: Tiles = {
+# The same of operands of one byte, twice as deep (`FusedConfig.depth`).
+BYTE_TILES: Tiles = {
     (32, 64, 128, 4): (8, 0.36),
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
-_FP8_RATE = 1.85  # of products in eight bits, over those in 16
 _EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
@@ -63,7 +59,9 @@ FP32_TILES: Tiles = {
     (32, 64, 32, 4): (3, 0.7),
     (16, 64, 64, 4): (3, 0.4),
 }
-_FP32_SHARE = 0.05
+# Of tiles of few rows, and the rate of products over those of two bytes, by bytes of an operand.
+EXCHANGED_TILES = {1: BYTE_TILES, 2: LAMPORT_TILES, 4: FP32_TILES}
+_RATES = {1: 1.85, 2: 1.0, 4: 0.05}
 _ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
@@ -98,7 +96,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     whole_us = tile_us(problem, config, machine)
     cut = cut_tiles(problem, config, programs)
     waves = -(-(tiles - cut) // programs)
-    if bm == 64 and kernel_for(problem, config) in (LAMPORT_PAIR, LAMPORT_PAIR_SCATTER):
+    if bm == 64 and config.warp_specialised and config.algorithm == "one_shot":
         waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
     compute = waves * whole_us
     shared, sharers = shared_tiles(problem, config, programs)
@@ -117,8 +115,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
-    itemsize = 1 if problem.fp8 else problem.dtype.itemsize
-    stream = (m * k + k * n * again) * itemsize / (machine.hbm_gbs * 1e3)
+    stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else 0.9 * programs
     stream *= max(1.0, enough / max(1, min(tiles, programs)))
@@ -134,15 +131,13 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     """The product of one tile in one program."""
-    fp32 = problem.dtype == torch.float32
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
-    if fp32:
+    if problem.itemsize == 4:
         shares = FP32_TILES
     elif lamport:
-        tables = {LAMPORT_TWO_SHOT: specialised.two_shot}
-        exchanged = tables.get(kernel_for(problem, config)) or specialised.of_pair(problem.fp8)
-        shares = exchanged if config.warp_specialised else FP8_TILES if problem.fp8 else LAMPORT_TILES
+        exchanged = specialised.two_shot if config.algorithm == "two_shot" else specialised.pair[problem.itemsize]
+        shares = exchanged if config.warp_specialised else EXCHANGED_TILES[problem.itemsize]
     else:
         moved = specialised.copy_gather if problem.op == GATHER_MATMUL else specialised.overlapped
         shares = moved if config.warp_specialised else GPU_TILES
@@ -150,6 +145,5 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
-    kind = _FP32_SHARE if fp32 else _FP8_RATE if problem.fp8 else 1.0
-    rate = machine.tflops * share * kind / machine.num_programs  # TFLOP/s of one program
-    return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.fp8)) / (rate * 1e6) + 1.5
+    rate = machine.tflops * share * _RATES[problem.itemsize] / machine.num_programs  # TFLOP/s of one program
+    return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.itemsize)) / (rate * 1e6) + 1.5

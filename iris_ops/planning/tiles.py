@@ -19,10 +19,5 @@ class SpecialisedTiles:
     """They only store tiles, because copy engines bring the rows: `gather_matmul`."""
     two_shot: Tiles
     """They send Lamport values to owners, and the sums to everyone: `lamport_two_shot`."""
-    pair: Tiles
-    """They exchange Lamport values with the one peer: `lamport_pair`."""
-    pair_fp8: Tiles
-    """The same with operands in eight bits."""
-
-    def of_pair(self, fp8: bool) -> Tiles:
-        return self.pair_fp8 if fp8 else self.pair
+    pair: dict[int, Tiles]
+    """They exchange Lamport values with the one peer: `lamport_pair`; by bytes of an operand."""

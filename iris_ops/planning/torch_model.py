@@ -10,8 +10,8 @@ from functools import lru_cache
 from math import ceil, log
 
 from ..problem import Problem
-from .fp8_model import rounding_us, torch_us
 from .machine import Machine
+from .needs import PLAIN, WeightFormat
 
 # Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.
 _TILES = {
@@ -31,26 +31,24 @@ _STREAMED = 0.9  # of the memory's rate
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
-def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, in_fp8: bool = False) -> float:
+def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, weights: WeightFormat = PLAIN) -> float:
     """Microseconds of a product [m, k] @ [k, n] in 16 bits: waves of the tiles that suit it best, or its stream.
 
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `in_fp8`: of weights in
-    eight bits, and rows that are rounded first (`fp8/scaled_matmul.py`).
+    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `weights`: how
+    the library takes them.
     """
-    return expected_in_turn([m], n, k, machine, most_splits, in_fp8)[0] - _HIDDEN * machine.launch_us
+    return expected_in_turn([m], n, k, machine, most_splits, weights)[0] - _HIDDEN * machine.launch_us
 
 
 def expected_in_turn(
-    rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, in_fp8: bool = False
+    rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, weights: WeightFormat = PLAIN
 ) -> list[float]:
     """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
     waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
     found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
-    if not in_fp8:
-        return found
-    return [torch_us(us) + rounding_us(m, k, machine) for us, m in zip(found, rows, strict=True)]
+    return [weights.library_us(us, m, k, machine) for us, m in zip(found, rows, strict=True)]
 
 
 @lru_cache(maxsize=4096)
@@ -101,3 +99,16 @@ def gate_us(problem: Problem, machine: Machine) -> float:
     """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
     return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
+
+
+def library_refused(problem: Problem, machine: Machine) -> str | None:
+    """Why a library's product is not weighed, if it is not: its time is not known, or a stream of weights is faster."""
+    if problem.weights is not PLAIN:
+        few = problem.weights.streams(problem, machine)
+    elif not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:
+        return "the time of the library's product is not known here"
+    elif problem.world_size == 1:
+        return "one rank: no collective to follow"
+    else:
+        few = problem.gemm[0] <= 64
+    return "few rows: a stream of weights needs no library" if few else None

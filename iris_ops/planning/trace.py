@@ -1,32 +1,71 @@
-"""How a plan names its candidates in the lines of `explain()`: the kernel, its form, and its times side by side."""
+"""The lines of `explain()`: each candidate with its times side by side, or the reason why it was left out."""
 
 from __future__ import annotations
 
-from ..config import FusedConfig, Prediction
-from ..problem import ALL_REDUCE, Problem, owned_part
-from .kernel_names import LAMPORT_FP8, WITH_TORCH, kernel_for
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import Prediction
+from . import tritonblas
+from .machine import Machine
+from .orders import Order
+from .way import Candidate, Way
 
 
-def label(problem: Problem, config: FusedConfig) -> str:
+@dataclass(frozen=True)
+class Told:
+    """What a choice was made from. `free`: the times without a promise of equal bits, where there is one."""
+
+    problem: Any
+    machine: Machine
+    serving: Sequence[Candidate]
+    rejected: Sequence[tuple[Way, str]]
+    left_out: Sequence[tuple[Candidate, Order | None]]
+    wanted: Order | None
+    free: Prediction | None
+
+
+def reasons(told: Told) -> tuple[str, ...]:
+    """The lines, the chosen one last but for what follows from it."""
+    problem, chosen = told.problem, told.serving[0]
+    lines = [f"{problem.text} on {told.machine.name}", *tritonblas.reasons(problem, told.machine.name)]
+    lines += [row(problem, each) for each in told.serving]
+    lines += [f"rejected {way.name}: {why}" for way, why in told.rejected]
+    for each, order in told.left_out:
+        why = f"it sums by {order}" if order else f"its order of sums depends on the number of {of_what(problem)}"
+        lines.append(f"left out {label(problem, each)}, {each.times.total_us:.1f} us: {why}")
+    if told.free:
+        least = chosen.times.total_us
+        cost = max(0.0, least - told.free.total_us)
+        share = 100 * cost / least if least else 0.0
+        lines.append(
+            f"all sum by {told.wanted or problem.order_text}: the same bits at every number of {of_what(problem)} cost"
+            f" {cost:.1f} us, {share:.1f} %"
+        )
+    lines.append(f"chosen {label(problem, chosen)}")
+    if chosen.way.writes_to_peers(problem):
+        lines.append(
+            "peers write out directly when it lies on the heap, as outputs of layers do where they find room; "
+            "otherwise it is staged and copied once more"
+        )
+    return tuple(lines)
+
+
+def of_what(problem: Any) -> str:
+    """The numbers on which a row's bits do not depend."""
+    return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
+
+
+def label(problem: Any, candidate: Candidate) -> str:
     """The kernel, and in which form."""
-    kernel = kernel_for(problem, config)
-    if kernel == LAMPORT_FP8:
-        return kernel
-    if kernel in WITH_TORCH.values():
-        together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""
-        return f"{kernel}{together}" + (", in eight bits" if problem.fp8 else "")
-    label = f"{kernel} {config.block_m}x{config.block_n}x{config.depth(problem.fp8)}"
-    if config.lamport:
-        label += f" {config.algorithm}, {config.num_warps} warps"
-    elif problem.op == ALL_REDUCE:
-        label += f", each rank sums {'columns' if owned_part(problem, config)[2] else 'rows'}"
-    label += ", programs share first tiles" if config.warp_specialised and config.splits > 1 else ""
-    return label + (", rows rounded to eight bits" if problem.fp8 else "")
+    return candidate.way.label(problem, candidate.config)
 
 
-def row(problem: Problem, config: FusedConfig, times: Prediction) -> str:
+def row(problem: Any, candidate: Candidate) -> str:
     """A candidate, its product's time, its exchange's, and both together."""
+    times = candidate.times
     return (
-        f"{label(problem, config):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
+        f"{label(problem, candidate):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
         f"together {times.total_us:9.1f} us"
     )

@@ -53,9 +53,14 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
     A tile is cut into about `config.splits` parts at most, each of one step along K at least.
     """
     programs = programs_of(config, programs)
-    shared, steps = loose_tiles(problem, config, programs), max(1, -(-problem.gemm[2] // config.depth(problem.fp8)))
+    shared, steps = loose_tiles(problem, config, programs), steps_along_k(problem, config)
     sharers = min(programs, config.splits * shared, shared * steps)
     return (shared, sharers) if countable(shared, sharers, steps) else (0, 0)
+
+
+def steps_along_k(problem: Problem, config: FusedConfig) -> int:
+    """Blocks along K of a tile, one at least."""
+    return max(1, -(-problem.gemm[2] // config.depth(problem.itemsize)))
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:
@@ -72,7 +77,7 @@ def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: fl
     shared, sharers = shared_tiles(problem, config, programs)
     if not shared:
         return 0
-    steps = -(-problem.gemm[2] // config.depth(problem.fp8))
+    steps = steps_along_k(problem, config)
     mean = shared * steps // sharers
     return max(0, min(int(config.stagger_us / tile_us * steps), 2 * (steps - mean - 1), mean, 2 * (mean - 1)))
 

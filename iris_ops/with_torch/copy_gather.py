@@ -39,8 +39,8 @@ import triton.language as tl
 from ..kernels.hopper import gather_matmul
 from ..local import gating, matmul
 from ..operands import Operands
-from ..planning.kernel_names import HOPPER_GATHER_FIRST
-from ..planning.torch_ways import rows_of, steps_of
+from ..planning.needs import GATE
+from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
 from ..problem import Problem, part_of
 from . import torch_matmul
 
@@ -113,9 +113,9 @@ def _in_steps(
 ) -> _Ways:
     out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
-    multiply: Callable[..., None] = gating.multiply if problem.gated else torch_matmul.multiply
-    if problem.invariant:
-        multiply = partial(matmul.gated if problem.gated else matmul.multiply, workspace.ctx)
+    multiply: Callable[..., None] = gating.multiply if problem.epilogue is GATE else torch_matmul.multiply
+    if problem.sums.promised:
+        multiply = partial(matmul.gated if problem.epilogue is GATE else matmul.multiply, workspace.ctx)
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
         return partial(multiply, out[begin:end], rows, B, bias, scale)

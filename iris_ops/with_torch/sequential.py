@@ -4,7 +4,7 @@ Nothing overlaps here, and each half is the fastest there is. With some hundred 
 ours than an overlap would hide, because its programs share operands between multiprocessors. As in the other
 algorithms, what travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank order.
 
-With weights in eight bits the product is the one that `fp8/scaled_matmul.py` takes. The model reckons with torch's.
+Weights with scales have the product of their format. The model reckons with torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from iris.ccl import problem as ccl
 from iris.ccl.collectives import Collectives
 
 from ..local import matmul
-from ..planning.torch_ways import sequential_elements
+from ..planning.ways.sequential import sequential_elements
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
 from . import torch_matmul
 
@@ -49,7 +49,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
         partial_sums = between.view(problem.M, problem.N)
         product, moved = (partial_sums, A, B, once, scale), [(ccl.REDUCE_SCATTER, out, partial_sums)]
     multiply = partial(torch_matmul.multiply, *product)
-    if problem.invariant:
+    if problem.sums.promised:
         multiply = partial(matmul.multiply, ctx, *product)
     parts: list[Callable[[], object]] = [
         multiply,

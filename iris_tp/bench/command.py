@@ -1,11 +1,10 @@
-"""`iris-tp bench`: an op of the library beside torch's product and collective, on this machine, checked and timed.
+"""`iris-tp bench`: check and time an op of the library and torch's product and collective, on this machine.
 
     iris-tp bench                                            all four ops, at sizes that this machine can take
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4
-
 The sizes are those of `iris-tp plan`. Both read the same random inputs, of which several copies take turns, so that no
-weights are left in a GPU's cache from the call before; both are checked against a higher precision before they are
-timed, in turns, as CUDA graphs on GPUs and call by call on CPUs. There the interpreter's time says nothing of a GPU's.
+weights are left in a GPU's cache from the previous call; both are checked against a higher precision before they are
+timed, in turns, as CUDA graphs on GPUs and call by call on CPUs. There the interpreter's time predicts no GPU's.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(team: Team, args: argparse.Namespace) -> None:
-    """On each rank; the first prints a table, and what failed or is wrong."""
+    """Measure on each rank; the first prints a table, and contenders that failed or are wrong."""
     import iris
 
-    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32 proper
+    torch.backends.cuda.matmul.allow_tf32 = False  # the reference is float32, without TF32
     where = torch.cuda.get_device_name() if team.cuda else "CPU, in Triton's interpreter"
     how = "CUDA graphs" if team.cuda else "one call after the other"
     team.say(f"iris-tp {iris.__version__}, torch {torch.__version__}, {team.world} x {where}, {args.dtype}")
@@ -64,11 +63,11 @@ def measure(team: Team, args: argparse.Namespace) -> None:
     with iris.iris(int(args.heap_gib * 2**30)) as ctx:
         for op, call in CALLS.items():
             if args.op in (None, call):
-                found = _compared(ctx, Row(op, args.M, args.N, args.K), team, args)
-                us = found["us"]
+                result = _compared(ctx, Row(op, args.M, args.N, args.K), team, args)
+                us = result["us"]
                 team.say(_line(call, [f"{us[name]:.1f}" if name in us else "-" for name in names]))
-                notes += [f"{call}, {name}: {reason}" for name, reason in found["failed"].items()]
-                errors = found["errors"].items()
+                notes += [f"{call}, {name}: {reason}" for name, reason in result["failed"].items()]
+                errors = result["errors"].items()
                 notes += [
                     f"{call}, {name}: wrong, {error:.3g} of the allowed error" for name, error in errors if error > 1
                 ]
@@ -83,10 +82,10 @@ def _line(first: str, cells: list[str]) -> str:
 
 
 def _compared(ctx: Any, row: Row, team: Team, args: argparse.Namespace) -> dict[str, dict]:
-    """What `compare` finds of one op."""
+    """Return the result of `compare` for one op."""
     inputs = Inputs(row, team, getattr(torch, args.dtype))
     rows, columns = inputs.out_shape
-    # as large on every rank, though a last part may be short
+    # of one size on every rank, though a last part may be short
     memory = ctx.empty(math.prod(row.out_shape(0, team.world)), dtype=inputs.dtype)
     out, op = memory[: rows * columns].view(rows, columns), getattr(ctx.ops, CALLS[row.op])
 

@@ -1,4 +1,4 @@
-"""Contenders that compute the same: each is checked first, then all are timed in turns."""
+"""Compare contenders that compute the same: each is checked first, then all are timed in turns."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,18 +20,18 @@ def compare(
     team: Team, calls: dict[str, Call], error: Callable[[str, Call], float], inputs: int, budget: Budget,
     captures: dict[str, Callable[[], AbstractContextManager]] | None = None,
 ) -> dict[str, dict]:  # fmt: skip
-    """By name `us` a call over `inputs` that rotate, in CUDA graphs on GPUs, `errors`, and why some `failed`.
+    """Return by name `us` a call over `inputs` that rotate, in CUDA graphs on GPUs, `errors`, and reasons of `failed`.
 
-    `error` says how far a call's result is from the truth, as a share of it, and is asked before anything is timed.
-    `captures`: what a call's graph is to be made in, where that is something.
+    `error` returns a call's difference from the exact result, relative to it; it runs before anything is timed.
+    `captures`: the context manager for a call's capture, if it needs one.
     """
     errors, batches, failed = {}, {}, {}
     for name, call in calls.items():
-        found, reason = team.attempt(partial(error, name, call))
-        if found is None:
+        relative, reason = team.attempt(partial(error, name, call))
+        if relative is None:
             failed[name] = str(reason)
             continue
-        errors[name] = team.slowest([found])[0]
+        errors[name] = team.slowest([relative])[0]
         longest = team.slowest([estimate_us(team, call, inputs)])[0]  # every rank makes as many calls
         count = budget.calls_for(longest, inputs)
         if not team.cuda:
@@ -55,6 +55,6 @@ def _captured(capture: Callable[[], AbstractContextManager], call: Call, count: 
         return graph_batch(call, count, inputs)[0]
 
 
-def missed(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far `result` is from `exact`, as a share of it; NaN where a result is."""
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of `result - exact` relative to that of `exact`; NaN where `result` has one."""
     return ((result.double() - exact).norm() / exact.norm()).item()

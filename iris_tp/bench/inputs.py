@@ -1,7 +1,7 @@
-"""One row's tensors on one rank, the result that is expected, and the check.
+"""Make one row's tensors on one rank, with the expected result and the check.
 
-Random, and several copies of A and W: a call after the other reads another copy, so that no weights are left in the
-L2 cache from the call before. W is (N, K) as `nn.Linear` stores it; `B` is its transpose.
+Random, and several copies of A and W: successive calls read different copies, so that no weights are left in the
+L2 cache from the previous call. W is (N, K) as `nn.Linear` stores it; `B` is its transpose.
 
 `check` compares every element of a contender's output with the product in a higher precision, collective included:
 float64, or on GPUs float32 (without TF32) where the inputs are bf16 or fp16. The output is NaN before the call, so an
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from .rows import Row
 from .team import Team
 
-Call = Callable[[int], torch.Tensor]  # runs the op on copy i, gives its output
+Call = Callable[[int], torch.Tensor]  # runs the op on copy i, returns its output
 
 
 class Inputs:
-    """`copies`: by default as many as the L2 cache asks for."""
+    """`copies`: by default as many as exceed the L2 cache."""
 
     def __init__(self, row: Row, team: Team, dtype: torch.dtype, copies: int | None = None) -> None:
         self.row, self.team, self.dtype = row, team, dtype
@@ -30,7 +30,7 @@ class Inputs:
         generator = torch.Generator(team.device).manual_seed(hash((row.M, row.N, row.K, team.rank)) % 2**31)
         random: dict[str, Any] = {"generator": generator, "device": team.device, "dtype": dtype}
         rows, columns = row.a_shape(team.rank, team.world)
-        # The rows that a short part lacks are there in memory: collectives that want equal parts send them too.
+        # The missing rows of a short part exist in memory: collectives with equal parts send them too.
         self.padded = [torch.randn(row.a_shape(0, team.world), **random) for _ in range(self.copies)]
         self.A = [padded[:rows] for padded in self.padded]
         self.W = [torch.randn(row.w_shape(team.world), **random).mul_(row.K**-0.5) for _ in range(self.copies)]
@@ -38,7 +38,7 @@ class Inputs:
         self._expected: dict[tuple[int, bool], torch.Tensor] = {}
 
     def _copies(self) -> int:
-        """Enough for their weights to exceed the L2 cache twice; two at least, so that a stale result is seen."""
+        """Return as many as make the weights exceed the L2 cache twice; at least two, which shows a stale result."""
         cache = torch.cuda.get_device_properties(self.team.device).L2_cache_size if self.team.cuda else 0
         return max(2, math.ceil(2 * cache / (math.prod(self.row.w_shape(self.team.world)) * self.dtype.itemsize)))
 
@@ -50,14 +50,14 @@ class Inputs:
         return torch.empty(shape, device=self.team.device, dtype=self.dtype)
 
     def whole_A(self, copy: int) -> torch.Tensor:
-        """A as the product sees it: in `all_gather_matmul`, of all ranks."""
+        """Return A as the product reads it: in `all_gather_matmul`, of all ranks."""
         row = self.row
         if row.op != "ag":
             return self.A[copy]
         return self.gather_columns(self.A[copy]) if row.form == "k" else self.gather(self.padded[copy])[: row.M]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Every rank's part, of the same size, along rows."""
+        """Gather every rank's part, of the same size, along rows."""
         full = torch.empty(part.shape[0] * self.team.world, *part.shape[1:], device=part.device, dtype=part.dtype)
         dist.all_gather_into_tensor(full, part.contiguous())
         return full
@@ -66,7 +66,7 @@ class Inputs:
         return side_by_side(self.gather(part), self.team.world)
 
     def expected(self, copy: int, alone: bool = False) -> torch.Tensor:
-        """What this rank's output has to be; `alone`: without the collective that follows. Collective on first use."""
+        """Return the exact output of this rank; `alone`: without the collective after it. Collective on first use."""
         if (copy, alone) not in self._expected:
             wide = torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
             B = self.W[copy].to(wide).t()
@@ -91,7 +91,7 @@ class Inputs:
         return result.narrow(dim, min(start, result.shape[dim]), self.out_shape[dim]).clone()
 
     def check(self, call: Call, alone: bool = False) -> float:
-        """Runs the first and the last copy into poisoned output; this rank's larger error, 1 being the limit."""
+        """Run the first and the last copy into poisoned output; return this rank's larger error, 1 being the limit."""
         worst = 0.0
         for copy in (0, self.copies - 1):
             self.poison(call(copy))  # the first call also compiles and allocates
@@ -99,7 +99,7 @@ class Inputs:
         return worst
 
     def poison(self, out: torch.Tensor) -> None:
-        """NaN everywhere, and no rank goes on before all have done so: peers may write into `out`."""
+        """Fill `out` with NaN; no rank continues before all have done so, as peers may write into it."""
         self.team.synchronize()
         self.team.barrier()
         out.fill_(float("nan"))
@@ -108,12 +108,12 @@ class Inputs:
         self.team.synchronize()
 
     def error(self, out: torch.Tensor, copy: int, alone: bool = False) -> float:
-        """The error of `out` over what is allowed: 1 is the limit.
+        """Return the error of `out` relative to the allowed one: 1 is the limit.
 
-        Allowed is one eps of the dtype in the norm and sixteen at any element, both relative to the expected
-        values' norm; for float32, where the sum's own rounding counts, sqrt(K) times that. An output that is rounded
-        once has a fifth of the first; NCCL, which rounds at every hop, at most half. A tile that lacks one block of
-        K breaks the second.
+        Allowed is one eps of the dtype in the norm and sixteen at any element, both relative to the expected values'
+        norm; for float32, where the sum's own rounding counts, sqrt(K) times that. An output that is rounded once has a
+        fifth of the first; NCCL, which rounds at every hop, at most half. A tile that lacks one block of K breaks the
+        second.
         """
         expected = self.expected(copy, alone)
         difference = (out.to(expected.dtype) - expected).abs()
@@ -128,11 +128,11 @@ class Inputs:
 
 
 def side_by_side(stacked: torch.Tensor, world: int) -> torch.Tensor:
-    """The ranks' parts, one below the other, as columns of one tensor: (w * M, n) to (M, w * n). Copies if M > 1."""
+    """Return the ranks' parts, stacked along rows, as columns: (w * M, n) to (M, w * n). Copies if M > 1."""
     return stacked.view(world, -1, stacked.shape[1]).movedim(0, 1).reshape(stacked.shape[0] // world, -1)
 
 
 def stacked(columns: torch.Tensor, world: int) -> torch.Tensor:
-    """The way back: (M, w * n) to (w * M, n)."""
+    """Undo `side_by_side`: (M, w * n) to (w * M, n)."""
     rows = columns.shape[0]
     return columns.view(rows, world, -1).transpose(0, 1).reshape(world * rows, -1)

@@ -1,4 +1,4 @@
-"""One call that is measured: an op and its sizes, what each rank has of it, and the floor.
+"""One measured call: an op and its sizes, each rank's share of it, and the floor.
 
 M, N, K are the sizes of one call. `form` is the dimension along which the op scatters or gathers; w ranks:
 
@@ -25,7 +25,7 @@ CALLS = {
     "ag": "all_gather_matmul",
     "ga": "matmul_all_gather",
 }
-LINK_GB_S = 389.0  # what the copy engines of an H200 push over NVLink, every rank sending at once
+LINK_GB_S = 389.0  # rate of an H200's copy engines over NVLink, all ranks sending at once
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Row:
     K: int
     form: str = "rows"
 
-    def serves(self, world: int) -> bool:
-        """Whether the row exists for so many ranks: columns are divided evenly or not at all."""
+    def supports(self, world: int) -> bool:
+        """Return whether the row exists for so many ranks: columns are divided evenly or not at all."""
         size = {"cols": self.N, "k": self.K}.get(self.form, 0)
         return size % world == 0
 
@@ -71,13 +71,13 @@ class Row:
         return rows, *self.w_shape(world)
 
     def link_bytes(self, world: int, itemsize: int = 2) -> float:
-        """The fewest bytes that a rank sends: each part of what is gathered or reduced goes to w - 1 peers, once."""
-        others = (world - 1) / world
+        """Return the fewest bytes that a rank sends: each part of a gather or reduction goes to w - 1 peers, once."""
+        to_peers = (world - 1) / world
         elements = {
-            "ar": 2 * others * self.M * self.N,  # scatter the partial sums, gather the totals
-            "rs": others * self.M * self.N,
-            "ag": others * self.M * self.K,
-            "ga": others * self.M * self.N,
+            "ar": 2 * to_peers * self.M * self.N,  # scatter the partial sums, gather the totals
+            "rs": to_peers * self.M * self.N,
+            "ag": to_peers * self.M * self.K,
+            "ga": to_peers * self.M * self.N,
         }
         return elements[self.op] * itemsize
 
@@ -92,7 +92,7 @@ class Row:
 
 
 def label(row: dict) -> str:
-    """How a row is called in tables and pictures."""
+    """Return a row's name in tables and pictures."""
     form = row.get("form", "rows")
     return f"{row['M']}, {row['N']}, {row['K']}" + (f" ({form})" if form != "rows" else "")
 

@@ -1,4 +1,4 @@
-"""The same result by torch: its product and its collective, one after the other (NCCL, gloo on CPUs).
+"""Compute the same result by torch: its product and its collective, one after the other (NCCL, gloo on CPUs).
 
 torch's collectives move equal parts, so parts of unequal size are padded, and gathered columns are copied into place,
 as serving engines do.
@@ -69,11 +69,11 @@ def all_gather_last(inputs: Inputs) -> Call:
 
 
 def product(inputs: Inputs) -> Call:
-    """Without the collective."""
+    """Return the product without the collective."""
     A = [inputs.whole_A(i) for i in range(inputs.copies)]
     out = inputs.new(A[0].shape[0], inputs.B[0].shape[1])
     return lambda i: torch.matmul(A[i], inputs.B[i], out=out)
 
 
 PREPARE = {"ar": all_reduce, "rs": reduce_scatter, "ag": all_gather_first, "ga": all_gather_last}
-"""By op what readies a call: it allocates what the call wants."""
+"""By op, the function that prepares a call: it allocates the call's tensors."""

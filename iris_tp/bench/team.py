@@ -1,12 +1,12 @@
-"""Ranks as processes, and one verdict on every step.
+"""Run ranks as processes, with one verdict on every step.
 
 `launch(worker, args, ranks)` starts the ranks itself, or joins those that torchrun has started. A rank works through
-its `Team`: where it stands, a barrier, the slowest rank's figures, and `attempt`, which runs a step on every rank and
-tells all of them whether it failed anywhere. So a rival that raises drops out on all ranks and the run goes on.
+its `Team`: its rank and device, a barrier, the slowest rank's figures, and `attempt`, which runs a step on every rank
+and reports a failure to all of them. So a rival that raises drops out on all ranks and the run goes on.
 
-Nothing waits for ever: kernels of ours give up first, so that an error names the one that waited in vain; then
-collectives time out with the process group; and a rank that has made no step for a while prints where it stands and
-ends, upon which the parent ends the others.
+Nothing waits for ever: our kernels time out first, so that an error names the one that waited in vain; then collectives
+time out with the process group; and a rank that has made no step for a while prints its stack and ends, upon which the
+parent ends the others.
 """
 
 import argparse
@@ -34,7 +34,7 @@ KERNEL_SECONDS = 20  # on a GPU; the wait of one of our kernels
 
 @dataclass(frozen=True)
 class Team:
-    """This rank, the device it works on and the ranks it works with."""
+    """This rank, its device and the number of ranks."""
 
     rank: int
     world: int
@@ -51,24 +51,24 @@ class Team:
             torch.cuda.synchronize()
 
     def barrier(self) -> None:
-        """Ranks meet: on the GPU in stream order, without stopping the host."""
+        """Synchronise the ranks: on the GPU in stream order, without stopping the host."""
         dist.all_reduce(torch.ones(1, device=self.device))
 
     def slowest(self, values: list[float]) -> list[float]:
-        """For each value the largest among the ranks."""
+        """Return for each value the largest among the ranks."""
         worst = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return worst.tolist()
 
     def attempt(self, step: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Runs `step` on every rank: its result, or on all ranks the reason why it failed on one of them."""
+        """Run `step` on every rank; return its result, or on all ranks the reason why it failed on one of them."""
         if self.own_process:
             faulthandler.dump_traceback_later(STEP_SECONDS + 30, exit=True)
         result, reason = None, None
         try:
             result = step()
             self.synchronize()
-        except Exception as error:  # whatever a rival raises: it becomes a note in the table
+        except Exception as error:  # any error of a rival: it becomes a note in the table
             reason = describe(error)
             self.synchronize()  # after a fault the device stays unusable, and then this rank ends here
         if not self.slowest([reason is not None])[0]:
@@ -83,13 +83,13 @@ class Team:
 
 
 def describe(error: Exception) -> str:
-    """One short line that can be published: no folders."""
+    """Return an error as one short line that can be published: no folders."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: " + re.sub(r"(?<![\w.])/\S+/", "", first)[:160]
 
 
 def launch(worker: Callable[[Team, argparse.Namespace], None], args: argparse.Namespace, limit_s: float) -> int:
-    """Runs `worker(team, args)` on `args.ranks` ranks of `args.device`; the exit code."""
+    """Run `worker(team, args)` on `args.ranks` ranks of `args.device`; return the exit code."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run(worker, args)
         return 0

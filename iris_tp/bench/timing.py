@@ -1,12 +1,12 @@
-"""The one timer: how long a call takes on the slowest rank, contenders taking turns.
+"""Time a call on the slowest rank, with contenders taking turns.
 
 A `Batch` is a number of calls in a row over rotating inputs, issued one by one (eager) or as one CUDA graph.
-`interleave` runs one batch of each contender, then the next round in another order, so that clocks and temperature that
-drift, and the heat that whoever came before has left, meet all of them alike; it gives each contender's median over the
-rounds, and of the ranks' medians the largest.
+`interleave` runs one batch of each contender, then the next round in another order, so that drifting clocks and
+temperature affect all of them alike; it gives each contender's median over the rounds, and of the ranks' medians the
+largest.
 
-Ranks meet on the device before each batch, and the host is ahead of it when the clock starts: a graph's launch hides
-behind a short device sleep, an eager batch behind one call that is not counted. So the time is that of a running
+Ranks synchronise on the device before each batch, and the host is ahead of it when the clock starts: a short device
+sleep hides a graph's launch, an uncounted call that of an eager batch. So the time is that of a running
 model: the device's, or the host's where issuing a call takes longer than running it.
 """
 
@@ -27,9 +27,9 @@ LEAD_CYCLES = 250_000  # about 130 µs on an H200: longer than the launch of a g
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a contender is measured: batches of about `batch_ms`, for about `measure_ms` in all.
+    """Duration of a contender's measurement: batches of about `batch_ms`, for about `measure_ms` in all.
 
-    A batch has `calls` from..to, but where calls are long, no more than fit into `longest_ms`.
+    A batch has `calls` from..to, but no more than fit into `longest_ms`.
     """
 
     batch_ms: float = 1.5
@@ -39,7 +39,7 @@ class Budget:
     repeats: tuple[int, int] = (5, 25)
 
     def calls_for(self, call_us: float, inputs: int) -> int:
-        """Calls of one batch: whole turns through the inputs."""
+        """Return the calls of one batch: whole turns through the inputs."""
         calls = min(_clamp(self.batch_ms * 1e3 / call_us, self.calls), max(1, int(self.longest_ms * 1e3 / call_us)))
         return -(-calls // inputs) * inputs
 
@@ -52,10 +52,10 @@ INTERPRETED = Budget(batch_ms=0, measure_ms=0, calls=(1, 1), repeats=(1, 1))
 
 
 class Captured:
-    """The launches of `work` as a CUDA graph, and what `work` returned.
+    """The launches of `work` as a CUDA graph, and its result.
 
-    A graph refers to memory by its addresses and keeps no tensor alive. So this keeps `work`, and with it whatever
-    `work` refers to: it is the object to hold on to, `replay` too does.
+    A graph refers to memory by its addresses and keeps no tensor alive. So this object keeps `work`, and with it all
+    that `work` refers to: hold on to it; `replay` does so, too.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -91,7 +91,7 @@ def eager_batch(call: Callable[[int], object], calls: int, inputs: int) -> Batch
 
 
 def graph_batch(call: Callable[[int], torch.Tensor], calls: int, inputs: int) -> tuple[Batch, torch.Tensor]:
-    """The calls as one graph, and the tensor in which its last call leaves its result."""
+    """Capture the calls as one graph; return it with the tensor in which its last call leaves its result."""
 
     def work() -> torch.Tensor:
         for i in range(calls):
@@ -103,13 +103,13 @@ def graph_batch(call: Callable[[int], torch.Tensor], calls: int, inputs: int) ->
 
 
 def estimate_us(team: Team, call: Callable[[int], object], inputs: int) -> float:
-    """A first idea of a warm call's duration on this rank."""
+    """Return a first estimate of a warm call's duration on this rank."""
     batch = eager_batch(call, inputs, inputs)
     return max(1.0, min(_measure(team, batch).call_us for _ in range(2 if team.cuda else 1)))
 
 
 def interleave(team: Team, batches: dict[str, Batch], repeats: int) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Timings by contender, and the reasons of those that failed on the way."""
+    """Return timings by contender, and the reasons of those that failed on the way."""
     samples: dict[str, list[Timing]] = {name: [] for name in batches}
     failed: dict[str, str] = {}
     order, shuffled = list(batches), random.Random(0)  # the same on all ranks

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
-from .files import StoredTensor
-
 
 class Source(Protocol):
     """What a parameter is filled from: a stored tensor, or one that is composed of several."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -97,7 +96,7 @@ class Concatenation(_Composed):
             begin = end
 
 
-def compose(operations: Sequence[Any], by_pattern: Sequence[Sequence[StoredTensor]]) -> Source | None:
+def compose(operations: Sequence[Any], by_pattern: Sequence[Sequence[Source]]) -> Source | None:
     """What transformers' `operations` make of the tensors of each source pattern; None if that is not served here."""
     kinds = [type(each).__name__ for each in operations]
     dims = [getattr(each, "dim", None) for each in operations]

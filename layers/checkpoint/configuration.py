@@ -1,9 +1,10 @@
 """The empty model of a checkpoint's folder: from its configuration, on meta, with no more work than its files warrant.
 
 A configuration is not trusted. Code that it names (a model's own, a kernel from the hub) runs only where the caller
-allows it. What it asks of transformers beyond a plain model (quantised weights, fused modules, other files) is refused
-by name. And it may describe a model of any size: numbers that the files cannot bear out are refused before anything is
-built, and building stops once the model has far more parameters than there are tensors.
+allows it. What it asks of transformers beyond a plain model (fused modules, other files) is refused by name;
+quantised weights are the business of `formats`. And it may describe a model of any size: numbers that the files cannot
+bear out are refused before anything is built, and building stops once the model has far more parameters than there are
+tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from ..formats.registry import without_scheme
 from ..hf.styles import check_version
 from ..together import shown
 from .files import Checkpoint
@@ -52,14 +54,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     ]:
         if raw.get(key):
             raise CheckpointError(f"{CONFIG} names {key}: {meaning}: remove it")
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key):
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else None
-                raise CheckpointError(
-                    f"the weights are quantised ({key}, {shown(repr(method))}): expected bfloat16, float16 or float32"
-                    " ones; load them with transformers (dequantize), and save them once"
-                )
     return raw
 
 
@@ -83,6 +77,7 @@ def empty_model(
 
     check_counts(raw, len(checkpoint))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    without_scheme(config)
     for name in getattr(type(config), "extra_files", ()):
         raise CheckpointError(f"a {type(config).__name__} has weights in {name}, too, which is not read")
     if not trust_remote_code:

@@ -29,6 +29,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -58,6 +59,16 @@ class StoredTensor:
     def place(self) -> tuple[int, int]:
         """The file, and the byte at which it starts there."""
         return self.file, self.start
+
+    def entry(self, at: int) -> StoredTensor:
+        """`self[at]`, one entry of the first dimension."""
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return StoredTensor(self.file, self.start + at * size, self.dtype, self.shape[1:], self.staging)
+
+    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same bytes in another shape."""
+        assert math.prod(shape) == math.prod(self.shape), (self.shape, shape)
+        return StoredTensor(self.file, self.start, self.dtype, shape, self.staging)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
@@ -152,9 +163,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return sum(stored.nbytes for stored in self.values())
 
     def dtype(self) -> torch.dtype | None:
-        """That of the first floating-point tensor, in the order of files and names."""
+        """That of the first floating-point tensor of 16 bits or more, in the order of files and names."""
         ordered = sorted(self.items(), key=lambda item: (self._files.index(item[1].file), item[0]))
-        return next((stored.dtype for _, stored in ordered if stored.dtype.is_floating_point), None)
+        kinds = (stored.dtype for _, stored in ordered)
+        return next((kind for kind in kinds if kind.is_floating_point and kind.itemsize > 1), None)
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

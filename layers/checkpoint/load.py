@@ -1,7 +1,7 @@
 """`from_pretrained(path, ctx)`: a split Hugging Face model, of which each rank reads only its slices from the files.
 
-1. The folder and the files' headers are checked (`folder`, `files`), then the model is built empty, on meta, from
-   its configuration (`configuration`).
+1. The folder and the files' headers are checked (`folder`, `files`), quantised weights are recognised (`formats`), and
+   the model is built empty, on meta, from its configuration (`configuration`).
 2. The headers are compared with it. What is missing, left over or wrongly shaped is listed in one error, and every rank
    raises the same.
 3. `parallelize` swaps the Linears, still empty.
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 import inspect
 import os
 from pathlib import Path
@@ -23,20 +25,28 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
-from ..hf.parallelize import Options, check_options, parallelize
+from ..formats.registry import scheme_of
+from ..formats.scheme import Contents, contents
+from ..formats.weight_format import quantised_weights
+from ..hf.parallelize import Options, check_options, split_layers
 from ..hf.tied import retie
+from ..pipeline.cut import Part, cut
+from ..pipeline.mesh import Place, place_in
+from ..pipeline.stage import connect
 from ..shard import fill
-from ..sharded import check_context, flags, part_of, split_parameter
-from ..together import agree, raise_together, shown, words
+from ..sharded import check_context, flags, keep_units, part_of, split_parameter
+from ..together import agree, raise_together, run_together, shown, words
 from . import names
 from .buffers import Staging
 from .composed import Source
 from .configuration import DTYPES, empty_model, read_config
 from .files import Checkpoint
 from .folder import check_contents
+from .verify import compare_with_files
 
 if TYPE_CHECKING:
     from iris.context import Iris
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import GenerationMixin, PreTrainedModel
     from typing_extensions import Unpack
 
@@ -55,6 +65,8 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
+    verify: bool = False,
+    mesh: DeviceMesh | None = None,
     **options: Unpack[Options],
 ) -> SplitModel:
     """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
@@ -62,65 +74,105 @@ def from_pretrained(
     It is a causal language model, one of an encoder and a decoder, or one of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default. `options` are those of `parallelize`. What became of each module is in the model's `parallel_report`.
+    by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
+    files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
+    reads its slices of its own stage's layers only. What became of each module is in the model's `parallel_report`.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
     with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
     otherwise than rank 0.
     """
     check_context(ctx)
-    asked = {"dtype": dtype, "strict": strict, "trust_remote_code": trust_remote_code, **options}
-    refusal = _refusal(path_or_id, dtype, strict, trust_remote_code, options)
+    own = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
+    place = place_in(mesh, ctx)
+    if place is None:
+        return _load_split(path_or_id, ctx, None, dtype, own, options)[0]
+    model, part = place.run("from_pretrained", partial(_load_split, path_or_id, ctx, place, dtype, own, options))
+    connect(model, place, part)
+    return model
+
+
+def _load_split(
+    path_or_id: str | Path, ctx: Iris, place: Place | None, dtype: torch.dtype | None, own: dict[str, Any],
+    options: Options,
+) -> tuple[SplitModel, Part | None]:  # fmt: skip
+    """The model, or its stage, and which layers that has. `own`: the flags of `from_pretrained`, by name."""
+    strict, trust_remote_code = own["strict"], own["trust_remote_code"]
+    asked = {"dtype": dtype, **own, **options}
+    refusal = _refusal(path_or_id, dtype, own, options)
     agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
     folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
     with _in_turn(ctx, trust_remote_code):
-        model, checkpoint, sources, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
+        model, checkpoint, held, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
     try:
         raise_together(problems, f"{name} cannot be loaded", ctx)
-        report = parallelize(model, ctx, **options)
+        part = None
+        if place is not None and place.stages > 1:
+            part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
+            held.sources = part.here(model, held.sources)
+        report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
         try:
-            for target, source in _progress(sources, ctx):
+            for target, source in _progress(held.sources, ctx):
                 _load(model, target, source, ctx.device)
-            _tie(model, sources, ctx.device)
+            _tie(model, held.sources, ctx.device)
             _compute_buffers(model, ctx.device)
         except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
             problems = [f"rank {ctx.cur_rank}: {words(error)}"]
         raise_together(problems, f"{name} cannot be read", ctx)
+        if own["verify"]:
+            report = replace(report, verified=compare_with_files(model, held.sources, name, ctx))
     finally:
         if checkpoint is not None:
             checkpoint.close()
     retie(model)
-    held = (*model.named_parameters(), *model.named_buffers())
-    empty = [f"{each} has nowhere to come from" for each, tensor in held if tensor.is_meta]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = [f"{each} has nowhere to come from" for each, tensor in tensors if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
+    in_fp8 = {name for name in held.quantised if getattr(_owner(model, name)[0], "weight_scale", None) is not None}
+    dtype = dtype or model.config.dtype
+    if line := held.line(dtype, in_fp8):
+        report = replace(report, widened=line)
+        if ctx.cur_rank == 0:
+            ctx.info(f"{name}: {line}")
     model.parallel_report = report
-    return model.eval()
+    return model.eval(), part
 
 
 def _read(
     folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
-) -> tuple[Any, Any, dict[str, Source], list[str]]:
+) -> tuple[Any, Any, Contents, list[str]]:
     """The empty model, the open checkpoint, what each of the model's tensors is filled from, and what is wrong."""
     model = checkpoint = None
-    sources: dict[str, Source] = {}
+    held = Contents({})
     try:
         check_contents(folder, trust_remote_code)
         raw = read_config(folder)
         checkpoint = Checkpoint(folder, staging, raw.get("transformers_weights"))
+        scheme = scheme_of(folder, raw)
         model = empty_model(folder, raw, checkpoint, dtype, trust_remote_code)
-        sources, problems = names.find(model, checkpoint, strict)
+        held = contents(scheme, checkpoint, strict)
+        held.sources, problems = names.find(model, held.sources, strict)
+        if held.problems:  # a weight that cannot be read is not missing
+            problems = held.problems + [line for line in problems if names.MISSING not in line]
+        _keep_groups(model, held.sources)
     except PlatformError:  # of what is installed, for all ranks alike
         raise
     except (OSError, ValueError) as error:  # CheckpointError is a ValueError
         problems = [words(error)]
     except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
         problems = [f"the configuration makes no model: {type(error).__name__}: {words(error)}"]
-    return model, checkpoint, sources, problems
+    return model, checkpoint, held, problems
 
 
-def _refusal(
-    path_or_id: Any, dtype: Any, strict: Any, trust_remote_code: Any, options: Mapping[str, Any]
-) -> str | None:
+def _keep_groups(model: nn.Module, sources: dict[str, Source]) -> None:
+    """Tells each module whose weight's groups share a scale how large they are: its split then ends between them."""
+    for name, source in sources.items():
+        unit = max((each.format.unit for each in quantised_weights(source)), default=1)
+        if unit > 1:
+            keep_units(*_owner(model, name), unit)
+
+
+def _refusal(path_or_id: Any, dtype: Any, own: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
     if not isinstance(path_or_id, (str, Path)):
         return f"path_or_id is a {type(path_or_id).__name__}: expected a str or a Path"
     if not str(path_or_id) or "\0" in str(path_or_id):
@@ -130,9 +182,9 @@ def _refusal(
     known = inspect.signature(check_options).parameters
     for name, value in options.items():
         if name not in known:
-            return f"{name} is {value!r}: expected no option but dtype, strict, trust_remote_code, {', '.join(known)}"
+            return f"{name} is {value!r}: expected no option but dtype, {', '.join((*own, *known))}"
     try:
-        flags(strict=strict, trust_remote_code=trust_remote_code)
+        flags(**own)
         check_options(**options)
     except ArgumentError as error:
         return str(error)

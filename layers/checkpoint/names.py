@@ -16,13 +16,13 @@ from torch import nn
 
 from ..together import shown
 from .composed import Source, compose
-from .files import StoredTensor
 
 # Computed now, stored in old checkpoints.
 _OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+MISSING = " is missing, expected"
 
 
-def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> tuple[dict[str, Source], list[str]]:
+def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[dict[str, Source], list[str]]:
     """What each parameter and buffer of the empty `model` is filled from, and a line for each problem.
 
     A tied weight is found under whichever of its names is stored. If both are, it is untied: each is read as its own,
@@ -50,7 +50,7 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
             found[source] = found.pop(target)
     for name, shape in shapes.items():
         if name not in found:
-            problems.append(f"{name} is missing, expected {list(shape)}")
+            problems.append(f"{name}{MISSING} {list(shape)}")
         elif (given := found[name].get_shape()) != list(shape):
             problems.append(f"{name} has shape {given}, expected {list(shape)}")
         elif (held := found[name].dtype).is_floating_point != floating[name]:
@@ -60,7 +60,7 @@ def find(model: nn.Module, stored: Mapping[str, StoredTensor], strict: bool) -> 
     return found, problems
 
 
-def _renamed(model: Any, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
+def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
     """By the model's names: what is stored of each, with a stored name for messages; and what cannot be read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

@@ -187,7 +187,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
                 scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
                 if key == "weight" and module.stored_transposed:
-                    exact = local if scaled[0] is None else restored(local, scaled[0], module.dtype)
+                    exact = module.storage.exact(module)
                     yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
                     continue
                 yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)

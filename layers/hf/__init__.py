@@ -1,1 +1,1 @@
-"""How is a Hugging Face model split? Its own plan is read, proved on the meta device, and carried out."""
+"""Split a Hugging Face model: its own plan is read, proved on the meta device, and carried out."""

@@ -1,6 +1,6 @@
-"""Models with adapters, LoRA and others of peft: refused until they are merged, with the way to merge them.
+"""Refuse models with adapters, LoRA and others of peft, until they are merged; the error gives the way to merge.
 
-An adapter wraps a linear in a module of its own. A plan names the linear, so it would meet the wrapper, or split the
+An adapter wraps a linear in a module of its own. A plan names the linear, so it would match the wrapper, or split the
 linear without the adapter's product.
 """
 
@@ -12,19 +12,19 @@ from iris.errors import StyleError
 from torch import nn
 
 _MERGE = "merge_and_unload()"
-_WRAPPED = "base_layer", "original_module"  # what peft calls a module that it adapts, or keeps a trained copy of
+_WRAPPED = "base_layer", "original_module"  # peft's names of a module that it adapts, or has a trained copy of
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raises `StyleError` for a model with adapter layers, with their names, and for any other model of peft's."""
+    """Raise `StyleError` for a model with adapter layers, with their names, and for any other model of peft's."""
     names = list(_adapted(model))
     wraps = _is_of_peft(model)
     kind = type(model).__name__
     if names:
-        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         merge = f"pass what its {_MERGE} returns" if wraps else f"merge it by peft's {_MERGE}, then split the model"
         raise StyleError(
-            f"{kind} has an adapter that is not merged into its layers, in {', '.join(names[:3])}{others}: expected"
+            f"{kind} has an adapter that is not merged into its layers, in {', '.join(names[:3])}{rest}: expected"
             f" plain linears; {merge}"
         )
     if wraps:
@@ -35,13 +35,13 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[str]:
-    """The outermost modules that wrap a layer in an adapter."""
-    found = ""
+    """Yield the outermost modules that wrap a layer in an adapter."""
+    outermost = ""
     for name, module in model.named_modules():
-        if found and name.startswith(f"{found}."):
+        if outermost and name.startswith(f"{outermost}."):
             continue
         if name and any(isinstance(getattr(module, child, None), nn.Module) for child in _WRAPPED):
-            found = name
+            outermost = name
             yield name
 
 

@@ -1,8 +1,8 @@
-"""What a split model checks of a cache that a caller passes: it must have the heads of this rank, not those of all.
+"""Check a cache that a caller passes to a split model: it must have the heads of this rank, not those of all.
 
-Two caches look right and are not: one that the unsplit model has filled, and a static one whose
-`early_initialization` was given the configuration's number of heads. torch would find it at the first update, with
-an error about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
+Two caches look right and are wrong: one that the unsplit model has filled, and a static one whose
+`early_initialization` got the configuration's number of heads. torch would raise at the first update, with an error
+about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from torch import nn
 
 from ..shard import HeadSplit
 
-_HELD = "_heads_held"  # of an attention instance: its `HeadSplit`
-NAMES = "past_key_values", "cache"  # transformers 5.24 has renamed it
+_HELD = "_cached_heads"  # of an attention instance: heads in its cache, (of this rank, of all, of each rank)
+NAMES = "past_key_values", "cache"  # transformers 5.24 renamed it
 
 
-def remember_heads(attention: nn.Module, heads: HeadSplit) -> None:
-    """Record which heads of `attention` this rank holds, for `check_caches`."""
-    setattr(attention, _HELD, heads)
+def remember_heads(attention: nn.Module, heads: HeadSplit, by_query_head: bool) -> None:
+    """Record how many heads `attention` caches on this rank, for `check_caches`.
+
+    `by_query_head`: whether it caches the keys once for each query head, not for each kv head.
+    """
+    cached = (heads.num_local_kv_heads, heads.num_kv_heads, heads.kv_counts)
+    setattr(attention, _HELD, (heads.num_local_heads, heads.num_heads, heads.counts) if by_query_head else cached)
 
 
 def check_caches(model: nn.Module, arguments: dict[str, Any]) -> None:
@@ -33,7 +37,7 @@ def check_caches(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _layers(cache: Any) -> Iterator[list[Any]]:
-    """The layers of a cache of transformers; of an encoder and a decoder, the decoder's."""
+    """Yield the layers of a cache of transformers; of an encoder and a decoder, the decoder's."""
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
@@ -42,18 +46,18 @@ def _layers(cache: Any) -> Iterator[list[Any]]:
 
 def _check(name: str, layers: list[Any], model: nn.Module) -> None:
     for attention in model.modules():
-        heads, index = getattr(attention, _HELD, None), getattr(attention, "layer_idx", None)
-        if heads is None or not isinstance(index, int) or not index < len(layers):
+        cached, index = getattr(attention, _HELD, None), getattr(attention, "layer_idx", None)
+        if cached is None or not isinstance(index, int) or not index < len(layers):
             continue
         layer = layers[index]
         keys = getattr(layer, "keys", None) if getattr(layer, "is_initialized", False) else None
         if keys is None or keys.dim() != 4:
             continue
-        held, own, whole = keys.shape[1], heads.num_local_kv_heads, heads.num_kv_heads
-        # any other number is the model's own affair, as of a latent attention or of an indexer
-        if held == whole and any(count != whole for count in heads.kv_counts):
+        held, (own, whole, counts) = keys.shape[1], cached
+        # any other number is the model's own, as in a latent attention or an indexer
+        if held == whole and any(count != whole for count in counts):
             raise ArgumentError(
                 f"{name} is a {type(layers[index]).__name__} of {held} heads in layer {index}: expected {own} of the"
-                f" {whole}, as this rank holds (by rank: {', '.join(map(str, heads.kv_counts))}); make a new cache, and"
+                f" {whole}, as this rank holds (by rank: {', '.join(map(str, counts))}); make a new cache, and"
                 " let the split model initialize and fill it"
             )

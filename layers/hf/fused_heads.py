@@ -1,18 +1,18 @@
-"""Projections that hold q, k and v in one weight: which of its outputs are those of a rank's heads.
+"""Find the outputs of a rank's heads in projections that hold q, k and v in one weight.
 
-    layout       outputs, one after the other                                 found in
+    layout       outputs, one after the other                                 used by
     by head      q, k and v of a head, then those of the next                 GPT-NeoX, BLOOM, Falcon RW
     blocks       q of all heads, k of all kv heads, v of all kv heads         GPT-2, MPT; Falcon 7B, StarCoder, DBRX
     by group     the query heads of a kv head, its k, its v, the next group   Falcon 40B
-    by shard     of each of `mp_num` parts of the heads, q, then v, then k    CodeGen
+    by shard     for each of `mp_num` parts of the heads, q, then v, then k    CodeGen
 
-A rank's part is laid out as the module takes it apart once it is told of its heads; CodeGen's module then has one part.
+A rank's part has the layout that the module expects once its numbers of heads are local; CodeGen's then has one part.
 
-The names of the module and its projection tell the layout, and other families may use them otherwise. So the proof of a
-split looks at how a forward takes the projection's outputs apart (`Taken`), which says whether heads come first.
+The names of the module and its projection determine the layout, and other families may use them otherwise. So the proof
+of a split checks how a forward divides the projection's outputs (`Taken`), which shows whether heads come first.
 
-Where the model computes a bias or a mask for each head (ALiBi) and hands it to its attentions, a hook in front of an
-attention keeps what is of the rank's heads.
+Where the model computes a bias or a mask for each head (ALiBi) and passes it to its attentions, a hook before an
+attention keeps the entries of the rank's heads.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..shard import HeadSplit, Range, Shard
 
 BY_HEAD, BLOCKS, BY_GROUP, BY_SHARD = "by head", "blocks", "by group", "by shard"
 _SHARDS = "mp_num"
-_SIZED = "Wqkv"  # of whose outputs DBRX's module takes its hidden_size for the queries
+_SIZED = "Wqkv"  # DBRX's module takes `hidden_size` of its outputs for the queries
 # Arguments of an attention's forward that have entries for each head.
 _BIASES = ("alibi", "position_bias")
 _MASK = "attention_mask"
 
 
 def layout_of(module: Any, child: str) -> str | None:
-    """How projection `child` of attention `module` holds q, k and v; None if it is not known to hold all three."""
-    several = getattr(module, "multi_query", None)  # query heads, to one k and v
+    """Return the layout of q, k, v in projection `child` of attention `module`; None if it may not hold all three."""
+    several = getattr(module, "multi_query", None)  # query heads with one k and v
     if child == "query_key_value":
         return BY_GROUP if getattr(module, "new_decoder_architecture", False) else BLOCKS if several else BY_HEAD
     if child == "c_attn":
@@ -48,34 +48,34 @@ def layout_of(module: Any, child: str) -> str | None:
 
 @dataclass(frozen=True)
 class Taken:
-    """How a rank's outputs of a fused projection are to be taken apart."""
+    """The expected division of a rank's outputs of a fused projection."""
 
     layout: str
     heads: HeadSplit
 
     def wrong(self, before: Sequence[int], after: Sequence[int]) -> str | None:
-        """What is wrong with a view of outputs [..., n] as [..., first, ..]; None if nothing is known to be."""
+        """Return the error in a view of outputs [..., n] as [..., first, ..]; None if none is known."""
         inner = len(before) - 1
         if len(after) <= len(before) or tuple(after[:inner]) != tuple(before[:inner]):
             return None
         first, heads, groups = after[inner], self.heads.num_local_heads, self.heads.num_local_kv_heads
         expected = {BY_HEAD: heads, BY_GROUP: groups}.get(self.layout)
-        # of blocks, three of as many heads each or all heads in a row; three heads look alike either way
+        # blocks are three of equally many heads, or all heads in a row; three heads look alike either way
         otherwise = self.layout == BLOCKS and first == heads != 3
         if not otherwise and expected in (None, first):
             return None
-        found = " x ".join(map(str, after[inner:]))
-        return f"takes its {before[-1]} outputs as {found}, which are no {heads} query heads {self.layout}"
+        view = " x ".join(map(str, after[inner:]))
+        return f"takes its {before[-1]} outputs as {view}, which are no {heads} query heads {self.layout}"
 
 
 def fused_kv_heads(outputs: int, heads: int, head_dim: int) -> int:
-    """How many kv heads stand beside `heads` query heads in so many outputs; 0 if these are no whole heads."""
+    """Return the number of kv heads next to `heads` query heads in `outputs`; 0 if these are not whole heads."""
     count, rest = divmod(outputs, head_dim)
     return (count - heads) // 2 if not rest and (count - heads) % 2 == 0 else 0
 
 
 def fused_parts(module: Any, child: str, outputs: int, heads: HeadSplit) -> tuple[Shard, ...]:
-    """The part of fused projection `child`, of so many `outputs`, that holds `heads`."""
+    """Return the part of fused projection `child`, with `outputs` outputs, that holds `heads`."""
     layout, width = layout_of(module, child), outputs // (heads.num_heads + 2 * heads.num_kv_heads)
     if layout == BY_HEAD:
         return (heads.q_shard(3 * width),)
@@ -86,26 +86,26 @@ def fused_parts(module: Any, child: str, outputs: int, heads: HeadSplit) -> tupl
 
 
 def _by_group(heads: HeadSplit, width: int) -> list[Range]:
-    group, found = heads.num_heads // heads.num_kv_heads, []
+    group, ranges = heads.num_heads // heads.num_kv_heads, []
     for kv in range(*heads.kv):
         begin, (first, last) = kv * (group + 2), (edge - kv * group for edge in heads.q)
-        found += [(begin + max(first, 0), begin + min(last, group)), (begin + group, begin + group + 2)]
-    return [(start * width, stop * width) for start, stop in found]
+        ranges += [(begin + max(first, 0), begin + min(last, group)), (begin + group, begin + group + 2)]
+    return [(start * width, stop * width) for start, stop in ranges]
 
 
 def _by_shard(heads: HeadSplit, width: int, shards: int) -> list[Range]:
     size, (first, last) = heads.num_heads * width // shards, (edge * width for edge in heads.q)
-    found = []
+    ranges = []
     for which in range(3):  # q, v, k
         for shard in range(shards):
             start, stop = (min(max(edge - shard * size, 0), size) for edge in (first, last))
             begin = (3 * shard + which) * size
-            found += [(begin + start, begin + stop)] if start < stop else []
-    return found
+            ranges += [(begin + start, begin + stop)] if start < stop else []
+    return ranges
 
 
 def keep_own_heads(module: Any, heads: HeadSplit) -> None:
-    """Makes attention `module` run on what is of `heads`: its one projection's part, and biases that it is given."""
+    """Make attention `module` run on `heads`: on their part of its one projection, and their entries of biases."""
     if isinstance(getattr(module, _SHARDS, None), int):
         setattr(module, _SHARDS, 1)
     if hasattr(module, _SIZED) and isinstance(getattr(module, "hidden_size", None), int):
@@ -116,7 +116,7 @@ def keep_own_heads(module: Any, heads: HeadSplit) -> None:
 
 
 class _OwnHeads:
-    """The forward pre-hook: of biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and of masks like the last.
+    """A forward pre-hook that cuts biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and masks like the last.
 
     A bias [B, heads, T, L] of fewer heads is this rank's already: an attention with a table of its own computed it.
     """

@@ -1,13 +1,13 @@
-"""Gated MLPs, `down(silu(gate(x)) * up(x))`, whose first half is one kernel.
+"""Run gated MLPs, `down(silu(gate(x)) * up(x))`, with their first half in one kernel.
 
 With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
 `hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks. With
-`iris.iris(invariant=...)` one of the two serves any number of rows on any GPU.
+`iris.iris(invariant=...)` one of the two computes any number of rows on any GPU.
 
-A module is exchanged only if its forward reads just so, its gate and up are one product (see `merge`), its activation
-is silu, and nobody else has hooked it. What it holds stays, under the same names. The kernel passes over gate, up and
-activation. So where a user exchanges or hooks one of them later, all of them are called again. With sequence
-parallelism that makes another op, so then all ranks do it or none.
+A module is replaced only if its forward has exactly this form, its gate and up are one product (see `merge`), its
+activation is silu, and it has no other hooks. Its contents keep their names. The kernel bypasses gate, up and
+activation. So where a user replaces or hooks one of them later, all of them are called again. With sequence parallelism
+that makes another op, so then all ranks must do it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MERGED = "gate_up_proj"
 
 
 class GatedMLP(nn.Module):
-    """`mlp`, with all that it holds but its hook, `product`, which makes the merged product of gate and up."""
+    """`mlp`, with all its attributes but its hook, `product`, which makes the merged product of gate and up."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -44,24 +44,24 @@ class GatedMLP(nn.Module):
         super().__init__()
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
         self._product = product
-        self._whole = self._passed_over()  # in a tuple: no further children
+        self._original = self._bypassed()  # in a tuple, so no further children
         self._invariant = bool(product.merged.ctx.invariant)
         self._hopper_configs = platform.has_warp_specialisation(product.merged.ctx.device)  # a compiler would warn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        (x,) = *args, *kwargs.values()  # by whatever name
+        (x,) = *args, *kwargs.values()  # under any name
         merged = self.merged
         x = merged.check(x, merged.in_features)
         if self._invariant and keeps_bits(x, merged):
-            if self._is_whole():
+            if self._is_unchanged():
                 return self.down_proj(merged.gated(x))
         elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
             few = alone and skinny_matmul.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
-            if (few or many) and self._is_whole():
-                held = merged.weight, merged.bias, merged.weight_scale
-                return self.down_proj(skinny_matmul.gated(x, *held) if few else merged.gated(x))
+            if (few or many) and self._is_unchanged():
+                tensors = merged.weight, merged.bias, merged.weight_scale
+                return self.down_proj(skinny_matmul.gated(x, *tensors) if few else merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 
@@ -70,39 +70,41 @@ class GatedMLP(nn.Module):
         """The linear of gate and up."""
         return self._product.merged
 
-    def _passed_over(self) -> tuple:
+    def _bypassed(self) -> tuple:
         return self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn
 
-    def _is_whole(self) -> bool:
-        """Whether what is passed over is what it was, and nobody has hooked it."""
-        now = self._passed_over()
-        same = all(mine is first for mine, first in zip(now, self._whole, strict=True))
+    def _is_unchanged(self) -> bool:
+        """Return whether the bypassed modules are the original ones, without hooks."""
+        now = self._bypassed()
+        same = all(mine is first for mine, first in zip(now, self._original, strict=True))
         return same and not any(is_hooked(each) for each in now)
 
 
 def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
-    """Whether `merged.gated` serves `x` on an invariant context: the answer is the same at every number of rows."""
-    serves = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and merged.weight_scale is None
-    return serves and x.dtype == merged.dtype and not _wants_gradient(x, merged)
+    """Return whether `merged.gated` takes `x` on an invariant context, independently of the number of rows."""
+    is_supported = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and merged.weight_scale is None
+    return is_supported and x.dtype == merged.dtype and not _needs_gradient(x, merged)
 
 
 def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bool) -> bool:
-    """Whether a warp-specialised kernel may multiply `x`: it has many rows, or a number that a compiler leaves open."""
+    """Return whether a warp-specialised kernel may multiply `x`: it has many rows, or a compiler leaves the number
+    open.
+    """
     if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     open_ = torch.jit.is_tracing() or not statically_known_true(row_count(x) <= FEW)
-    return not _wants_gradient(x, merged) and open_
+    return not _needs_gradient(x, merged) and open_
 
 
-def _wants_gradient(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
-    held = [t for t in (x, merged.weight, merged.bias) if t is not None]
-    return torch.is_grad_enabled() and any(t.requires_grad for t in held)
+def _needs_gradient(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
+    tensors = [t for t in (x, merged.weight, merged.bias) if t is not None]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def fuse_gates(model: nn.Module) -> int:
-    """Exchanges the gated MLPs of `model`; how many there were."""
+    """Replace the gated MLPs of `model`; return their number."""
     plain: dict[type, bool] = {}
-    found = []
+    replacements = []
     for parent in model.modules():
         for child, module in parent.named_children():
             if not _is_merged(module) or is_hooked(module.act_fn) or not is_silu(module.act_fn):
@@ -112,32 +114,32 @@ def fuse_gates(model: nn.Module) -> int:
             if plain[type(module)]:
                 hooks: Any = module._forward_pre_hooks.values()
                 (hook,) = hooks
-                found.append((parent, child, GatedMLP(module, hook)))
-    for parent, child, mlp in found:
+                replacements.append((parent, child, GatedMLP(module, hook)))
+    for parent, child, mlp in replacements:
         setattr(parent, child, mlp)
-    return len(found)
+    return len(replacements)
 
 
 def _is_merged(module: nn.Module) -> bool:
-    """Whether it holds what is exchanged, and a merged product is all that its class's forward is called with."""
+    """Return whether it has all that is replaced, and its class's forward gets nothing but a merged product."""
     hooks, own = list(module._forward_pre_hooks.values()), {*vars(module), *dict(module.named_children())}
     plainly = len(hooks) == 1 and isinstance(hooks[0], Product) and not module._forward_hooks
-    # what an instance may have in place of its class's
+    # attributes that replace those of the class
     return plainly and own >= {_MERGED, "act_fn", "down_proj"} and own.isdisjoint({"forward", "_compiled_call_impl"})
 
 
 def is_silu(activation: Any) -> bool:
-    """Whether it is silu, seen by trying."""
+    """Return whether it is silu, found by trying."""
     x = torch.linspace(-100, 100, 401, device="cpu")
     try:
         return torch.allclose(activation(x), nn.functional.silu(x))
-    except Exception:  # whatever it is
+    except Exception:  # of any callable
         return False
 
 
 def is_plain(forward: Any) -> bool:
     """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
-    if hasattr(forward, "__wrapped__"):  # the source would be that of the one inside
+    if hasattr(forward, "__wrapped__"):  # its source would be the wrapped function's
         return False
     try:
         function: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -146,6 +148,6 @@ def is_plain(forward: Any) -> bool:
         return False
     if function.decorator_list or function.args.vararg or function.args.kwarg or function.args.kwonlyargs:
         return False
-    wanted = f"{module}.down_proj({module}.act_fn({module}.gate_proj({name})) * {module}.up_proj({name}))"
+    expected = f"{module}.down_proj({module}.act_fn({module}.gate_proj({name})) * {module}.up_proj({name}))"
     lines = [ast.unparse(line) for line in function.body]
-    return lines == [f"return {wanted}"] or lines == [f"down_proj = {wanted}", "return down_proj"]
+    return lines == [f"return {expected}"] or lines == [f"down_proj = {expected}", "return down_proj"]

@@ -1,9 +1,9 @@
-"""The RMSNorm of Mamba-2: over the channels of a group of heads, with a gate in front of it or behind.
+"""The RMSNorm of Mamba-2: over the channels of a group of heads, with a gate before or after it.
 
     x * silu(gate) / sqrt(mean over the group of its square + eps) * weight
 
-A rank has some of the heads. Where it has all of a group's, nothing is exchanged; where ranks share a group, each adds
-up the squares of its own channels, and the sum over the ranks is one number a token and group, in float32.
+A rank has some of the heads. Where it has all of a group's, no rank exchanges anything; where ranks share a group, each
+adds up the squares of its own channels, and the sum over the ranks is one number a token and group, in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GatedNorm(nn.Module):
-    """In place of `norm`, which it takes the weight from, on the heads `held`; a group has `size` channels in all."""
+    """Replaces `norm`, whose weight it takes, on the heads `held`; a group has `size` channels in all."""
 
     op = "gated RMSNorm of a rank's groups"
 
@@ -35,13 +35,13 @@ class GatedNorm(nn.Module):
         self.ctx, self.size, self.groups, self._held = ctx, size, held.num_local_kv_heads, held
         width = size * held.num_kv_heads // held.num_heads
         split_parameter(self, "weight", held.q_shard(width))
-        self.shared = held.num_kv_heads < len(held.counts)  # by some ranks: all of them then exchange
+        self.shared = held.num_kv_heads < len(held.counts)  # by some ranks; then all of them exchange
         if self.shared:
             self.op = "gated RMSNorm, sums of squares over ranks"
         self.train(norm.training)
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """`hidden_states` and `gate` [..., channels of this rank]."""
+        """Norm `hidden_states`, gated by `gate`, both [..., channels of this rank]."""
         x = hidden_states.float()
         opened = None if gate is None else F.silu(gate.float())
         if opened is not None and self.gate_first:
@@ -56,7 +56,7 @@ class GatedNorm(nn.Module):
         return x.to(hidden_states.dtype)
 
     def _over_ranks(self, squares: torch.Tensor) -> torch.Tensor:
-        """The sums of `squares` [..., 1, 1], of a part of one group, over the ranks that have the others."""
+        """Return `squares` [..., 1, 1], of a part of one group, summed over the ranks that have the other parts."""
         if squares.is_meta:  # there are no ranks
             return squares
         held, counts = self._held, not self._held.idle
@@ -70,12 +70,12 @@ class GatedNorm(nn.Module):
 
 @torch.no_grad()
 def computes_gated_norm(norm: Any, groups: int) -> bool:
-    """Whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, seen by trying."""
+    """Return whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, found by trying."""
     parameters = dict(norm.named_parameters())
     if list(parameters) != ["weight"] or not isinstance(getattr(norm, "variance_epsilon", None), float):
         return False
     random = torch.Generator("cpu").manual_seed(0)
-    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # be torch's default another
+    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # whatever torch's defaults
     size = norm.weight.shape[0]
     if size % groups:
         return False
@@ -87,11 +87,11 @@ def computes_gated_norm(norm: Any, groups: int) -> bool:
     whole = HeadSplit(groups, groups, (0, groups), (0, groups), counts=(groups,))
     try:
         expected = [trial(x), trial(x, gate)]
-    except Exception:  # whatever it wants beside its input
+    except Exception:  # for other arguments it needs
         return False
     ours = GatedNorm(trial, whole, size // groups, alone)
-    made = [ours(x), ours(x, gate)]
+    actual = [ours(x), ours(x, gate)]
     return all(
         torch.is_tensor(one) and torch.allclose(one, other, 1e-4, 1e-6)
-        for one, other in zip(expected, made, strict=True)
+        for one, other in zip(expected, actual, strict=True)
     )

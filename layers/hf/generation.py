@@ -1,15 +1,15 @@
-"""`generate()` on split models: every rank must draw the same token, or the ranks' caches part ways.
+"""`generate()` on split models: every rank must draw the same token, or the ranks' caches diverge.
 
 Greedy search needs nothing: logits are gathered, so every rank has the same bits. Sampling draws from each process's
 own random generators. So the model instance's `generate` first takes over rank 0's generator states; after that the
-ranks run the same operations on the same bits, and stay together to the end of the call: beams, assistants and prompt
-lookup too. One broadcast a call, none a token. For users: the seed on rank 0 counts. The class is left as it is; only
+ranks run the same operations on the same bits, and agree to the end of the call: beams, assistants and prompt
+lookup too. One broadcast a call, none a token. For users: rank 0's seed is used. The class stays unchanged; only
 the instance's methods are wrapped.
 
-What cannot be kept together is refused at entry. `max_time` stops each rank by its own clock, and one that stops alone
-leaves the others waiting. Continuous batching schedules requests in a thread of each process, as they arrive there.
-Compilation, which Hugging Face switches on for static caches on GPUs, is switched off in the instance's generation
-config: whoever wants it says torch.compile.
+Options that would separate the ranks are refused at entry. `max_time` stops each rank by its own clock, and one that
+stops alone leaves the others waiting. Continuous batching schedules requests in a thread of each process, as they
+arrive there. Compilation, which Hugging Face enables for static caches on GPUs, is disabled in the instance's
+generation config: users call torch.compile for it.
 
 Tokens outside the vocabulary, and lengths beyond a table of positions or a static cache, are refused, too: on a GPU
 they would end the process. The ranks compare their arguments (`digests`), because other tokens of the same length would
@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from ..digests import compare, facts
+from ..pipeline.stage import run_on_stages, share_generators
 from ..serving.arguments import check_memory, check_tokens, words_of
 from ..serving.cache import room_of
 from ..sharded import ShardedLinear, check_context
@@ -44,14 +45,14 @@ from .positions import positions_known
 if TYPE_CHECKING:
     from iris.context import Iris
 
-# Those that lie on the device whole.
+# Caches whose full length is allocated.
 _STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
 
 
 def share_rng(ctx: Iris) -> None:
-    """Collective: gives every rank rank 0's states of the random generators that sampling draws from.
+    """Give every rank rank 0's states of the random generators that sampling draws from. Collective.
 
-    Those of `ctx.device` and of the CPU, where transformers draws what follows prompts that lie there.
+    These are the generators of `ctx.device` and of the CPU, where transformers draws for prompts on the CPU.
     """
     check_context(ctx)
     device = torch.device(ctx.device)
@@ -64,14 +65,14 @@ def share_rng(ctx: Iris) -> None:
 
 
 def agree_on_samples(model: Any, ctx: Iris) -> None:
-    """Makes `model.generate` of this instance draw the same tokens on every rank, and refuse what could not."""
+    """Make `model.generate` of this instance draw the same tokens on every rank, and refuse other uses."""
     if not hasattr(model, "generate"):
         return
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.disable_compile = True
     own = vars(model).get("generate")
     if isinstance(own, MethodType) and hasattr(own.__func__, "agrees"):
-        return  # split before, in other places
+        return  # wrapped by an earlier split
     model._own_generate = own  # the checkpoint's, whose code the user trusts
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,23 +80,29 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
         with given.streaming(), ctx.in_this_thread():
             check_context(ctx)
             compare(ctx, "generate", assistant_model=given.arguments.get("assistant_model"))
-            checked(ctx, "generate", given.check, lambda _: given.facts())
+            run_on_stages(
+                self,
+                "generate",
+                lambda: checked(ctx, "generate", given.check, lambda _: given.facts()),
+                lambda _: given.facts(),
+            )
             if isinstance(given.arguments.get("custom_generate"), str):
                 given.arguments.setdefault("trust_remote_code", False)  # else each rank would ask on its own stdin
+            share_generators(self, ctx.device)
             share_rng(ctx)
             own = self._own_generate
             return type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)
 
     vars(generate)["agrees"] = True
     model.generate = MethodType(generate, model)
-    if hasattr(model, "_get_logits_processor"):  # what ContinuousBatchingManager calls of a model that it is given
+    if hasattr(model, "_get_logits_processor"):  # ContinuousBatchingManager calls it
         model._get_logits_processor = MethodType(_get_logits_processor, model)
     if hasattr(model, "_get_static_cache_init_shape"):  # it counts the heads of transformers' own splits
-        model._get_static_cache_init_shape = MethodType(lambda self: None, model)  # at the first update they are seen
+        model._get_static_cache_init_shape = MethodType(lambda self: None, model)  # the first update shows them
 
 
 def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-    if not args and not kwargs:  # generate() says more
+    if not args and not kwargs:  # generate() passes arguments
         name = self.config._attn_implementation or ""
         if name.startswith("paged|"):  # some releases set it before they come here
             self.set_attn_implementation(name.removeprefix("paged|"))
@@ -120,7 +127,7 @@ class _Streamer:
 
 
 class _Given:
-    """What `generate` was called with, by name."""
+    """The arguments of a call of `generate`, by name."""
 
     def __init__(self, model: Any, ctx: Iris, args: tuple, kwargs: dict[str, Any]) -> None:
         names = list(signature(type(model).generate).parameters)[1:]
@@ -129,7 +136,7 @@ class _Given:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """A block after which the call's streamer ends, be it by an error: whoever reads it waits for that."""
+        """End the call's streamer after the block, also after an error: its reader waits for that."""
         streamer = self.arguments.get("streamer")
         if streamer is None:
             yield
@@ -138,22 +145,22 @@ class _Given:
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the call's own error counts
+            with suppress(Exception):  # the call's own error is raised
                 streamer.end()
             raise
         streamer.end()
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must have alike."""
+        """Return the facts that all ranks must share."""
         return facts(**{**self.arguments, "model.generation_config": self.model.generation_config})
 
     def setting(self, name: str) -> Any:
-        """A setting as transformers finds it: by the call, by its generation config, by the model's."""
-        found = self.arguments.get(name), *(getattr(each, name, None) for each in self.configs)
-        return next((each for each in found if each is not None), None)
+        """Return a setting as transformers does: from the call, from its generation config, from the model's."""
+        values = self.arguments.get(name), *(getattr(each, name, None) for each in self.configs)
+        return next((each for each in values if each is not None), None)
 
     def check(self) -> None:
-        """Raises `ArgumentError` for what the ranks could not do alike, or what a GPU must not see."""
+        """Raise `ArgumentError` for options on which ranks could differ, or tokens that a GPU must not see."""
         check_plain("generate", self.arguments)
         check_caches(self.model, self.arguments)
         self._check_clocks()
@@ -189,19 +196,19 @@ class _Given:
 
     def _check_tokens(self, tokens: torch.Tensor) -> None:
         config = self.model.config
-        text = config.get_text_config() is config  # others know tokens that stand for images, say
+        text = config.get_text_config() is config  # other models have tokens for images, say
         if text and isinstance(self.model.get_input_embeddings(), nn.Embedding):
             check_tokens("input_ids", tokens, words_of(self.model))
 
     def _check_length(self, tokens: torch.Tensor) -> None:
-        """A length is that of the prompts, padding included, and of what is made."""
+        """Check the length of the prompts, padding included, and of the new tokens."""
         if self.model.config.is_encoder_decoder:
             return
         longest = self._new_length(tokens.shape[1])
         if longest is None:
             return
         room = room_of(self.arguments.get("cache", self.arguments.get("past_key_values")))
-        if room is not None and longest > room + 1:  # the last token is not looked at
+        if room is not None and longest > room + 1:  # the last token is not stored
             raise ArgumentError(
                 f"prompts of {tokens.shape[1]} tokens become {longest}: expected at most {room + 1}, the cache has room"
                 f" for {room}"
@@ -221,6 +228,6 @@ class _Given:
                 )
 
     def _new_length(self, length: int) -> int | None:
-        """How long the prompts are to become; None: by transformers' default, which heeds the positions."""
+        """Return the final length of the prompts; None: transformers' default, which respects the positions."""
         new = self.setting("max_new_tokens")
         return length + new if isinstance(new, int) else self.setting("max_length")

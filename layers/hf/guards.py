@@ -1,9 +1,9 @@
-"""What a split model answers where its class's own method would break it.
+"""Guard a split model where its class's own method would break it.
 
 A method that a model inherits knows nothing of parts: it would draw new weights on each rank by itself, put a whole
 matrix in a part's place, or train. Such methods of this instance (no class is patched) do the right thing on parts, or
-raise `ArgumentError` that says what to do. Moves and conversions keep a tied head a view of its embedding, and a move
-to another device than the context's, or to a dtype that no op takes, is refused.
+raise `ArgumentError` with the remedy. Moves and conversions keep a tied head a view of its embedding, and a move to
+another device than the context's, or to a dtype that no op supports, is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BEFORE = "call it on the unsplit model, and split that"
 BATCHING = "each process would schedule requests by itself; use layers.Engine or generate()"
 _INFERENCE = "a split model is for inference; train it unsplit"
-# Methods of a Hugging Face model, and what to do in their place.
+# Methods of a Hugging Face model, and the remedy.
 _REFUSED = {
     "resize_token_embeddings": _BEFORE,
     "resize_position_embeddings": _BEFORE,
@@ -52,7 +52,7 @@ _REFUSED = {
 
 
 def guard(model: Any, ctx: Iris) -> None:
-    """Gives this instance its own `train`, `_apply`, `tie_weights` and refusals, and puts it into eval mode."""
+    """Give this instance its own `train`, `_apply`, `tie_weights` and refusals, and put it into eval mode."""
     watch_calls(model)
     vars(model).update(train=MethodType(_train, model), _apply=MethodType(_applying(ctx), model))
     model.eval()
@@ -60,7 +60,7 @@ def guard(model: Any, ctx: Iris) -> None:
         model.tie_weights = MethodType(_tie_weights, model)
     for module in model.modules():
         if not hasattr(type(module), "tie_weights"):
-            continue  # no model of Hugging Face's, as which one may hold others
+            continue  # no Hugging Face model
         module.train = MethodType(_train, module)
         for name, remedy in _REFUSED.items():
             if hasattr(type(module), name):
@@ -80,7 +80,7 @@ def check_plain(call: str, arguments: dict[str, Any]) -> None:
 def watch_calls(model: Any) -> None:
     """Add a hook that refuses what a forward cannot take, DTensors and caches of other heads.
 
-    It is one of the base model, which gets the ids and the cache of a model with a head, too.
+    The hook is the base model's, which gets the ids and the cache of a model with a head, too.
     """
     model = getattr(model, "base_model", model)
     if _check_call not in model._forward_pre_hooks.values():
@@ -115,16 +115,16 @@ def _applying(ctx: Iris) -> Callable:
 
 
 def _tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Ties again: heads that are split to the rows of their embedding, what is whole as the class does."""
-    held = {name: module for name, module in self.named_modules() if hasattr(module, "load_shard")}
+    """Tie again: split heads to the rows of their embedding, all other weights as the class does."""
+    split = {name: module for name, module in self.named_modules() if hasattr(module, "load_shard")}
     pairs = self.get_expanded_tied_weights_keys(all_submodels=True)
     for target, source in pairs.items():
-        (parent, _, key), (other, _, _) = target.rpartition("."), source.rpartition(".")
-        if getattr(held.get(parent), "tied_to", None) != source and (parent in held or other in held):
+        (parent, _, key), (source_parent, _, _) = target.rpartition("."), source.rpartition(".")
+        if getattr(split.get(parent), "tied_to", None) != source and (parent in split or source_parent in split):
             raise ArgumentError(f"{target} is split, and was not tied to {source} when it was: " + _BEFORE)
     for target, source in pairs.items():
         parent, _, key = target.rpartition(".")
-        if parent not in held:
+        if parent not in split:
             setattr(self.get_submodule(parent), key, self.get_parameter_or_buffer(source))
     retie(self)
 

@@ -1,18 +1,18 @@
-"""Heads of a Hugging Face attention module: how its projections are split so that heads stay whole.
+"""Split the projections of a Hugging Face attention module so that heads stay whole.
 
-The module reshapes its projections to [..., heads, head_dim] with whatever number of heads there is, and repeats each
+The module reshapes its projections to [..., heads, head_dim] with any number of heads, and repeats each
 kv head `num_key_value_groups` times. So it runs unchanged on this rank's heads once that number is right on the
-instance. How many heads there are is read off the module and its weights; layers may differ from the configuration.
+instance. The number of heads follows from the module and its weights; layers may differ from the configuration.
 
     projection                             rows of a head               split with
     q_proj, and any other (a gate, say)    its outputs / query heads    the query heads
     k_proj, v_proj                         its outputs / kv heads       the kv heads
-    one for q, k and v, alone              as `fused_heads` says        the heads
-    kv_b_proj, of a latent attention       its outputs / heads          the heads; what comes before it stays whole
+    one for q, k and v, alone              as in `fused_heads`          the heads
+    kv_b_proj, of a latent attention       its outputs / heads          the heads; all before it is replicated
     a norm or a sink of [heads, ...]       one entry                    the heads that it counts
     an embedding of [positions, heads]     one column                   the heads, if the plan names its weight
 
-Families name them otherwise (`_NAMES`), and some have the output projection in a module beside the attention.
+Other families have other names (`_NAMES`), and some have the output projection in a module next to the attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 from ..shard import HeadSplit, Shard, split_heads
 from .caches import remember_heads
-from .fused_heads import BY_HEAD, fused_kv_heads, fused_parts, keep_own_heads, layout_of
+from .fused_heads import BY_GROUP, BY_HEAD, fused_kv_heads, fused_parts, keep_own_heads, layout_of
 from .linear_like import as_linear
 from .styles import COLUMN, PACKED, ROW
 
@@ -35,22 +35,22 @@ _NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "
 _OF_KV = {name for names in _NAMES for name in names[1:]}
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "attn_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-# Sizes of all heads together that a forward asks its module for.
+# Sizes of all heads together that a forward reads from its module.
 _TOGETHER = ("all_head_size", "split_size", "embed_dim", "inner_dim")
 
 
 def output_of(name: str, styles: dict[str, str]) -> str | None:
-    """The name of the linear that takes what the heads of attention `name` give: inside of it, or beside it."""
+    """Return the name of the linear that takes the heads of attention `name`: inside of it, or next to it."""
     for around in (name, name.rpartition(".")[0]):
-        found = [each for each, style in styles.items() if style in ROW and each.startswith(f"{around}.")]
-        found = [each for each in found if around != name or each.rpartition(".")[0] == name]
-        if found:
-            return found[0] if len(found) == 1 else None
+        outputs = [each for each, style in styles.items() if style in ROW and each.startswith(f"{around}.")]
+        outputs = [each for each in outputs if around != name or each.rpartition(".")[0] == name]
+        if outputs:
+            return outputs[0] if len(outputs) == 1 else None
     return None
 
 
 def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, rank: int) -> HeadSplit:
-    """Which heads of attention `name` this rank holds; `styles` are the model's."""
+    """Return the heads of attention `name` that this rank holds; `styles` are the model's."""
     module: Any = model.get_submodule(name)
     own = {each.rpartition(".")[2]: style for each, style in styles.items() if each.rpartition(".")[0] == name}
     column = {child for child, style in own.items() if style in COLUMN | PACKED}
@@ -78,18 +78,18 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
         heads = _linear(model, output).in_features // head_dim
         kv_heads = fused_kv_heads(linears[fused].out_features, heads, head_dim)
     else:
-        assert names is not None  # as nothing else is known
+        assert names is not None  # the only case left
         query, key = linears[names[0]], linears.get(names[1])
         groups = getattr(module, "num_key_value_groups", None)
-        if key is None:  # it attends to what another layer's gives
+        if key is None:  # it attends to another layer's keys
             heads = query.out_features // head_dim
             kv_heads = heads // int(groups or 1)
         else:
             kv_heads = key.out_features // head_dim
             heads = kv_heads * int(groups or query.out_features // key.out_features)
     features = {child: _features(linears[child], style) for child, style in sorted(own.items())}
-    whole = heads and kv_heads and heads % kv_heads == 0
-    if not whole or any(size % _count(child, heads, kv_heads) for child, size in features.items() if child != fused):
+    divides = heads and kv_heads and heads % kv_heads == 0
+    if not divides or any(size % _count(child, heads, kv_heads) for child, size in features.items() if child != fused):
         raise StyleError(
             f"{name} has projections of {features} features and head_dim {head_dim}: expected multiples of its {heads}"
             f" query heads, and of its {kv_heads} kv heads for k_proj and v_proj"
@@ -106,7 +106,7 @@ def head_split(name: str, model: nn.Module, styles: dict[str, str], world: int, 
 def head_parts(
     module: nn.Module, child: str, linear: nn.Linear, style: str, heads: HeadSplit
 ) -> tuple[Shard, ...]:  # fmt: skip
-    """The part of projection `child` of attention `module` that holds `heads`."""
+    """Return the part of projection `child` of attention `module` that holds `heads`."""
     if style not in ROW and layout_of(module, child):
         return fused_parts(module, child, linear.out_features, heads)
     width = _features(linear, style) // _count(child, heads.num_heads, heads.num_kv_heads)
@@ -118,7 +118,7 @@ def head_parts(
 def head_parameters(
     name: str, model: nn.Module, styles: dict[str, str], heads: HeadSplit
 ) -> Iterator[tuple[nn.Module, str, Shard, int]]:
-    """Yield what else of attention `name` counts heads, as (module, key, part, dim).
+    """Yield other tensors of attention `name` that count heads, as (module, key, part, dim).
 
     These are its own parameters and the columns of its embeddings, where the plan names them, and norms by head.
     """
@@ -146,15 +146,15 @@ def head_parameters(
 
 
 def cuts_its_output(name: str, module: nn.Module, styles: dict[str, str]) -> bool:
-    """Whether attention `name` cuts one projection's outputs into those of q, k and v, which lie side by side."""
+    """Return whether attention `name` cuts one projection's outputs into those of q, k and v, which are adjacent."""
     layouts = [layout_of(module, child) for child, _ in module.named_children() if f"{name}.{child}" in styles]
     return any(layout not in (None, BY_HEAD) for layout in layouts)
 
 
 def set_local_heads(module: Any, heads: HeadSplit) -> None:
-    """Tells the attention instance which heads it has now."""
+    """Set the attention instance's numbers of heads to this rank's."""
     keep_own_heads(module, heads)
-    remember_heads(module, heads)
+    remember_heads(module, heads, any(layout_of(module, child) == BY_GROUP for child, _ in module.named_children()))
     module.num_key_value_groups = heads.groups
     local = {heads.num_heads: heads.num_local_heads, heads.num_kv_heads: heads.num_local_kv_heads}
     for attribute in _TOGETHER:
@@ -168,9 +168,9 @@ def set_local_heads(module: Any, heads: HeadSplit) -> None:
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
-    found = as_linear(module.get_submodule(name))
-    assert found is not None, name
-    return found[0]
+    as_linear_pair = as_linear(module.get_submodule(name))
+    assert as_linear_pair is not None, name
+    return as_linear_pair[0]
 
 
 def _features(linear: nn.Linear, style: str) -> int:

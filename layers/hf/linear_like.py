@@ -1,10 +1,4 @@
-"""Modules that compute what torch.nn.Linear does, under another class: seen by trying.
-
-    transformers' Conv1D     stores its weight as [in, out]
-    FalconLinear, ...        a torch.nn.Linear with a forward of its own that gives the same
-
-A class that computes more (a head that scales its logits, a quantised product) is none of them.
-"""
+"""Find modules that compute what torch.nn.Linear does, under another class, by trying."""
 
 from __future__ import annotations
 
@@ -20,7 +14,9 @@ _IN, _OUT = 3, 5
 
 
 def as_linear(module: Any) -> tuple[nn.Linear, bool] | None:
-    """A torch.nn.Linear of the weights of `module`, and whether that stores the transpose; None for what is none."""
+    """Return a torch.nn.Linear of the weights of `module`, and whether that stores the transpose; None for other
+    modules.
+    """
     if type(module) is nn.Linear:
         return module, False
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -30,7 +26,7 @@ def as_linear(module: Any) -> tuple[nn.Linear, bool] | None:
         or not (bias is None or isinstance(bias, nn.Parameter))
     ):
         return None
-    transposed = _kind_of(_Held(module))
+    transposed = _kind_of(_ByClass(module))
     if transposed is None:
         return None
     weight = weight.detach().t() if transposed else weight.detach()
@@ -41,22 +37,22 @@ def as_linear(module: Any) -> tuple[nn.Linear, bool] | None:
     return linear.train(module.training), transposed
 
 
-class _Held:
-    """A module that is equal to all of its class, whose kind is asked once."""
+class _ByClass:
+    """A module that is equal to all of its class, so that its kind is cached by class."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and type(other.module) is type(self.module)
+        return isinstance(other, _ByClass) and type(other.module) is type(self.module)
 
     def __hash__(self) -> int:
         return hash(type(self.module))
 
 
 @cache
-def _kind_of(held: _Held) -> bool | None:
-    """Whether the class of a module stores the transpose; None if it computes something else."""
+def _kind_of(held: _ByClass) -> bool | None:
+    """Return whether the class of a module stores the transpose; None if it computes something else."""
     random = torch.Generator("cpu").manual_seed(0)
     x, bias = (torch.randn(*size, generator=random, device="cpu") for size in ((4, 2, _IN), (_OUT,)))
     for transposed in (False, True):
@@ -73,7 +69,7 @@ def _kind_of(held: _Held) -> bool | None:
         try:
             with torch.no_grad():
                 given = type(tiny).forward(tiny, x)
-        except Exception:  # whatever it wants
+        except Exception:  # for other arguments it needs
             continue
         if torch.is_tensor(given) and given.shape == expected.shape and torch.allclose(given, expected, atol=1e-5):
             return transposed

@@ -1,14 +1,14 @@
-"""Several column-parallel linears of one input as one product: query, key and value; gate and up.
+"""Compute several column-parallel linears of one input as one product: query, key and value; gate and up.
 
-The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; what
-were q_proj, k_proj and v_proj then take their columns of that. So nothing is remembered from one call to the next: any
-order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices. But where
-the product is as wide as the input, slices tell the two apart by which product was made last.
+The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; the
+former q_proj, k_proj and v_proj then take their columns of that. So no state passes from one call to the next: any
+order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices. Only where
+the product is as wide as the input, slices tell the two apart by the product that was computed last.
 
     attention(hidden)  ->  forward(qkv_proj(hidden)):  q_proj(x) = x[..., :a]   k_proj(x) = x[..., a:b]   ...
 
-That is right only if forward does nothing else with its input than ask for its leading dimensions and hand it to those
-linears. Its source is looked at to be sure; where it does more, or cannot be read, the linears stay as they are.
+That is right only if forward does nothing with its input but read its leading dimensions and pass it to those
+linears. Its source is checked for that; where it does more, or cannot be read, the linears stay unmerged.
 
 The weight is stored once, merged, rows in the order of the linears. A `Slice` loads its rows by slices of the
 checkpoint as its linear would, under its linear's name.
@@ -30,12 +30,13 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear
 from ..shard import Shard
+from ..verify.views import WeightView
 
-_ANY = True  # which is the same in a copy of the model
+_ANY = True  # equal in a copy of the model
 _FILLED = "_is_hf_initialized"  # transformers initialises no tensor that has this mark
 
 
-class Slice(nn.Module):
+class Slice(WeightView, nn.Module):
     """One output of a merged linear: takes its columns of the merged product. `merged` holds the weight."""
 
     dim = 0
@@ -51,12 +52,16 @@ class Slice(nn.Module):
         self._of = (merged,)  # in a tuple: the merged linear is a child of the module only
 
     def forward(self, product: torch.Tensor) -> torch.Tensor:
-        if product.shape[-1] != self.width or not _is_made(self.merged, product):
+        if product.shape[-1] != self.width or not _is_product(self.merged, product):
             raise ShapeError(
                 f"input has shape {tuple(product.shape)}: expected [..., {self.width}], the merged product, which the"
                 " parent module's call prepares; call the parent, or its merged linear"
             )
         return product.narrow(-1, self.start, self.stop - self.start)
+
+    def views_in(self, function: str) -> bool:
+        """Every property of a slice views a part of the merged linear."""
+        return function != "forward"
 
     @property
     def merged(self) -> ColumnParallelLinear:
@@ -84,15 +89,19 @@ class Slice(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.merged.dtype
 
+    @property
+    def storage(self) -> Any:
+        return self.merged.storage
+
     def load_shard(self, name: str, source: Any) -> None:
-        """Fills this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
+        """Fill this rank's rows of parameter `name` from the whole tensor, or from a safetensors slice of it."""
         self.merged.load_shard(name, source, self.index)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        """Refuses the unsplit model's tensors, which would be left out without a word where `strict` is False."""
+        """Refuse the unsplit model's tensors, which would be dropped silently where `strict` is False."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         for key in ("weight", "bias"):
             if prefix + key in state_dict:
@@ -117,39 +126,39 @@ class Product:
         return args, {**kwargs, self.name: self.product(kwargs[self.name], kwargs)}
 
     def product(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        """The merged product of `x`, and `kwargs` of the module's forward, as its slices take it."""
+        """Return the merged product of `x`, and `kwargs` of the module's forward, in the form of its slices."""
         product = self.multiply(x, kwargs)
         if _is_ambiguous(self.merged):
             merged: Any = self.merged
-            merged.made = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
+            merged.last_product = _ANY if torch.compiler.is_compiling() else weakref.ref(product)
         return product
 
     def multiply(self, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         return self.merged(x)
 
     def exchanges(self, x: torch.Tensor) -> bool:
-        """Whether the product of `x` needs something of other ranks."""
+        """Return whether the product of `x` needs data of other ranks."""
         return False
 
 
 def _is_ambiguous(merged: ColumnParallelLinear) -> bool:
-    """Whether a product is as wide as its input."""
+    """Return whether a product is as wide as its input."""
     return merged.weight.shape[0] == merged.in_features
 
 
-def _is_made(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:
-    """Whether `product`, of the right width, is one: if its input is as wide, whether it is the last that was made.
+def _is_product(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:
+    """Return whether `product`, of the right width, is one; if its input is as wide, whether it is the last product.
 
-    What compilers trace is not remembered: there, and behind it, slices take whatever they are given.
+    Compilers' traces are not remembered: there, and afterwards, slices take any input.
     """
     if not _is_ambiguous(merged) or torch.compiler.is_compiling():
         return True
-    made = getattr(merged, "made", None)
-    return made is _ANY or (made is not None and made() is product)
+    last = getattr(merged, "last_product", None)
+    return last is _ANY or (last is not None and last() is product)
 
 
 def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
-    """By parent, the children whose outputs are split and stay so."""
+    """Return by parent the children whose outputs are split and stay so."""
     families: dict[str, list[str]] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")
@@ -159,12 +168,14 @@ def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
 
 
 def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
-    """Merges the split linears of `model`, named in `styles`, that share an input; names and styles of the merged."""
+    """Merge the split linears of `model`, named in `styles`, that share an input; return names and styles of the
+    merged.
+    """
     merged = {}
     for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)
         if "forward" in vars(module):
-            continue  # the instance's own, in place of its class's
+            continue  # the instance's own replaces its class's
         used = sole_use(type(module).forward)
         linears = [getattr(module, child) for child in children]
         name = _name(children)
@@ -175,7 +186,7 @@ def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product]
 
 
 def mergeable(linears: Sequence[nn.Module]) -> bool:
-    """Whether one product can serve all of `linears`."""
+    """Return whether one product can compute all of `linears`."""
     kinds = {
         (type(each), each.in_features, each.bias is None, each.weight.dtype, each.sequence_parallel)
         if isinstance(each, ColumnParallelLinear)
@@ -190,9 +201,9 @@ def mergeable(linears: Sequence[nn.Module]) -> bool:
 
 @cache
 def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
-    """The name of a forward's first argument, and of the children that it goes to, if that is all that it is used for.
+    """Return the name of a forward's first argument and the children that take it; None if it has other uses.
 
-    Beside, its leading dimensions may be asked for (`x.shape[:-1]`), its dtype and its device. None if there is more.
+    Reading its leading dimensions (`x.shape[:-1]`), its dtype and its device is allowed.
     """
     try:
         function: Any = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
@@ -217,12 +228,12 @@ def sole_use(forward: Callable) -> tuple[str, set[str]] | None:
 
 
 def _is_child(node: ast.AST, module: str) -> TypeGuard[ast.Attribute]:
-    """`self.something`"""
+    """Return whether `node` is `self.something`."""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
 
 
 def _is_leading(node: ast.Attribute, user: ast.AST) -> bool:
-    """`x.dtype`, `x.device`, or `x.shape[:-1]`"""
+    """Return whether `node` is `x.dtype`, `x.device`, or `x.shape[:-1]`."""
     return node.attr in ("dtype", "device") or (node.attr == "shape" and ast.unparse(user).endswith(".shape[:-1]"))
 
 
@@ -245,6 +256,6 @@ def _merge(
 
 
 def _name(children: list[str]) -> str:
-    """q_proj, k_proj, v_proj: qkv_proj; gate_proj, up_proj: gate_up_proj."""
+    """Return the merged name: q_proj, k_proj, v_proj: qkv_proj; gate_proj, up_proj: gate_up_proj."""
     stems = [child.removesuffix("_proj") for child in children]
     return ("" if all(len(stem) == 1 for stem in stems) else "_").join(stems) + "_proj"

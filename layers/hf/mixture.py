@@ -1,12 +1,12 @@
-"""The experts of a Hugging Face mixture: how a module stores them and what it computes, seen by trying.
+"""Find how the experts of a Hugging Face mixture are stored and what they compute, by trying.
 
 transformers marks most of its experts modules with how they store their weights (`is_transposed`, `is_concatenated`,
-`has_gate`, `has_bias`); what stands between the two products is any code. So a copy of the module with few and random
+`has_gate`, `has_bias`); any code may come between the two products. So a copy of the module with few and random
 weights is called, in three steps:
 
-1. What it gives is what `moe_gate_up` and `moe_down_all_reduce` would give with one of their activations: these ops
-   serve it (`SplitExperts`).
-2. Else the sum of what two copies give, each with a half of the intermediate sizes, is what the whole one gives: the
+1. If `moe_gate_up` and `moe_down_all_reduce` give the same with one of their activations, these ops compute it
+   (`SplitExperts`).
+2. Else, if the results of two copies, each with a half of the intermediate sizes, sum to that of the whole one, the
    module's own forward runs on this rank's part, and one all-reduce follows (`SumOverRanks`).
 3. Else it is refused: something in it joins the intermediate entries, a norm or a softmax, say.
 """
@@ -27,22 +27,22 @@ from torch.nn import functional as F
 
 from ..experts import Form, OnFirstRank, SplitExperts, SumOverRanks, part_of_experts
 from ..shard import Shard
-from ..sharded import split_parameter
+from ..sharded import split_parameter, unit_of
 
 if TYPE_CHECKING:
     pass
 
 EXPERTS = {"moe_tp_experts", "all_reduce"}
 IDENTITY = {"moe_identity_expert"}
-# Dimension, from the end, that a style splits of a parameter that holds all experts, and whether in two halves.
+# Dimension, from the end, that a style splits of a parameter of all experts, and whether it holds two halves.
 PARAMETERS = {
     "packed_colwise": (-2, True),
     "packed_rowwise": (-1, True),
     "colwise": (-2, False),
     "rowwise": (-1, False),
 }
-_HIDDEN, _INTERMEDIATE, _TOKENS, _CHOSEN = 6, 4, 5, 2  # of the copy that is tried
-_LARGE = 1e4  # times the hidden states that it is tried with: there all limits count
+_HIDDEN, _INTERMEDIATE, _TOKENS, _CHOSEN = 6, 4, 5, 2  # of the trial copy
+_LARGE = 1e4  # scale of the trial's hidden states at which all limits apply
 _SIZES = {
     _HIDDEN: ("hidden_size", "hidden_dim"),
     _INTERMEDIATE: ("intermediate_size", "intermediate_dim", "expert_dim", "ffn_hidden_size"),
@@ -52,9 +52,9 @@ _KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 def form_of(name: str, module: Any, styles: dict[str, str]) -> Form | dict[str, tuple[int, bool]]:
-    """How experts module `name` can be split: a form that the ops serve, or what is split of each parameter.
+    """Return how experts module `name` can be split: a form of the ops, or the split dimension of each parameter.
 
-    `styles` are those of its parameters, which are asked where transformers has not marked the module. Raises
+    `styles` are those of its parameters, which are used where transformers has not marked the module. Raises
     `StyleError` for a module whose parts do not add up.
     """
     if hasattr(module, "is_transposed"):
@@ -63,8 +63,8 @@ def form_of(name: str, module: Any, styles: dict[str, str]) -> Form | dict[str, 
             raise StyleError(
                 f"{name} is a {type(module).__name__} without the weights that transformers' mark promises"
             )
-        if (found := _served(module, form)) is not None:
-            return found
+        if (served := _computed_by_ops(module, form)) is not None:
+            return served
         dims = {key: _dim_of(part, dim, form) for key, (part, dim) in form.parts(module, 1, 0).items()}
     else:
         dims = {
@@ -85,7 +85,7 @@ def _dim_of(part: Shard, dim: int, form: Form) -> tuple[int, bool]:
 
 
 def split_experts(parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any) -> None:
-    """Carries the split out: `child` of `parent` is this rank's part after it."""
+    """Carry the split out: `child` of `parent` becomes this rank's part."""
     module: Any = getattr(parent, child)
     if isinstance(form, Form):
         setattr(parent, child, SplitExperts(module, form, ctx).train(module.training))
@@ -97,26 +97,27 @@ def split_experts(parent: nn.Module, child: str, form: Form | dict[str, tuple[in
         if isinstance(inside, nn.Identity):
             setattr(module, name, OnFirstRank(ctx))
     if any(part.size % _ALIGNED for _, part, _ in parts):
-        # torch's grouped product wants rows that begin at multiples of 16 bytes; the class's own code does not
+        # torch's grouped product requires rows aligned to 16 bytes; the class's own code does not
         module.forward = MethodType(inspect.unwrap(type(module).forward), module)
     module._sums = SumOverRanks(ctx)
     module.register_forward_hook(module._sums)
 
 
 def is_split_experts(module: nn.Module) -> bool:
-    """Whether `split_experts` made it what it is."""
+    """Return whether `split_experts` has split it."""
     return isinstance(module, SplitExperts) or hasattr(module, "_sums")
 
 
 def _parts(
     module: nn.Module, dims: dict[str, tuple[int, bool]], world: int, rank: int
 ) -> Iterator[tuple[str, Shard, int]]:
-    """By parameter: this rank's part, and of which dimension."""
+    """Yield by parameter: this rank's part, and of which dimension."""
     for key, (dim, halves) in dims.items():
         shape = module.get_parameter(key).shape
         dim %= len(shape)
         size = shape[dim] // 2 if halves else shape[dim]
-        start, stop = part_of_experts(size, world, rank)
+        unit = max((unit_of(module, each) for each in dims), default=1)
+        start, stop = part_of_experts(size, world, rank, unit)
         ranges = ((start, stop), (start + size, stop + size)) if halves else ((start, stop),)
         yield key, Shard(shape[dim], ranges), dim
 
@@ -135,8 +136,8 @@ def _marked(module: Any) -> Form | None:
     )
 
 
-def _served(module: Any, form: Form) -> Form | None:
-    """`form` with the activation that the ops have, if there is one that gives what the module does."""
+def _computed_by_ops(module: Any, form: Form) -> Form | None:
+    """Return `form` with the op activation that gives the module's results, if there is one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tiny, arguments = _tiny(module), _arguments(module)
@@ -146,11 +147,13 @@ def _served(module: Any, form: Form) -> Form | None:
     expected = [given for each in tried if (given := _call(tiny, each)) is not None]
     if len(expected) < len(tried):
         return None
-    allowed = 1e-5, 1e-5 * float(expected[1].abs().max())  # of large numbers that cancel out, too
+    allowed = 1e-5, 1e-5 * float(expected[1].abs().max())  # also where large numbers cancel out
     for activation in _candidates(module):
         one = Form(form.first, form.second, _INTERMEDIATE, activation, form.transposed, form.interleaved, form.gated)
-        made = [_by_ops(tiny, one, *each) for each in tried]
-        if all(torch.allclose(a, b, rtol=1e-4, atol=most) for a, b, most in zip(made, expected, allowed, strict=True)):
+        actual = [_by_ops(tiny, one, *each) for each in tried]
+        if all(
+            torch.allclose(a, b, rtol=1e-4, atol=most) for a, b, most in zip(actual, expected, allowed, strict=True)
+        ):
             return Form(form.first, form.second, form.intermediate, activation, form.transposed, form.interleaved,
                         form.gated)  # fmt: skip
     return None
@@ -170,7 +173,7 @@ def _candidates(module: Any) -> Iterator[Activation]:
 def _by_ops(
     module: nn.Module, form: Form, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What the two ops would give, in plain torch."""
+    """Return the result of the two ops, in plain torch."""
     up, down = module.get_parameter(form.first), module.get_parameter(form.second)
     if not form.transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
@@ -209,7 +212,7 @@ class _Nothing(nn.Module):
 
 
 def _tiny(module: Any, dims: dict[str, tuple[int, bool]] | None = None) -> Any:
-    """A copy of `module`, in float32 on the CPU, with random weights of as many experts and few entries."""
+    """Return a copy of `module`, in float32 on the CPU, with random weights of as many experts and few entries."""
     tiny = copy.copy(module)
     tiny._parameters, tiny._modules = dict(module._parameters), dict(module._modules)
     for name, child in module.named_children():
@@ -246,10 +249,10 @@ def _tiny_shape(module: Any, key: str, parameter: torch.Tensor, dims: dict[str, 
 
 
 def _arguments(module: Any) -> tuple[torch.Tensor, ...]:
-    """What a forward of one, two or three arguments is called with: values at which limits count, too."""
+    """Return the arguments of a forward of one, two or three arguments: values at which limits apply, too."""
     count = len(inspect.signature(type(module).forward).parameters) - 1
     experts = next(each.shape[0] for each in module._parameters.values() if each is not None)
-    experts = getattr(module, "total_experts", experts)  # with those that pass tokens on
+    experts = getattr(module, "total_experts", experts)  # with the identity experts
     if count == 1:
         return (torch.randn(_CHOSEN * experts, _HIDDEN, device="cpu") * 3,)
     hidden = torch.randn(_TOKENS, _HIDDEN, device="cpu") * 3
@@ -260,13 +263,13 @@ def _arguments(module: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _call(module: Any, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """What the class's own forward gives, not what transformers puts in its place; None if it does not run so."""
+    """Return the result of the class's own forward, not of transformers' replacement; None if it does not run so."""
     if module is None:
         return None
     try:
         with torch.no_grad():
             result = inspect.unwrap(type(module).forward)(module, *arguments)
-    except Exception:  # whatever it wants beside
+    except Exception:  # for other arguments it needs
         return None
     return result if isinstance(result, torch.Tensor) else None
 
@@ -278,7 +281,7 @@ def _gate_up(
     A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, activation: Activation,
     gated: bool, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe_gate_up`."""
+    """Compute `moe_gate_up`."""
     rows, chosen = A.repeat_interleave(experts.shape[1], 0), experts.reshape(-1)
     y = torch.bmm(rows.unsqueeze(1).float(), B[chosen].float()).squeeze(1)
     if bias is not None:
@@ -309,7 +312,7 @@ def _down(
     A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe_down_all_reduce` of one rank."""
+    """Compute `moe_down_all_reduce` of one rank."""
     chosen = experts.reshape(-1)
     y = torch.bmm(A.unsqueeze(1).float(), B[chosen].float()).squeeze(1)
     if bias is not None:

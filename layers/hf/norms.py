@@ -1,9 +1,9 @@
-"""RMSNorms as one kernel each: torch's, in place of the six that a Hugging Face module spells out.
+"""Run RMSNorms as one kernel each: torch's, in place of the six of a Hugging Face module.
 
-A module is exchanged only if it is a plain RMSNorm: a copy of it with a random weight is tried beside torch's function.
+A module is replaced only if it is a plain RMSNorm: a copy of it with a random weight is compared with torch's function.
 In bf16 and fp16 torch's function rounds once, where the module rounds twice. A norm that adds one to its weight, as
-Gemma's and Qwen3-Next's do, stays, unless the same bits are promised: then both kinds are `iris_ops/local/norm.py`'s,
-and so are layer norms, found likewise. What is spelled out otherwise sums by the number of rows on GPUs.
+Gemma's and Qwen3-Next's do, stays, unless an invariant is set: then `iris_ops/local/norm.py` computes both kinds, and
+layer norms, found likewise. The order of sums of other code depends on the number of rows on GPUs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from .styles import is_hooked
 
-_OFFSETS = 0.0, 1.0  # that modules add to their weights
-_NAMES = "RMSNorm", "LayerNorm"  # as those of their classes end
+_OFFSETS = 0.0, 1.0  # added to weights by modules
+_NAMES = "RMSNorm", "LayerNorm"  # ends of their classes' names
 
 
 class RMSNorm(nn.Module):
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps, self.invariant, self.offset = weight, eps, invariant, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as of the module before
+        if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as in the original module
             return F.rms_norm(x, self.weight.shape, None, self.eps) * (self.weight + self.offset)
         if self.invariant:
             return norm.rms_norm(x, self.weight, self.eps, self.offset)
@@ -58,13 +58,13 @@ class LayerNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
-    """Exchanges the plain RMSNorms of `model`, which keep their weights; how many there were.
+    """Replace the plain RMSNorms of `model`, which keep their weights; return their number.
 
     `invariant`: as in `iris.iris`; norms are then those of `iris_ops/local/norm.py`, in compiled code, too, and layer
-    norms are exchanged as well.
+    norms are replaced as well.
     """
-    made: dict[tuple, Callable[[Any], nn.Module] | None] = {}
-    found = []
+    makers: dict[tuple, Callable[[Any], nn.Module] | None] = {}
+    replacements = []
     for parent in model.modules():
         for child, module in parent.named_children():
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -73,17 +73,17 @@ def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
             if is_hooked(module):  # which would be lost
                 continue
             kind = type(module), eps, *((name, p.shape) for name, p in module.named_parameters())
-            if kind not in made:
-                made[kind] = _exchange(module, eps, invariant)
-            if make := made[kind]:
-                found.append((parent, child, make(module).train(module.training)))
-    for parent, child, ours in found:
+            if kind not in makers:
+                makers[kind] = _replacement(module, eps, invariant)
+            if make := makers[kind]:
+                replacements.append((parent, child, make(module).train(module.training)))
+    for parent, child, ours in replacements:
         setattr(parent, child, ours)
-    return len(found)
+    return len(replacements)
 
 
-def _exchange(module: Any, eps: float, invariant: str | None) -> Callable[[Any], nn.Module] | None:
-    """What makes one of ours of a module of this kind; None where there is none that computes the same."""
+def _replacement(module: Any, eps: float, invariant: str | None) -> Callable[[Any], nn.Module] | None:
+    """Return a function that makes our norm from a module of this kind; None where none computes the same."""
     if type(module).__name__.endswith("RMSNorm"):
         if (offset := offset_of(module, eps)) is None or offset and not invariant:
             return None
@@ -95,7 +95,7 @@ def _exchange(module: Any, eps: float, invariant: str | None) -> Callable[[Any],
 
 @torch.no_grad()
 def offset_of(module: Any, eps: float) -> float | None:
-    """What `module` adds to its weight, if it computes what RMSNorm does, seen by trying; None if it does not."""
+    """Return the number that `module` adds to its weight, if it computes an RMSNorm, found by trying; else None."""
     if (tried := _tried(module, ["weight"])) is None:
         return None
     trial, x, result = tried
@@ -107,7 +107,7 @@ def offset_of(module: Any, eps: float) -> float | None:
 
 @torch.no_grad()
 def is_layer_norm(module: Any, eps: float) -> bool:
-    """Whether it computes what LayerNorm does, seen by trying."""
+    """Return whether it computes what LayerNorm does, found by trying."""
     if not (tried := _tried(module, ["weight"]) or _tried(module, ["weight", "bias"])):
         return False
     trial, x, result = tried
@@ -117,13 +117,13 @@ def is_layer_norm(module: Any, eps: float) -> bool:
 
 @torch.no_grad()
 def _tried(module: Any, names: list[str]) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
-    """A copy of `module` with random parameters, an input, and the result; None if its parameters have other names."""
+    """Return a copy of `module` with random parameters, an input, and the result; None for other parameter names."""
     parameters = dict(module.named_parameters())
     sizes = {p.shape for p in parameters.values()}
     if list(parameters) != names or len(sizes) > 1 or module.weight.dim() != 1 or list(module.children()):
         return None
     random = torch.Generator("cpu").manual_seed(0)
-    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # be torch's default another
+    here: dict[str, Any] = {"generator": random, "device": "cpu"}  # whatever torch's defaults
     trial = copy.deepcopy(module)
     size = module.weight.shape[0]
     for name in names:
@@ -131,6 +131,6 @@ def _tried(module: Any, names: list[str]) -> tuple[Any, torch.Tensor, torch.Tens
     x = torch.randn(3, size, **here) * torch.tensor([[1e-3], [1.0], [1e3]], device="cpu")  # eps counts in the first row
     try:
         result = trial(x)
-    except Exception:  # whatever it wants beside its input
+    except Exception:  # for other arguments it needs
         return None
     return (trial, x, result) if torch.is_tensor(result) else None

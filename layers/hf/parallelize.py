@@ -4,8 +4,8 @@ The model's own plan says how (see `styles`). Instances of torch.nn.Linear are s
 patched and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has
 (`heads`).
 
-1. The plan is resolved and checked, and each forward around a split linear looked at (`weight_reads`).
-2. The split is carried out on a skeleton of the model, without weights, and run there (`proof`).
+1. The plan is resolved and checked.
+2. The split is carried out on a copy of the model without weights and verified there (`layers/verify`).
 3. It is carried out on the model. Behind each of the two steps the ranks tell each other how it went: if one of them
    failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
    the parts; `from_pretrained` has only parts.
@@ -32,10 +32,16 @@ from torch import nn
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from ..shard import Shard
-from ..sharded import GATHERED, LOCAL, REDUCED, ShardedLinear, check_context, flags, split_parameter
+from ..pipeline.cut import Part, cut
+from ..pipeline.mesh import place_in
+from ..pipeline.stage import connect
+from ..shard import Shard, even_unit, in_units
+from ..sharded import ShardedLinear, check_context, flags, split_parameter, unit_of
 from ..together import run_together
-from . import proof, recurrent_heads, sequence, weight_reads
+from ..verify import verify
+from ..verify.skeleton import kind_of
+from ..weight_storage import GATHERED, LOCAL, REDUCED
+from . import recurrent_heads, sequence
 from . import styles as styles_of
 from .fused_heads import Taken, layout_of
 from .gated_mlp import fuse_gates
@@ -49,13 +55,14 @@ from .norms import fuse_norms
 from .plans import built_in
 from .report import Report, make_report, unconverted
 from .shared_experts import join_shared
-from .skeleton import kind_of, skeleton
 from .snapshot import Snapshot
 from .tied import TiedColumnParallelLinear, retie
 from .whole_products import keep_rows_alike
+from .without_kernels import drop_kernels
 
 if TYPE_CHECKING:
     from iris.context import Iris
+    from torch.distributed.device_mesh import DeviceMesh
 
 # the ops of linears whose weights are stored so
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
@@ -82,6 +89,7 @@ def parallelize(
     weights: str | None = None,
     sequence_parallel: bool | int | str = "auto",
     partial: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Report:
     """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module. Collective.
 
@@ -100,6 +108,33 @@ def parallelize(
     the first forward, and for weights that are no plain tensors. Whatever is raised, the model is then as it was.
     """
     check_context(ctx)
+    options: dict[str, Any] = dict(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights)
+    options |= dict(sequence_parallel=sequence_parallel, partial=partial)
+    place = place_in(mesh, ctx)
+    if place is None:
+        return split_layers(model, ctx, **options)
+
+    def split_stage() -> tuple[Part | None, Report]:
+        part = run_together(ctx, lambda: cut(model, place.stage, place.stages)) if place.stages > 1 else None
+        return part, split_layers(model, ctx, **(options if part is None else part.served(options)))
+
+    before = Snapshot(model) if isinstance(model, nn.Module) else None
+    try:
+        part, report = place.run("parallelize", split_stage)
+        connect(model, place, part)
+    except BaseException:
+        if before is not None:
+            before.restore()
+        raise
+    return report
+
+
+def split_layers(
+    model: nn.Module, ctx: Iris, *, plan: str | dict[str, str] = "auto",
+    filter_fn: Callable[[str, nn.Module], bool] | None = None, fuse: bool = True, weights: str | None = None,
+    sequence_parallel: bool | int | str = "auto", partial: bool = False,
+) -> Report:  # fmt: skip
+    """Do what `parallelize` does without a mesh, on the layers that `model` has."""
 
     def prove() -> _Split:
         options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)
@@ -108,12 +143,12 @@ def parallelize(
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         split = _resolve(model, plan, filter_fn, **options)
         split = _on_any_ranks(split, sequence_parallel) if ctx.invariant == RANKS else split
-        whole, part = skeleton(model), skeleton(model)
-        tried = split.within(whole)
-        weight_reads.check(whole, tried.linears)
-        _carry_out(whole, tried, _Alone(ctx))
-        _carry_out(part, tried, ctx)
-        untried = proof.prove(whole, part, tried.parents(styles_of.ROW) + tried.recurrent, tried.cutting(whole))
+
+        def apply(skeleton: nn.Module, inside: _Split, alone: bool) -> None:
+            _carry_out(skeleton, inside, _Alone(ctx) if alone else ctx)
+            drop_kernels(skeleton)
+
+        untried = verify(model, split, apply)
         if untried and ctx.cur_rank == 0:
             ctx.warning(
                 f"{type(model).__name__} cannot be run without weights: that {', '.join(untried[:4])}"
@@ -175,6 +210,10 @@ class _Split:
     def parents(self, kinds: set[str]) -> list[str]:
         """The modules of which a linear has one of the styles `kinds`."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
+
+    def joined(self) -> list[str]:
+        """The modules that return whole tensors: they sum or gather what is split inside."""
+        return self.parents(styles_of.ROW) + self.recurrent
 
     def cutting(self, model: nn.Module) -> list[str]:
         """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
@@ -276,6 +315,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    units = _units(model, split.linears, ctx)
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -287,6 +327,9 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         if style in styles_of.LINKED and attention is not None:
             around, held = model.get_submodule(attention), heads[attention]
             parts, layout = head_parts(around, child, linear, style, held), layout_of(around, child)
+        elif (unit := units.get((parent_name, _cut(linear, style)))) is not None:
+            half = (in_units(_cut(linear, style), ctx.num_ranks, ctx.cur_rank, unit),)
+            parts = half * 2 if style in styles_of.PACKED else half
         tied = embeddings.get(id(linear.weight))
         layer = _split(linear, style, parts, tied, ctx, split.shares_tokens)
         layer.stored_transposed = transposed
@@ -361,6 +404,35 @@ def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
     }
 
 
+def _units(model: nn.Module, linears: dict[str, str], ctx: Any) -> dict[tuple[str, int], int]:
+    """By module and size: in which units its linears are cut, where the files store groups that share a scale.
+
+    That is what a row-parallel linear multiplies and a column-parallel one of the same module makes.
+    """
+    units = {name: unit_of(model.get_submodule(name)) for name, style in linears.items() if style in styles_of.ROW}
+    grouped = {name: unit for name, unit in units.items() if unit > 1 and ctx.invariant != RANKS}
+    if not grouped:
+        return {}
+    sizes: dict[str, tuple[str, int]] = {}
+    for name, style in linears.items():
+        found = as_linear(model.get_submodule(name))
+        assert found is not None, name
+        sizes[name] = name.rpartition(".")[0], _cut(found[0], style)
+    made = {sizes[name] for name, style in linears.items() if style in styles_of.COLUMN | styles_of.PACKED}
+    return {
+        sizes[name]: even_unit(sizes[name][1], ctx.num_ranks, unit)
+        for name, unit in grouped.items()
+        if sizes[name] in made
+    }
+
+
+def _cut(linear: Any, style: str) -> int:
+    """How many entries the ranks share of a linear: inputs, outputs, or a half of outputs that hold two."""
+    if style in styles_of.ROW | styles_of.ROW_SPLIT:
+        return linear.in_features
+    return linear.out_features // 2 if style in styles_of.PACKED else linear.out_features
+
+
 def _split(
     linear: nn.Linear, style: str, parts: tuple[Shard, ...] | None, tied: str | None, ctx: Any, sequential: bool
 ) -> ShardedLinear:
@@ -370,7 +442,10 @@ def _split(
         layer = kind.from_linear(linear, input_is_parallel=style in styles_of.ROW, ctx=ctx, parts=parts)
     elif style in styles_of.PACKED:
         half = linear.out_features // 2
-        layer = MergedColumnParallelLinear.from_linear(linear, [half, half], ctx=ctx)
+        if parts is not None:
+            layer = ColumnParallelLinear.from_linear(linear, ctx=ctx, parts=parts)
+        else:
+            layer = MergedColumnParallelLinear.from_linear(linear, [half, half], ctx=ctx)
     elif tied is None:
         kind = sequence.GatheringColumn if sequential and not gather else ColumnParallelLinear
         layer = kind.from_linear(linear, gather, ctx=ctx, parts=parts)

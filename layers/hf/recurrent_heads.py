@@ -4,12 +4,11 @@
     Kimi delta attention (Kimi Linear, Bailing Hybrid)     heads; each is a group
     Mamba-2 (Bamba, Falcon-H1, Granite 4, Nemotron-H, ..)  heads of the state space; a group of them shares B and C
 
-Heads and groups are shared out as query and kv heads are (`shard.split_heads`): where there are fewer groups than
-ranks, several ranks hold a group alike and share its heads. The module runs unchanged on a rank's heads once its
-numbers say how many there are. A form says what lies in each tensor, as blocks of so many entries for each head or
-group.
+Heads and groups are distributed like query and kv heads (`shard.split_heads`): where there are fewer groups than
+ranks, several ranks hold the same group and share its heads. The module runs unchanged on a rank's heads once its
+numbers of heads are local. A form describes each tensor, as blocks of so many entries for each head or group.
 
-Mamba-2 has an RMSNorm over a group's channels in front of its last product. `gated_norm` puts one of ours in its place,
+Mamba-2 has an RMSNorm over a group's channels before its last product. `gated_norm` replaces it by one of ours,
 which adds up the ranks' sums of squares where they share a group.
 """
 
@@ -29,7 +28,7 @@ from .gated_norm import GatedNorm, computes_gated_norm
 
 STYLE = "recurrent_heads"
 _HEAD, _GROUP = "head", "group"
-# Numbers of a module, and of the one inside that makes its decays, by what they count.
+# Numbers of a module, and of its submodule for decays, by what they count.
 _SCALED = {
     **dict.fromkeys(("num_heads", "num_v_heads", "value_dim", "intermediate_size", "qkv_dim"), _HEAD),
     **dict.fromkeys(("num_k_heads", "key_dim", "n_groups", "groups_time_state_size"), _GROUP),
@@ -39,10 +38,10 @@ _DECAY = "forget_gate"
 
 @dataclass(frozen=True)
 class _Layout:
-    """What stands along a dimension: blocks of `width` entries for each head, or for each group."""
+    """The entries along a dimension: blocks of `width` entries for each head, or for each group."""
 
     blocks: tuple[tuple[str, int], ...]
-    by_group: bool = False  # the blocks of a group, then those of the next, in place of each block for all
+    by_group: bool = False  # group after group, not block after block
 
     def total(self, heads: int, groups: int) -> int:
         return sum(width * (heads if per == _HEAD else groups) for per, width in self.blocks)
@@ -52,39 +51,39 @@ class _Layout:
         return Shard(self.total(held.num_heads, held.num_kv_heads), tuple(ranges))
 
     def _side_by_side(self, held: HeadSplit) -> list[Range]:
-        found, offset = [], 0
+        ranges, offset = [], 0
         for per, width in self.blocks:
             (start, stop), count = (held.q, held.num_heads) if per == _HEAD else (held.kv, held.num_kv_heads)
-            found.append((offset + start * width, offset + stop * width))
+            ranges.append((offset + start * width, offset + stop * width))
             offset += count * width
-        return found
+        return ranges
 
     def _by_group(self, held: HeadSplit) -> list[Range]:
-        of_group, found = held.num_heads // held.num_kv_heads, []
+        of_group, ranges = held.num_heads // held.num_kv_heads, []
         offset = held.kv[0] * self.total(of_group, 1)
         for group in range(*held.kv):
             own = tuple(min(max(edge - group * of_group, 0), of_group) for edge in held.q)
             for per, width in self.blocks:
                 start, stop = own if per == _HEAD else (0, 1)
-                found.append((offset + start * width, offset + stop * width))
+                ranges.append((offset + start * width, offset + stop * width))
                 offset += width * (of_group if per == _HEAD else 1)
-        return found
+        return ranges
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What a kind of module holds: its heads and groups, and the layout of each tensor that counts them."""
+    """A kind of module: its heads and groups, and the layout of each tensor that counts them."""
 
     heads: int
     groups: int
-    out: str  # the linear that takes what the heads give, so many entries each
+    out: str  # the linear that takes the heads' outputs, `width` entries each
     width: int
     outputs: dict[str, _Layout]  # of linears
     tensors: dict[str, _Layout] = field(default_factory=dict)  # parameters and buffers, along the first such dimension
     norm: bool = False  # whether its `norm` is over the channels of a group
 
-    def fits(self, module: nn.Module) -> bool:
-        """Whether the sizes of `module` are those that the layouts say."""
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether the sizes of `module` are those of the layouts."""
         if self.groups < 1 or self.heads % self.groups:
             return False
         sizes = [(_tensor(module, f"{self.out}.weight").shape[1], self.heads * self.width)]
@@ -98,12 +97,12 @@ class _Form:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether `module` is of a kind that is split here."""
+    """Return whether `module` is of a kind that is split here."""
     return _form_of(module) is not None
 
 
 def linears_of(name: str, module: nn.Module) -> list[str]:
-    """The names of the linears of recurrent module `name` that are split. Raises `StyleError` for another module."""
+    """Return the names of the split linears of recurrent module `name`. Raise `StyleError` for another module."""
     form = _form_of(module)
     if form is None:
         raise StyleError(
@@ -114,7 +113,9 @@ def linears_of(name: str, module: nn.Module) -> list[str]:
 
 
 def modules_of(name: str, module: nn.Module) -> list[str]:
-    """The names of what of recurrent module `name` is split: the module itself, its linears and others inside."""
+    """Return the names of all that is split of recurrent module `name`: the module itself, its linears and others
+    inside.
+    """
     form = _form_of(module)
     assert form is not None, name
     inside = dict.fromkeys(of.rpartition(".")[0] for of in form.tensors)
@@ -122,7 +123,7 @@ def modules_of(name: str, module: nn.Module) -> list[str]:
 
 
 def split_recurrent(module: Any, ctx: Any) -> None:
-    """Carries the split out: `module` has this rank's heads after it."""
+    """Carry the split out: `module` has this rank's heads after it."""
     form = _form_of(module)
     assert form is not None, type(module)
     held = split_heads(form.heads, form.groups, ctx.num_ranks, ctx.cur_rank)
@@ -146,7 +147,7 @@ def split_recurrent(module: Any, ctx: Any) -> None:
 
 
 def _count(module: Any, held: HeadSplit) -> None:
-    """Tells `module` of how many heads and groups its numbers are now."""
+    """Set the numbers of heads and groups of `module` to this rank's."""
     for attribute, per in _SCALED.items():
         size = getattr(module, attribute, None)
         if isinstance(size, int):
@@ -157,14 +158,14 @@ def _count(module: Any, held: HeadSplit) -> None:
 
 
 def _form_of(module: Any) -> _Form | None:
-    """How `module` is split; None if it is of no kind that is known here, or of other sizes."""
+    """Return how `module` is split; None if it is of no known kind, or of other sizes."""
     own = _linears(module)
     if not isinstance(getattr(module, "conv1d", None), nn.Conv1d):
         return None
     try:
         form = _delta_net(module, own) or _kimi_delta(module, own) or _mamba2(module, own)
-        return form if form is not None and form.fits(module) else None
-    except (AttributeError, TypeError):  # of a module that is named alike, and has not what these have
+        return form if form is not None and form.matches(module) else None
+    except (AttributeError, TypeError):  # a module of the same name without these attributes
         return None
 
 
@@ -220,7 +221,7 @@ def _of(blocks: tuple[tuple[str, int], ...], *names: str) -> dict[str, _Layout]:
 
 
 def _convolution(module: Any, channels: _Layout) -> dict[str, _Layout]:
-    """Of a convolution that mixes no channels."""
+    """Return the layouts of a convolution that mixes no channels."""
     if module.conv1d.groups != module.conv1d.out_channels:
         raise TypeError("its channels are mixed")
     return {f"conv1d.{key}": channels for key, own in module.conv1d.named_parameters() if own is not None}

@@ -1,4 +1,4 @@
-"""What became of each module of a split model: its style, its local part, and the op that serves it."""
+"""Report the fate of each module of a split model: its style, its local part, and its op."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import re
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 from torch import nn
 
 from ..experts import SplitExperts
@@ -36,7 +36,9 @@ class Report:
     rank: int
     world: int
     rows: list[ReportRow] = field(default_factory=list)
-    plan: str = ""  # whose it is, in words
+    plan: str = ""  # its origin, in words
+    widened: str = ""  # what quantised weights in the files became, in words
+    verified: tuple = ()  # what `from_pretrained(..., verify=True)` compared, see `checkpoint.verify`
 
     @property
     def bytes(self) -> int:
@@ -55,7 +57,7 @@ class Report:
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
         title = f"rank {self.rank} of {self.world}: {self.bytes:,} bytes of parameters"
         title += f", split by {self.plan}" if self.plan else ""
-        return "\n".join([title] + [_line(line, widths) for line in lines])
+        return "\n".join([title, *([self.widened] if self.widened else [])] + [_line(line, widths) for line in lines])
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -68,7 +70,7 @@ def make_report(
 ) -> Report:
     """Return the report of `model` as it is now, split by `styles`, those of `plan`, with the option `weights`."""
     report = Report(ctx.cur_rank, ctx.num_ranks, plan=plan)
-    counted: set[int] = set()  # parameters of modules before, which may share one
+    counted: set[int] = set()  # parameters of earlier modules, which may share one
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own:
@@ -85,14 +87,14 @@ def make_report(
             style += ", kept whole"
         weight = module.weight if "weight" in own else next(iter(own.values()))
         op = _served_by(module)
-        if weights and split and (kept := _kept_dtype(own)):
-            op += f" (weight kept in {kept})"
+        if weights and split and (dtype := _kept_dtype(own)):
+            op += f" (weight kept in {dtype})"
         report.rows.append(ReportRow(name, style, tuple(weight.shape), size, op))
     return report
 
 
 def _kept_dtype(parameters: dict[str, nn.Parameter]) -> str | None:
-    """The dtype of the matrices among `parameters` where none is in fp8; None where there are none."""
+    """Return the dtype of the matrices among `parameters` where none is in fp8; None where there are none."""
     kinds = {each.dtype for each in parameters.values() if each.dim() > 1}
     return None if not kinds or FP8 in kinds else str(min(kinds, key=str)).removeprefix("torch.")
 

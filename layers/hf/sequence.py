@@ -8,11 +8,11 @@
 
 So norms and sums take 1/w of the work, and the reduction's second half, which spreads the sums to all ranks, happens
 inside the next product. It pays for many tokens. Few tokens, or a number that w does not divide, run as usual (an
-engine adds a few to such prompts). `parallelize` does it unless told otherwise, for the families of `KNOWN`.
+engine adds a few to such prompts). `parallelize` does it by default for the families of `KNOWN`.
 
-A call decides at the entrance of the model whether it is sequence parallel, and tells all that follows (`Sharing`). A
-share has two dimensions, [rows, H], where whole hidden states have three, [B, T, H]. How B*T divides into B and T is
-read off the position embeddings, which stay whole.
+A call decides at the entrance of the model whether it is sequence parallel, and `Sharing` holds the decision. A
+share has two dimensions, [rows, H], where whole hidden states have three, [B, T, H]. The position embeddings, which
+are replicated, give B and T.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..shard import chunk
-from ..sharded import GATHERED, LOCAL, SCATTERED
+from ..weight_storage import GATHERED, LOCAL, SCATTERED
 from .merge import Product, families_of, sole_use
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
-LEAST = 2048  # tokens; from there on prompts that are replayed gain, on two H200s and on four, and 1024 lose
-# A gather by copy engines costs the host some 150 us until it has come often enough to be a graph. What is launched
-# piece by piece gains where the device takes longer, some 1.5 ms a layer: where tokens times weights are these.
+LEAST = 2048  # tokens; from here replayed prompts gain, on two H200s and on four; at 1024 they lose
+# A gather by copy engines costs the host some 150 us until it has become a graph. Eager launches gain where the device
+# takes longer, some 1.5 ms a layer: where tokens times weights are these.
 _BUSY = 5e11
-# Model types of transformers whose layers are seen, by tests, to treat each token alike between the products.
+# Model types of transformers whose layers, by our tests, treat each token alike between the products.
 KNOWN = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "granite", "cohere", "smollm3")
 )
 
 
 class Sharing:
-    """Whether a call shares its tokens over so many ranks: from `least` tokens on, or, where launched piece by piece,
-    from `eager` tokens on. `now`: what was decided for the call that is under way.
+    """Decides whether a call shares its tokens over `world` ranks: from `least` tokens on or, where launched eagerly,
+    from `eager` tokens on. `now`: the decision for the call that is under way.
     """
 
     def __init__(self, world: int, least: int, eager: int | None = None):
@@ -59,7 +59,7 @@ class Sharing:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """For calls that are replayed from a graph, and those that come before their capture."""
+        """Use the limit of calls that are replayed from a graph in the block, their captures and warm-ups included."""
         self.replayed = True
         try:
             yield
@@ -67,17 +67,17 @@ class Sharing:
             self.replayed = False
 
     def suits(self, tokens: int) -> bool:
-        """Whether there are enough tokens."""
+        """Return whether there are enough tokens."""
         return self.world > 1 and tokens >= (self.least if self.replayed else self.eager)
 
     def decide(self, tokens: int) -> bool:
-        # a graph for all lengths has one way for all of them
+        # a graph for all lengths has one way for all lengths
         self.now = not is_leaving_torch() and self.suits(tokens) and tokens % self.world == 0
         return self.now
 
 
 class GatheringColumn(ColumnParallelLinear):
-    """A column-parallel linear that takes all tokens, [B, T, K], or this rank's, [rows, K], and gives all of them."""
+    """A column-parallel linear of all tokens, [B, T, K], or this rank's, [rows, K]; it returns all of them."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -95,7 +95,7 @@ class GatheringColumn(ColumnParallelLinear):
         return self.exchanged(GATHERED, x, size)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
-        """Likewise of all tokens, be they all here or this rank's, [rows, K]."""
+        """Do the same for all tokens, whether they are all here or only this rank's, [rows, K]."""
         if input.dim() != 2:
             return super().gated(input)
         x = self.rows(input, self.in_features)
@@ -141,7 +141,7 @@ class SequenceProduct(Product):
 
 
 class _Share:
-    """Before the first layer: all tokens become this rank's."""
+    """Before the first layer: cuts all tokens to this rank's."""
 
     def __init__(self, ctx: Iris, name: str, sharing: Sharing):
         self.ctx, self.name, self.sharing = ctx, name, sharing
@@ -161,7 +161,7 @@ class _Share:
 
 
 class _Gather:
-    """After the last layer: this rank's tokens become all of them."""
+    """After the last layer: gathers this rank's tokens to all of them."""
 
     def __init__(self, ctx: Iris, sharing: Sharing):
         self.ctx, self.sharing = ctx, sharing
@@ -172,8 +172,8 @@ class _Gather:
 
 
 class _GatherStates:
-    """After the model: what it gives that is of this rank's tokens becomes that of all. Hidden states that were asked
-    for and, where the last layer was not called, for somebody has cut the stack, those at the end.
+    """After the model: gathers outputs of this rank's tokens. These are requested hidden states and, where the last
+    layer was not called because the stack is cut, those at the end.
     """
 
     def __init__(self, ctx: Iris, sharing: Sharing):
@@ -183,7 +183,7 @@ class _GatherStates:
         self.sharing.now = False
         inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         given = next(each for each in inputs if each is not None)
-        if isinstance(output, tuple):  # as `return_dict=False` has it
+        if isinstance(output, tuple):  # with `return_dict=False`
             return tuple(self.whole(each, given) for each in output)
         for name in ("last_hidden_state", "hidden_states"):
             held = getattr(output, name, None)
@@ -200,26 +200,26 @@ class _GatherStates:
 
 
 def by_rows(tokens: torch.Tensor, kwargs: dict) -> torch.Tensor:
-    """[B*T, ...] as [B, T, ...], by the position embeddings that layers and their attentions are given."""
+    """Return [B*T, ...] as [B, T, ...], by the position embeddings of layers and their attentions."""
     batch, length = kwargs["position_embeddings"][0].shape[:2]
-    if tokens.shape[0] != batch * length:  # one row of them for all
+    if tokens.shape[0] != batch * length:  # one row for the whole batch
         batch = tokens.shape[0] // length
-    return tokens.view(batch, length, tokens.shape[1])  # a compiler sees how the three belong together
+    return tokens.view(batch, length, tokens.shape[1])  # for compilers: relates the three sizes
 
 
 def is_known(model: nn.Module, styles: dict[str, str]) -> bool:
-    """Whether `model` split by `styles` is of a family that shares its tokens by default, and can."""
+    """Return whether `model` split by `styles` is of a family that shares its tokens by default, and can."""
     if getattr(getattr(model, "config", None), "model_type", None) not in KNOWN:
         return False
     try:
         check(model, styles)
-    except StyleError:  # a part kept whole, a forward exchanged
+    except StyleError:  # a replicated part, a replaced forward
         return False
     return True
 
 
 def check(model: nn.Module, styles: dict[str, str]) -> None:
-    """Raises StyleError, naming the module, if `model` split by `styles` cannot run sequence parallel."""
+    """Raise `StyleError`, naming the module, if `model` split by `styles` cannot run sequence parallel."""
     families = families_of(styles)
     for name, style in styles.items():
         if re.search(r"\.\d+\.", name) and style not in ("colwise", "rowwise") and "replica" not in style:
@@ -249,9 +249,9 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def share_tokens(model: nn.Module, styles: dict[str, str], ctx: Iris, least: int | None) -> None:
-    """Hooks at the entrance of the first decoder layer, at the exit of the last and at that of the model around.
+    """Add hooks at the entrance of the first decoder layer, at the exit of the last and at that of their model.
 
-    `least`: None for `LEAST`, and more where calls are launched piece by piece.
+    `least`: None for `LEAST`, and more for eager launches.
     """
     names = layers_of(families_of(styles))
     first, last = (model.get_submodule(name) for name in (names[0], names[-1]))
@@ -273,18 +273,18 @@ def share_tokens(model: nn.Module, styles: dict[str, str], ctx: Iris, least: int
 
 
 def sharing_of(model: nn.Module) -> Sharing | None:
-    """What decides for `model`, if it may run sequence parallel."""
+    """Return the `Sharing` of `model`, if it may run sequence parallel."""
     return next((each.sharing for each in model.modules() if isinstance(each, ScatteringRow)), None)
 
 
 def layers_of(families: dict[str, list[str]]) -> list[str]:
-    """The names of the decoder layers, in order."""
-    found = {}
+    """Return the names of the decoder layers, in order."""
+    layers = {}
     for parent in families:
         match = re.match(r"(.*)\.(\d+)\.", parent)
         if not match:
             raise StyleError(f"{parent} is in no numbered layer: sequence parallel expects a list of decoder layers")
-        found[match[1], int(match[2])] = match[0][:-1]
-    if len({stack for stack, _ in found}) != 1:
+        layers[match[1], int(match[2])] = match[0][:-1]
+    if len({stack for stack, _ in layers}) != 1:
         raise StyleError("the plan splits no list of layers, or several: sequence parallel expects one")
-    return [found[key] for key in sorted(found)]
+    return [layers[key] for key in sorted(layers)]

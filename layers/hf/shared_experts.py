@@ -1,10 +1,10 @@
-"""Shared experts of a mixture: their part joins the sum of the routed ones, before ranks exchange it.
+"""Add shared experts of a mixture to the sum of the routed ones, before ranks exchange it.
 
     block(x) = experts(x, router(x)) + shared(x)      one all-reduce for both, in place of one for each
 
-A block is changed only if it computes just that, seen by trying: a copy of it, whose experts and shared expert are
-stand-ins, is called, and its result must be the sum of what the two gave, each for the block's own input. (A shared
-expert behind a gate of its own is none.) The names of all modules and parameters stay.
+A block is changed only if it computes just that, found by trying: a copy of it, whose experts and shared expert return
+random values, is called, and its result must be the sum of the two, each for the block's own input. (A shared
+expert with a gate of its own does not qualify.) The names of all modules and parameters stay.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 
 from ..experts import SplitExperts
 from ..linear import RowParallelLinear
-from ..sharded import LOCAL
-from .skeleton import kind_of
+from ..verify.skeleton import kind_of
+from ..weight_storage import LOCAL
 from .styles import is_hooked
 
 _NAMES = ("shared_experts", "shared_expert")
@@ -26,7 +26,7 @@ _BATCH, _TOKENS = 2, 3
 
 
 class Joined(nn.Module):
-    """In place of a shared expert, with all that it holds: its part is in the routed experts' sum, so it gives zero."""
+    """Replaces a shared expert, with all its attributes: its part is in the routed experts' sum, so it returns zero."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Joined(nn.Module):
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape of `x`, which take no memory."""
+    """Return zeros of the shape of `x`, which take no memory."""
     return x.new_zeros(()).expand(x.shape)
 
 
 def join_shared(model: nn.Module) -> int:
-    """Lets the shared experts of `model` join the routed ones' sum, where that is right; how many blocks there were."""
-    found: dict[tuple, bool] = {}
+    """Add the shared experts of `model` to the routed ones' sum, where that is right; return the number of blocks."""
+    is_sum: dict[tuple, bool] = {}
     count = 0
     for block in list(model.modules()):
         children = dict(block.named_children())
@@ -63,9 +63,9 @@ def join_shared(model: nn.Module) -> int:
         if shared._forward_hooks or "forward" in vars(shared):
             continue
         kind = type(block), kind_of(experts)
-        if kind not in found:
-            found[kind] = _is_sum(block, name)
-        if found[kind]:
+        if kind not in is_sum:
+            is_sum[kind] = _is_sum(block, name)
+        if is_sum[kind]:
             last[0].reduce_results, last[0].op = False, LOCAL
             experts.shared = (shared,)  # in a tuple: a child of the block only
             setattr(block, name, Joined(shared).train(shared.training))
@@ -73,19 +73,19 @@ def join_shared(model: nn.Module) -> int:
     return count
 
 
-class _StandIn(nn.Module):
-    """Gives random values of its input's shape, and keeps both."""
+class _RandomOutput(nn.Module):
+    """Returns random values of its input's shape, and records both."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._random = torch.Generator("cpu").manual_seed(seed)
         self.given: list[torch.Tensor] = []
-        self.gave: list[torch.Tensor] = []
+        self.returned: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self.given.append(x)
-        self.gave.append(torch.randn(x.shape, generator=self._random, device="cpu"))
-        return self.gave[-1]
+        self.returned.append(torch.randn(x.shape, generator=self._random, device="cpu"))
+        return self.returned[-1]
 
 
 class _Nothing(nn.Module):
@@ -95,8 +95,8 @@ class _Nothing(nn.Module):
 
 @torch.no_grad()
 def _is_sum(block: Any, name: str) -> bool:
-    """Whether `block` adds what its experts and its child `name` make of its input, and does nothing else."""
-    trial, experts, shared = copy.copy(block), _StandIn(1), _StandIn(2)
+    """Return whether `block` adds the outputs of its experts and its child `name`, and does nothing else."""
+    trial, experts, shared = copy.copy(block), _RandomOutput(1), _RandomOutput(2)
     trial._modules, trial._parameters = dict(block._modules), dict(block._parameters)
     trial._forward_pre_hooks, trial._forward_hooks = {}, {}
     hidden = getattr(block.experts, block.experts._form.second).shape[2 if block.experts._form.transposed else 1]
@@ -116,22 +116,22 @@ def _is_sum(block: Any, name: str) -> bool:
         result = type(block).forward(trial, x)
         trial._modules[name] = _Nothing()
         without = type(block).forward(trial, x)
-    except Exception:  # whatever it wants beside
+    except Exception:  # for other arguments it needs
         return False
     result, without = (each[0] if isinstance(each, tuple) else each for each in (result, without))
     if len(experts.given) != 2 or len(shared.given) != 1 or not isinstance(result, torch.Tensor):
         return False
     flat = [each.reshape(-1, hidden) for each in (experts.given[0], shared.given[0], x)]
-    total = experts.gave[0].reshape(x.shape) + shared.gave[0].reshape(x.shape)
+    total = experts.returned[0].reshape(x.shape) + shared.returned[0].reshape(x.shape)
     alike = all(each.shape == flat[2].shape and torch.equal(each, flat[2]) for each in flat)
     alike = alike and result.shape == without.shape == x.shape
-    alone = experts.gave[1].reshape(x.shape)
+    alone = experts.returned[1].reshape(x.shape)
     pairs = ((result, total), (without, alone))
     return alike and all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs)
 
 
 def _drawn(module: nn.Module, random: torch.Generator) -> nn.Module:
-    """A copy of `module` in float32 on the CPU with random weights."""
+    """Return a copy of `module` in float32 on the CPU with random weights."""
     own = copy.deepcopy(module).to_empty(device="cpu").float()
     for tensor in (*own.parameters(), *own.buffers()):
         if tensor.is_floating_point():

@@ -1,6 +1,6 @@
-"""What a Hugging Face tensor-parallel plan says: which module gets which style. Reads the model, changes nothing.
+"""Resolve a Hugging Face tensor-parallel plan to the style of each module. Reads the model, changes nothing.
 
-A plan maps names, with `*` for layer numbers, to the names of styles. The styles that are served, and by what:
+A plan maps names, with `*` for layer numbers, to the names of styles. The supported styles, and their layers:
 
     colwise                        ColumnParallelLinear; whole heads in an attention module (see `heads`), and there
                                    also a parameter of one entry a head, or an embedding's of one column a head
@@ -8,14 +8,14 @@ A plan maps names, with `*` for layer numbers, to the names of styles. The style
     packed_colwise                 MergedColumnParallelLinear of two equal outputs (a fused gate and up)
     rowwise                        RowParallelLinear
     rowwise_split_input, _rep      RowParallelLinear(input_is_parallel=False)
-    replicate, replicated_...      left whole (the second sums gradients, of which there are none here)
-    local_params                   says nothing to us: the parameters of the module are local tensors
-    embedding_rowwise, _colwise    left whole: a lookup has no product to fuse an exchange with, and a head that is tied
+    replicate, replicated_...      replicated (the second sums gradients, of which there are none here)
+    local_params                   no effect here: the parameters of the module are local tensors
+    embedding_rowwise, _colwise    replicated: a lookup has no product to fuse an exchange with, and a head that is tied
                                    to the embedding shares its memory
-    mla_kv_a_proj                  left whole: what all heads of a latent attention share
+    mla_kv_a_proj                  replicated: all heads of a latent attention share it
     moe_tp_experts                 each expert's intermediate size is split (`mixture`); the styles of its parameters
-                                   say where that is, if transformers has not marked the module
-    moe_identity_expert            what passes tokens on inside of experts: on the first rank only
+                                   give its dimension, if transformers has not marked the module
+    moe_identity_expert            the identity inside of experts: on the first rank only
     recurrent_heads                ours, of a module that keeps a state for each head: whole heads (`recurrent_heads`)
     all_reduce                     a module of such parameters whose output is summed over the ranks
 
@@ -58,33 +58,33 @@ _BY_EXPERT = (
     "it gives whole experts to ranks, whose work is then as uneven as the router's choice; here every expert is"
 )
 _BY_EXPERT += " split over all ranks, by the style 'moe_tp_experts'"
-# Styles of transformers that are not served, and why.
+# Styles of transformers that are not supported, and the reason.
 REFUSED = {
     **dict.fromkeys(("grouped_gemm", "ep_dispatch_experts", "ep_router", "gather", "megablocks"), _BY_EXPERT),
     "sequence_parallel": "attention takes its shape from hidden states, which would be a part of the sequence; pass"
     " sequence_parallel=True to share tokens between the products",
 }
-# Between these a split activation passes: splitting one without the others of its parent changes what they see.
+# Styles with a split activation in between: splitting one without its siblings changes their input.
 LINKED = COLUMN | PACKED | ROW
 
-_LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and what was loaded would be wrong
+_LEAST = (5, 15)  # of transformers: older ones tie and cache otherwise, and would load wrong weights
 _HEAD_ATTRIBUTES = ("head_dim", "head_size", "num_heads", "num_attention_heads", "num_key_value_groups", "n_head",
                     "n_heads")  # fmt: skip
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a split of `module`'s children must keep heads whole."""
+    """Return whether a split of `module`'s children must keep heads whole."""
     return any(hasattr(module, attribute) for attribute in _HEAD_ATTRIBUTES)
 
 
 def is_hooked(module: object) -> bool:
-    """Whether a call of it, a module or a function, is more than that of its class."""
+    """Return whether a call of it, a module or a function, is more than that of its class."""
     hooks = (getattr(module, key, None) for key in ("_forward_pre_hooks", "_forward_hooks"))
     return any(hooks) or (isinstance(module, nn.Module) and "forward" in vars(module))
 
 
 def check_version(model: nn.Module) -> None:
-    """Raises `PlatformError` for a model of a transformers that is too old."""
+    """Raise `PlatformError` for a model of a transformers that is too old."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return
@@ -94,7 +94,7 @@ def check_version(model: nn.Module) -> None:
 
 
 def check_plan(plan: object) -> None:
-    """Raises for what is no plan, whatever the model."""
+    """Raise `ArgumentError` for an invalid plan, whatever the model."""
     named = isinstance(plan, dict) and all(isinstance(each, str) for pair in plan.items() for each in pair)
     if not named and not (isinstance(plan, str) and plan == "auto"):
         raise ArgumentError(f"plan is {plan!r}: expected 'auto' or a dict from module names to styles")
@@ -103,7 +103,7 @@ def check_plan(plan: object) -> None:
 def resolve_plan(
     model: nn.Module, plan: Any, filter_fn: Callable[[str, nn.Module], bool] | None = None
 ) -> dict[str, str]:
-    """Full module names to styles: every module of the plan that is there, checked to be one that can be served."""
+    """Return full module names to styles, for every module of the plan that exists, checked to be supported."""
     check_plan(plan)
     check_version(model)
     automatic = plan == "auto"
@@ -114,17 +114,18 @@ def resolve_plan(
     _refuse_lazy(model)
     modules = dict(model.named_modules())
     names = list(modules) + [name for name, _ in model.named_parameters()]
+    elsewhere = {name for name, module in modules.items() if getattr(module, "is_elsewhere", False)}  # another stage's
     styles: dict[str, str] = {}
     for pattern, style in rules.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found = [name for name in names if regex.fullmatch(name)]
-        if not found and not automatic:  # a model's own plan may name modules that this configuration does not have
+        matches = [name for name in names if regex.fullmatch(name)]
+        if not matches and not automatic:  # a model's own plan may name modules that this configuration does not have
             raise StyleError(f"{pattern!r} of the plan matches no module of {type(model).__name__}")
-        styles.update(dict.fromkeys(found, style))
+        styles.update((name, style) for name in matches if name not in elsewhere)
     styles = _by_recurrence(styles, modules, automatic)
     for name in sorted(
         styles, key=lambda name: styles[name] in SPLIT | WHOLE | EXPERTS | {RECURRENT}
-    ):  # first what no layer could serve
+    ):  # first styles that no layer supports
         _check(name, styles, modules)
     styles = styles if filter_fn is None else _filtered(styles, modules, filter_fn)
     _check_places(model, styles, modules)
@@ -133,27 +134,27 @@ def resolve_plan(
 
 
 def _by_recurrence(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> dict[str, str]:
-    """`styles` without those of what is inside of a module that keeps a state, and goes by that module's own.
+    """Return `styles` without those inside of a module that keeps a state, which is split as a whole.
 
-    Families have modules of several kinds under one name: such a module goes by the styles of what is inside of it.
+    Families have modules of several kinds under one name: a module without a state keeps the styles inside of it.
     """
     recurrent = {name for name, style in styles.items() if style == RECURRENT and name in modules}
     if automatic:
-        others = {name for name in recurrent if not is_recurrent(modules[name])}
-        styles = {name: style for name, style in styles.items() if name not in others}
-        recurrent -= others
+        stateless = {name for name in recurrent if not is_recurrent(modules[name])}
+        styles = {name: style for name, style in styles.items() if name not in stateless}
+        recurrent -= stateless
     inside = {name for name in styles for net in recurrent if name.startswith(f"{net}.")}
     return {name: style for name, style in styles.items() if name not in inside}
 
 
 def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
-    """Whose plan is taken, in words, and its rules: that which is given, else a built-in one, else the model's own."""
+    """Return the plan's origin, in words, and its rules: the given plan, else a built-in one, else the model's own."""
     if plan != "auto":
         if not plan:
             raise StyleError("the plan is empty: pass plan={name: style}")
         return "the plan that was given", plan
-    if (found := built_in(model)) is not None:
-        kind, rules = found
+    if (plan_of_family := built_in(model)) is not None:
+        kind, rules = plan_of_family
         return f"the built-in plan of {kind}", rules
     rules = dict(getattr(model, "tp_plan", None) or {})
     if not rules:
@@ -193,8 +194,8 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     style = styles[name]
     known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {RECURRENT}
     if style not in known:
-        why = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
-        raise StyleError(f"style {style!r} of {name} is not served{why}")
+        reason = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
+        raise StyleError(f"style {style!r} of {name} is not served{reason}")
     if style in EXPERTS if name in modules else is_of_experts(name, styles):
         return
     if style == RECURRENT and name in modules:
@@ -218,21 +219,21 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
 
 
 def _is_in_attention(name: str, modules: dict[str, Any]) -> bool:
-    """Whether `name` is an attention module, or an embedding in one, whose columns may count heads."""
+    """Return whether `name` is an attention module, or an embedding in one, whose columns may count heads."""
     around = name.rpartition(".")[0] if isinstance(modules[name], nn.Embedding) else name
     return is_attention(modules[around])
 
 
 def is_of_experts(name: str, styles: dict[str, str]) -> bool:
-    """Whether `name` is of a parameter of an experts module, whose style it goes with."""
+    """Return whether `name` is a parameter of an experts module, whose style decides for it."""
     return styles.get(name.rpartition(".")[0]) in EXPERTS and styles[name] in PARAMETERS
 
 
 def check_layers(model: nn.Module, linears: Iterable[str], filtered: bool) -> None:
-    """Raises for a split of `linears`, by the model's own plan, that leaves all layers whole on every rank.
+    """Raise for a split of `linears`, by the model's own plan, that replicates all layers on every rank.
 
-    So have it the plans of some state-space families, which split the head, and models inside of a wrapper, by whose
-    names the plan finds nothing.
+    The plans of some state-space families do, as they split the head only, and those of models inside of a wrapper,
+    whose names they do not match.
     """
     head, linears = _head(model), list(linears)
     inside = [name for name in linears if model.get_submodule(name) is not head]
@@ -262,7 +263,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, Any]) -> None:
-    """Raises where a split would lose what a linear has, or leave with each rank what all of them need."""
+    """Raise where a split would lose a linear's attributes, or leave a rank without data that all of them need."""
     head = _head(model)
     holders = Counter(id(child) for module in model.modules() for child in module._modules.values())
     attributes = [value for module in model.modules() for key, value in vars(module).items() if key != "_modules"]
@@ -304,7 +305,7 @@ def _contents(value: object) -> Iterable:
 
 
 def _check_tensors(name: str, linear: nn.Linear) -> None:
-    """Raises unless a linear holds a weight, perhaps a bias, and nothing else, of kinds that layers can split."""
+    """Raise unless a linear holds a weight, perhaps a bias, and nothing else, of kinds that layers can split."""
     for key, tensor in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False)):
         if key not in ("weight", "bias"):
             raise StyleError(f"{name} holds {key} beside its weight, which a split would lose: expected a plain linear")
@@ -323,9 +324,9 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automatic: bool) -> None:
-    """Raises where one linear leaves or takes a split activation and no other of the same parent goes with it.
+    """Raise where one linear produces or takes a split activation and no other of the same parent matches it.
 
-    In a user's plan also where a linear stays whole beside a split one of its sizes, as up beside gate.
+    In a user's plan also where a linear stays whole next to a split one of its sizes, such as up and gate.
     """
     linked: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -338,7 +339,7 @@ def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automat
         linears = [before + key for key, child in modules[parent].named_children() if isinstance(child, nn.Linear)]
         whole = [name for name in linears if styles.get(name, "replicate") in WHOLE]
         if len({styles[name] in ROW for name in names}) == 1:
-            if whole:  # else what goes with it may stand elsewhere
+            if whole:  # else its counterpart may be elsewhere
                 expected = "colwise" if styles[names[0]] in ROW else "rowwise"
                 raise StyleError(
                     f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
@@ -356,14 +357,14 @@ def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automat
 def _filtered(
     styles: dict[str, str], modules: dict[str, nn.Module], filter_fn: Callable[[str, nn.Module], bool]
 ) -> dict[str, str]:
-    kept = {name: style for name, style in styles.items() if name not in modules or filter_fn(name, modules[name])}
+    selected = {name: style for name, style in styles.items() if name not in modules or filter_fn(name, modules[name])}
     for name, style in styles.items():
         parent = name.rpartition(".")[0]
-        linked = [other for other in kept if other in modules and kept[other] in LINKED]
-        mates = [other for other in linked if other.rpartition(".")[0] == parent]
-        if style in LINKED and name not in kept and mates:
+        linked = [each for each in selected if each in modules and selected[each] in LINKED]
+        mates = [each for each in linked if each.rpartition(".")[0] == parent]
+        if style in LINKED and name not in selected and mates:
             raise StyleError(
                 f"filter_fn drops {name} ({style}) and keeps {mates[0]}: a split activation passes between them, so"
                 " keep or drop them together"
             )
-    return kept
+    return selected

@@ -1,9 +1,9 @@
 """Heads whose weight is an embedding's: one parameter in a split model, as in the unsplit one.
 
-The embedding stays whole on every rank, for it looks any word up. The head multiplies by this rank's rows of it. The
-head registers the embedding's own parameter, so `parameters()` yields the matrix once and `state_dict()` lists it under
-both names, whole. Its attribute `weight` is the view of this rank's rows. A second parameter over those rows would
-change twice when a caller changes all parameters in place, and every rank would change other rows twice.
+The embedding is replicated, for it looks any word up. The head multiplies by this rank's rows of it. The head registers
+the embedding's own parameter, so `parameters()` yields the matrix once and `state_dict()` lists it under both names,
+whole. Its attribute `weight` is the view of this rank's rows. A second parameter over those rows would change twice
+when a caller changes all parameters in place, and every rank would change other rows twice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import nn
 
 from ..linear import ColumnParallelLinear
 from ..shard import Shard, fill
+from ..verify.views import WeightView
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
 
-class TiedColumnParallelLinear(ColumnParallelLinear):
+class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
     """A head that multiplies by its rows of `embedding`, the name of a parameter that `retie` registers here."""
 
     def __init__(
@@ -36,19 +37,25 @@ class TiedColumnParallelLinear(ColumnParallelLinear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # in place of the attribute
-        """This rank's rows of the embedding; until `retie` has registered that, an empty tensor of their size."""
-        held = self._parameters.get("weight")
-        if held is None:
+        """This rank's rows of the embedding; an empty tensor of their size until `retie` has registered it."""
+        registered = self._parameters.get("weight")
+        if registered is None:
             raise AttributeError("weight")
-        return held if len(held) != self.out_features else self.parts[0].view(held, dim=0)
+        return registered if len(registered) != self.out_features else self.parts[0].view(registered, dim=0)
+
+    def views_in(self, function: str) -> bool:
+        """The weight is a view of the embedding."""
+        return function == "weight"
 
     @torch.no_grad()
     def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
-        """As of any layer; a `source` of the weight fills the embedding, whole, unless that is still to be loaded."""
+        """Fill a tensor as any layer does; the weight's `source` fills the embedding, whole, unless that is still to
+        load.
+        """
         if name != "weight":
             return super().load_shard(name, source, part)
-        held = self._parameters["weight"]
-        assert held is not None
+        registered = self._parameters["weight"]
+        assert registered is not None
         given = list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if part not in (None, 0):
             raise ArgumentError(f"part is {part!r}: expected None or 0, for the head has one output")
@@ -57,15 +64,15 @@ class TiedColumnParallelLinear(ColumnParallelLinear):
                 f"source of weight has shape {given}: expected {[self.out_features, self.in_features]}, the unsplit"
                 " tensor"
             )
-        if not held.is_meta:
-            fill(held, source)
+        if not registered.is_meta:
+            fill(registered, source)
 
     def store_as_fp8(self) -> None:
         raise ArgumentError(f"the layer's weight is {self.tied_to}: expected a weight of its own, for fp8")
 
 
 def retie(model: nn.Module) -> None:
-    """Registers with each tied head the parameter that its embedding holds now: a load or a move may replace it."""
+    """Register with each tied head the parameter that its embedding holds now: a load or a move may replace it."""
     for module in model.modules():
         if isinstance(module, TiedColumnParallelLinear):
             module._parameters["weight"] = model.get_parameter(module.tied_to)

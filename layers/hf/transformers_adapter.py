@@ -1,16 +1,16 @@
-"""Our layers inside transformers' own tensor-parallel loading.
+"""Use our layers inside transformers' own tensor-parallel loading.
 
     with layers.fused_styles(ctx):
         model = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto")
 
-While the block runs, transformers' registry of parallel styles answers with ours where a style splits a Linear. The
-original style goes on placing the parameters (each rank loads its part as a DTensor, and saves it so); ours only
-installs the forward: a layer of `linear` that works on the rank's local tensors. What has been loaded keeps its
-forward; the registry is as before when the block ends.
+While the block runs, transformers' registry of parallel styles returns ours where a style splits a Linear. The
+original style still places the parameters (each rank loads its part as a DTensor, and saves it so); ours only
+installs the forward: a layer of `linear` that works on the rank's local tensors. A loaded model keeps its
+forward; the registry is restored when the block ends.
 
 `layers.from_pretrained` needs none of this, and splits what transformers refuses (heads that the ranks do not divide).
-This is for programs that load by transformers and shall go on doing so. Needs a transformers whose styles place
-DTensors and install forwards, as they do from 5.16.1 on: an older one is refused.
+This is for programs that must keep loading by transformers. Needs a transformers whose styles place
+DTensors and install forwards, from 5.16.1 on: an older one is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def fused_styles(ctx: Iris) -> Iterator[None]:
-    """Within the block, models that transformers loads with a tensor-parallel plan run their Linears by our ops.
+    """Run Linears of models that transformers loads in the block with a tensor-parallel plan by our ops.
 
     `ctx` has to be of the ranks that transformers splits over: all of them, or its mesh's "tp" dimension. Raises
     `PlatformError` for a transformers that has no such registry; loading raises `StyleError` for a module that is no
@@ -76,7 +76,7 @@ class _FusedStyle:
         return getattr(self._original, name)
 
     def validate_param(self, *_: Any, **__: Any) -> None:
-        """Nothing: ours gathers uneven parts, which older versions of the original refuse."""
+        """Do nothing: ours gathers uneven parts, which older versions of the original refuse."""
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         if type(module) is not nn.Linear:
@@ -99,7 +99,7 @@ class _FusedStyle:
 
 
 class _Forward:
-    """The forward of `linear`, whose parameters are DTensors, by `layer`, which borrows their local tensors."""
+    """The forward of `linear`, whose parameters are DTensors, by `layer`, which uses their local tensors."""
 
     def __init__(self, linear: nn.Linear, layer: ShardedLinear) -> None:
         self._linear, self._layer = linear, layer

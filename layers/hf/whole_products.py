@@ -1,8 +1,8 @@
-"""With `iris.iris(invariant=...)`: products of modules that stay whole, a mixture's router for one.
+"""With `iris.iris(invariant=...)`: compute products of replicated modules, a mixture's router for one.
 
 Such a module multiplies by torch's linear, which may add up a row in another order where there are more rows. Then a
-token could go to other experts. So a module that has a matrix of its own is called inside a mode, in which each
-`torch.nn.functional.linear` is computed by `iris_ops/local/matmul.py`, whatever else the module's code does. Instances
+token could go to other experts. So a module that has a matrix of its own is called inside a mode, in which
+`iris_ops/local/matmul.py` computes each `torch.nn.functional.linear`, whatever else the module's code does. Instances
 are changed, classes are not. Modules that multiply by another function, such as Conv1D, keep torch's product.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _RowByRow(TorchFunctionMode):
-    """Inside, a row of a linear's result does not depend on how many rows there are."""
+    """Inside, a row of a linear's result does not depend on the number of rows."""
 
     def __init__(self, ctx: Iris) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ def _linear(ctx: Iris, input: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def keep_rows_alike(model: nn.Module, ctx: Iris) -> int:
-    """Has modules of `model` that stay whole multiply row by row; how many there are."""
-    found = 0
+    """Make replicated modules of `model` multiply row by row; return their number."""
+    count = 0
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 2 or isinstance(module, (ShardedLinear, SplitExperts, nn.Embedding)):
@@ -52,8 +52,8 @@ def keep_rows_alike(model: nn.Module, ctx: Iris) -> int:
         changed: Any = module
         changed._row_by_row = _RowByRow(ctx)
         changed.forward = MethodType(_forward, module)
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""How does a split model generate? An engine with a static cache, decode steps and prompts as CUDA graphs."""
+"""Generate text with a split model: an engine with a static cache, decode steps and prompts as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""What an engine is given, checked on the host, before anything is allocated and before a GPU sees a token."""
+"""Check an engine's arguments on the host, before anything is allocated and before a GPU sees a token."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def check_model(model: Any, device: torch.device) -> None:
-    """Raises unless `model` is a decoder on `device`, whose prompts begin at position 0."""
+    """Raise `ArgumentError` unless `model` is a decoder on `device`, whose prompts begin at position 0."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a Hugging Face model")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ArgumentError(f"model is a {type(model).__name__}: expected a decoder without an encoder")
     check_served(model)
     elsewhere = {str(each.device) for each in model.parameters()} - {str(device)}
-    if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks bring them
+    if elsewhere and not hasattr(model, "hf_device_map"):  # whose hooks move them
         raise ArgumentError(f"model has parameters on {', '.join(sorted(elsewhere))}: expected all on {device}")
     if not count_from_zero(model, device):
         raise ArgumentError(f"model is a {type(model).__name__}, whose positions do not begin at 0: use its generate()")
 
 
 def check_sizes(model: nn.Module, ctx: Iris, batch_size: int, max_length: int) -> None:
-    """Raises for sizes of which the model has no positions, or the device has no memory, be all of it free."""
+    """Raise for sizes beyond the model's positions, or beyond the device's memory even if all of it is free."""
     positive(batch_size=batch_size, max_length=max_length)
     if (known := positions_known(model)) is not None and max_length > known:
         raise ArgumentError(
@@ -45,8 +45,8 @@ def check_sizes(model: nn.Module, ctx: Iris, batch_size: int, max_length: int) -
 
 
 def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str) -> None:
-    """Raises where a static cache of `rows` and `length`, which are called by `names`, could not be allocated."""
-    tokens = torch.long.itemsize + torch.bool.itemsize  # what an engine's `output` and `mask` take
+    """Raise where a static cache of `rows` and `length` cannot be allocated; `names`: the arguments' names."""
+    tokens = torch.long.itemsize + torch.bool.itemsize  # of an engine's `output` and `mask`
     needed = cache_bytes(model, ctx.num_ranks, rows, length) + tokens * rows * length
     memory = total_memory(ctx.device)
     if needed > memory:
@@ -57,14 +57,14 @@ def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str
 
 
 def total_memory(device: torch.device) -> int:
-    """The bytes of memory that `device` has: the same at any time, and so on all ranks of like devices."""
+    """Return the bytes of memory of `device`: the same at any time, and so on all ranks of like devices."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_options(prompt_graphs: Any, compile: Any) -> None:
-    """Raises for what is no number of graphs, or no way to compile."""
+    """Raise for an invalid number of graphs, or an invalid way to compile."""
     if isinstance(prompt_graphs, bool) or not isinstance(prompt_graphs, int) or prompt_graphs < 0:
         raise ArgumentError(f"prompt_graphs is {prompt_graphs!r}: expected 0 or a positive integer")
     if not isinstance(compile, (bool, str)) or compile == "":
@@ -72,7 +72,7 @@ def check_options(prompt_graphs: Any, compile: Any) -> None:
 
 
 def check_sampling(temperature: Any, top_p: Any, seed: Any) -> None:
-    """Raises for what nothing can be drawn by."""
+    """Raise for invalid sampling parameters."""
     numbers = isinstance(temperature, Real) and isinstance(top_p, Real)
     if not numbers or not temperature >= 0 or not 0 < top_p <= 1:
         raise ArgumentError(
@@ -83,12 +83,12 @@ def check_sampling(temperature: Any, top_p: Any, seed: Any) -> None:
 
 
 def words_of(model: Any) -> int:
-    """How many tokens the vocabulary of `model` has: as many as its embedding has rows."""
+    """Return the vocabulary size of `model`: the rows of its embedding."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def check_tokens(name: str, tokens: torch.Tensor, words: int, known: str = "the vocabulary") -> None:
-    """Raises for tokens outside a vocabulary of so many `words`. The host waits for tokens on a GPU."""
+    """Raise for tokens outside a vocabulary of `words` tokens. The host waits for tokens on a GPU."""
     if tokens.numel():
         lowest, highest = torch.stack(torch.aminmax(tokens)).tolist()
         if lowest < 0 or highest >= words:
@@ -96,15 +96,15 @@ def check_tokens(name: str, tokens: torch.Tensor, words: int, known: str = "the 
 
 
 def check_prompts(model: Any, prompts: Any, mask: Any, rows: int, max_length: int, device: torch.device) -> None:
-    """Raises unless both are [rows, 1 to max_length] on `device`, tokens of the vocabulary, with padding in front."""
-    whole = torch.long, torch.int
-    for name, given, dtypes in (("prompts", prompts, whole), ("mask", mask, (torch.bool, *whole))):
+    """Raise unless both are [rows, 1 to max_length] on `device`, tokens of the vocabulary, left-padded."""
+    integers = torch.long, torch.int
+    for name, given, dtypes in (("prompts", prompts, integers), ("mask", mask, (torch.bool, *integers))):
         if given is None and name == "mask":
             continue
         if not isinstance(given, torch.Tensor) or is_dtensor(given):
             raise ArgumentError(f"{name} is a {type(given).__name__}: expected a tensor of {dtypes[0]}")
-        fits = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= max_length
-        if given.dtype not in dtypes or given.device != device or not fits or given.shape != prompts.shape:
+        is_sized = given.dim() == 2 and given.shape[0] == rows and 0 < given.shape[1] <= max_length
+        if given.dtype not in dtypes or given.device != device or not is_sized or given.shape != prompts.shape:
             length = f"1 to {max_length}" if given is prompts else prompts.shape[1]
             raise ArgumentError(
                 f"{name} is {list(given.shape)} of {given.dtype} on {given.device}: expected [{rows}, {length}] of"
@@ -117,7 +117,7 @@ def check_prompts(model: Any, prompts: Any, mask: Any, rows: int, max_length: in
 
 
 def check_logits(logits: Any, shape: torch.Size, device: torch.device) -> None:
-    """Raises unless they are a tensor of this shape there."""
+    """Raise unless `logits` is a tensor of this shape on `device`."""
     if not isinstance(logits, torch.Tensor):
         raise ArgumentError(f"logits is a {type(logits).__name__}: expected a tensor")
     if logits.shape != shape or logits.device != device:
@@ -127,7 +127,7 @@ def check_logits(logits: Any, shape: torch.Size, device: torch.device) -> None:
 
 
 def check_no_autocast(device_type: str) -> None:
-    """Raises `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
+    """Raise `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
     if (dtype := current_autocast(device_type)) is not None:
         raise ArgumentError(
             f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"

@@ -1,7 +1,7 @@
 """An engine's cache: transformers' `StaticCache`, of one length in all layers that attend.
 
 Layers that keep a state of fixed size (state spaces, linear attentions, convolutions) have transformers' own there: it
-is changed in place, and lies where it lay. What such a state has taken in cannot be taken out again.
+is changed in place, at one address. Tokens cannot be taken out of such a state again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _WITHOUT = ("LinearAttentionLayer", "DummyLayer")
 
 
 def has_windows(config: Any) -> bool:
-    """Whether some layers attend to the latest tokens only."""
+    """Return whether some layers attend to the latest tokens only."""
     from transformers import StaticCache
 
     return any(StaticCache(config, 1).is_sliding)
 
 
 def shape_of(model: Any, ranks: int) -> tuple:
-    """What two models that are split over so many `ranks` must have alike to share a cache."""
+    """Return the properties that two models, split over `ranks`, must share to share a cache."""
     text = model.config.get_text_config()
     sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
     return (*(_of_all_layers(text, size) for size in sizes), model.dtype, ranks)
 
 
 def _of_all_layers(config: Any, name: str) -> Any:
-    """A setting of `config`; None if there is none, or layers differ in it, for which transformers raises."""
+    """Return a setting of `config`; None if there is none, or layers differ in it, for which transformers raises."""
     try:
         return getattr(config, name, None)
     except Exception:  # AmbiguousGlobalPerLayerAttributeError, which older releases do not have
@@ -48,7 +48,7 @@ def _of_all_layers(config: Any, name: str) -> Any:
 
 
 def cache_bytes(model: Any, ranks: int, batch_size: int, max_length: int) -> int:
-    """What a rank's cache of these sizes takes, or less: as if the ranks shared its heads."""
+    """Return a lower bound of the bytes of a rank's cache of these sizes, as if the ranks divided its heads."""
     text = model.config.get_text_config()
     heads, groups, width, hidden, layers = (
         size if isinstance(size := _of_all_layers(text, name), int) else 0
@@ -60,9 +60,9 @@ def cache_bytes(model: Any, ranks: int, batch_size: int, max_length: int) -> int
 
 
 def static_cache(model: Any, ranks: int, max_length: int) -> StaticCache:
-    """A cache of `max_length` tokens in every layer that attends, allocated at first use with the heads that are here.
+    """Return a cache of `max_length` tokens in every attending layer, allocated at first use with this rank's heads.
 
-    Whose batch it holds says its `holder`. Raises `ArgumentError` for a layer that keeps anything else.
+    Its `holder` is the engine whose batch it holds. Raises `ArgumentError` for a layer that keeps anything else.
     """
     with torch.device("cpu"):  # the layers' counts go to the device of the keys later; the default may hold no values
         cache = _with_our_layers(model, max_length)
@@ -99,12 +99,12 @@ def _with_our_layers(model: Any, max_length: int) -> StaticCache:
 
 
 def attending(cache: Any) -> list[Any]:
-    """The layers of an engine's cache that keep keys and values."""
+    """Return the layers of an engine's cache that keep keys and values."""
     return [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
 
 
 def forget_behind(cache: Any, tokens: torch.Tensor) -> None:
-    """Takes the last `tokens` [1] of each row out of what an engine's cache holds."""
+    """Remove the last `tokens` [1] of each row from an engine's cache."""
     counts = ("cumulative_length", "indexer_cumulative_length")
     lengths = [getattr(layer, count) for layer in attending(cache) for count in counts if hasattr(layer, count)]
     over = tokens.to(lengths[0].dtype)
@@ -112,19 +112,19 @@ def forget_behind(cache: Any, tokens: torch.Tensor) -> None:
 
 
 def recurrent(cache: Any) -> list[Any]:
-    """The layers of an engine's cache that keep a state of fixed size, beside keys and values or alone."""
+    """Return the layers of an engine's cache that keep a state of fixed size, with keys and values or alone."""
     return [layer for layer in cache.layers if hasattr(layer, "has_previous_state")]
 
 
 def cache_name(model: Any) -> str:
-    """What the forward of `model`, or the one it passes on to, calls its cache: transformers 5.24 has renamed it."""
+    """Return the name of the cache in the forward of `model` or of the one it calls: transformers 5.24 renamed it."""
     classes: tuple[Any, ...] = type(model).__mro__
     of_classes = (signature(each.forward).parameters for each in classes if "forward" in vars(each))
     return next((name for had in of_classes for name in ("cache", "past_key_values") if name in had), "past_key_values")
 
 
 def fits(cache: Any, shape: tuple, batch_size: int, max_length: int) -> bool:
-    """Whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
+    """Return whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
     if getattr(cache, "shape", None) != shape:
         return False
     layers = attending(cache)
@@ -133,14 +133,14 @@ def fits(cache: Any, shape: tuple, batch_size: int, max_length: int) -> bool:
 
 
 def room_of(cache: Any) -> int | None:
-    """How many tokens a cache of transformers has room for; None if it grows, or keeps the latest ones only."""
+    """Return how many tokens fit into a cache of transformers; None if it grows, or keeps the latest ones only."""
     fixed = [layer for layer in getattr(cache, "layers", ()) if not getattr(layer, "is_sliding", False)]
     return min((most for each in fixed if (most := getattr(each, "max_cache_len", 0))), default=None)
 
 
 @contextmanager
 def known_empty(cache: Any) -> Iterator[None]:
-    """Inside, masks are made for a cache that is empty, as the host knows: what is on the device, it would wait for."""
+    """Make masks for an empty cache inside the block; otherwise the host would wait for a count on the device."""
     cache.get_query_offset = lambda layer=0: 0
     try:
         yield

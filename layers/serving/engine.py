@@ -36,6 +36,7 @@ from torch import nn
 
 from ..digests import compare
 from ..hf.sequence import sharing_of
+from ..pipeline.stage import check_engine, share_seed
 from ..sharded import check_context, flags, positive
 from . import attention
 from .arguments import (
@@ -115,13 +116,14 @@ class Engine:
         check_model(model, device)
         check_sizes(model, ctx, batch_size, max_length)
         options = {"graphs": graphs, "step_attention": step_attention, "compile": compile}
+        crosses_hosts = check_engine(model, graphs, compile)
         compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
         if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
-        self.graphs = device.type == "cuda" if graphs is None else graphs
+        self.graphs = device.type == "cuda" and not crosses_hosts if graphs is None else graphs
         check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
@@ -193,7 +195,7 @@ class Engine:
     ) -> list[list[int]]:
         self.sampler.set(temperature, top_p)
         if not self.sampler.greedy:
-            self.sampler.share_seed(self.ctx, seed)
+            self.sampler.share_seed(self.ctx, share_seed(self.model, seed))
         self.reset()
         self.accept(self._first(self._replayed, request.prompts, request.mask))
         made, ends = 1, request.ends

@@ -1,11 +1,11 @@
-"""Runs work that comes again: eager the first time, captured in a CUDA graph the second, replayed from then on.
+"""Run repeated work: eager the first time, captured in a CUDA graph the second, replayed from then on.
 
-The eager run compiles and allocates whatever a capture could not. Work that comes once is never captured. The graphs
-that were used last, `most` of them, are kept. They share their memory: a replay overwrites what another graph left, so
-a result must be used, or copied, before the next work runs. The memory stays reserved until all of them are gone.
+The eager run does the compiling and allocating that a capture could not. Work that comes once is never captured. The
+`most` graphs used last are kept. They share their memory: a replay overwrites another graph's output, so a result must
+be used, or copied, before the next work runs. The memory stays reserved until all of them are gone.
 
 A capture must not compile anything. Work that would compile is run eagerly once more, and captured the next time. If a
-capture fails for another reason, no other is tried, and a warning says so: work without a graph runs eagerly.
+capture fails for another reason, no other is tried, and a warning reports it: work without a graph runs eagerly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Work = Callable[..., torch.Tensor]
 class Captured:
     """`work` as a graph on tensors of its own, copies of `inputs`, and on the memory of graph `other`.
 
-    Random numbers in it come from `random`.
+    Its random numbers come from `random`.
     """
 
     def __init__(self, work: Work, inputs: tuple, other: Captured | None, random: torch.Generator | None):
@@ -46,13 +46,13 @@ class Captured:
         except BaseException:
             abandon(torch.device("cuda", torch.cuda.current_device()), pool, random)
             raise
-        # As it begins to capture, torch fills what holds the generator's state, in the capturing stream; a replay fills
-        # it anew, in the current one.
+        # When a capture begins, torch writes the generator's state tensors in the capturing stream; a replay writes
+        # them anew, in the current one.
         assert capture.capture_stream is not None
         torch.cuda.current_stream().wait_stream(capture.capture_stream)
 
     def replay(self, inputs: tuple) -> torch.Tensor:
-        """The result for `inputs`, which are as those that it was captured with."""
+        """Return the result for `inputs`, of the shapes and dtypes of the captured ones."""
         for own, given in zip(self.inputs, inputs, strict=True):
             if own is not None:
                 own.copy_(given)
@@ -61,9 +61,9 @@ class Captured:
 
 
 class Graphs:
-    """At most `most` pieces of captured work, each known by a key; 0: everything runs eagerly.
+    """At most `most` pieces of captured work, each under a key; 0: everything runs eagerly.
 
-    `around`: makes the block in which work is captured.
+    `around` returns the context manager in which work is captured.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Graphs:
     def run(
         self, key: Hashable, work: Work, *inputs: torch.Tensor | None, random: torch.Generator | None = None
     ) -> torch.Tensor:
-        """`work(*inputs)`, which for the same key launches the same. `random`: the generator that it draws from."""
+        """Run `work(*inputs)`, which launches the same for the same key. `random`: the generator that it draws from."""
         if self.most and key not in self._kept and not self._failed:
             if key in self._seen:
                 self._add(key, work, inputs, random)
@@ -110,13 +110,13 @@ class Graphs:
 
 
 def _compiling_nothing() -> AbstractContextManager:
-    """A block in which to compile is an error, unless the user's own stance is that nothing is."""
+    """Return a block in which compiling is an error, unless the user's own stance is already stricter."""
     own = torch._dynamo.eval_frame._stance.stance
     return torch.compiler.set_stance(_STANCE) if own == "default" else nullcontext()
 
 
 def _remember(known: OrderedDict, key: Hashable, value: object, most: int) -> None:
-    """Adds the youngest; the oldest go."""
+    """Add the newest entry; drop the oldest beyond `most`."""
     known[key] = value
     while len(known) > most:
         known.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Attention on the host, each row by itself: the same bits whatever the batch, its padding and the cache's length.
+"""Attention on the host, row by row: the same bits whatever the batch, its padding and the cache's length.
 
-torch's attention for CPUs takes blocks by how many queries there are. This is for a context that is to be invariant, on
-machines without a GPU: exact in its order, not fast. Keys count from the first that a row sees, in blocks of 64.
+torch's attention for CPUs chooses blocks by the number of queries. This is for an invariant context on machines without
+a GPU: its order is fixed, it is not fast. Keys count from the first that a row sees, in blocks of 64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEYS = 64
 def host_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, T, H, V] of queries q [B, H, T, D] over k [B, KV, L, D] and v [B, KV, L, V], where mask [B, 1, T, L] is true.
+    """Return [B, T, H, V] of queries q [B, H, T, D], k [B, KV, L, D], v [B, KV, L, V], where mask [B, 1, T, L] is true.
 
     Without a mask token t sees the first t + 1 keys. A token that sees nothing gets zeros.
     """
@@ -36,8 +36,8 @@ def host_attention(
         for head in range(k.shape[1]):
             own = slice(head * groups, (head + 1) * groups)
             rows = queries[b, own].reshape(groups * tokens, dim)
-            found = _attend(rows, keys[b, head, first:end], values[b, head, first:end], shown, scale)
-            out[b, own] = found.reshape(groups, tokens, width)
+            attended = _attend(rows, keys[b, head, first:end], values[b, head, first:end], shown, scale)
+            out[b, own] = attended.reshape(groups, tokens, width)
     return torch.from_numpy(out).to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -58,7 +58,7 @@ def _attend(rows: np.ndarray, keys: np.ndarray, values: np.ndarray, shown: np.nd
     return sums / np.where(total == 0, np.float32(1), total)
 
 
-# One opaque operator for compilers, which know nothing of numpy.
+# One opaque operator for compilers, which cannot trace numpy.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define("host_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? mask=None) -> Tensor")
 _library.impl("host_attention", host_attention, "CompositeExplicitAutograd")

@@ -1,16 +1,16 @@
-"""Inductor's kernels launched beside the kernel before (programmatic dependent launch), each of which waits first.
+"""Launch inductor's kernels with programmatic dependent launch (PDL), each of which waits first for its predecessor.
 
-With `triton.enable_pdl` alone, a kernel waits before it touches what the *generated* kernel before it touches, and else
-after its first loads, if it has any. It goes by the names of buffers. That is not enough:
+With `triton.enable_pdl` alone, a kernel waits before it accesses buffers of the preceding *generated* kernel, and else
+after its first loads, if it has any. It compares names of buffers. That is not enough:
 
-- What is written in place has another name for who reads it next: a copy of the cache was made before the kernel that
+- A buffer written in place has another name for its next reader: a copy of the cache was made before the kernel that
   writes the cache had ended.
-- A kernel that reads nothing waits for nothing, and ends before those before it have. Who waits for it alone, as the
-  kernels of our own operators do, or reads what came two kernels before, sees what is not yet written.
-- Memory is reused under new names, while the kernel before may still read it.
+- A kernel that reads nothing waits for nothing, and may end before its predecessors. A kernel that waits for it alone,
+  as those of our own operators do, or that reads a result from two kernels before, sees data that is not yet written.
+- Memory is reused under new names, while the preceding kernel may still read it.
 
-A kernel that follows what inductor did not generate waits before all that it reads or writes. So here inductor is told
-that every kernel does: all wait first, as `arch.follow` has it, and what two kernels do never overlaps.
+A kernel that follows one that inductor did not generate waits before all its loads and stores. So this pass makes
+every kernel such a one: all wait first, as with `arch.follow`, and the work of two kernels never overlaps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch._inductor.scheduler import Scheduler
 
 
 class _Unfollowed(Scheduler):
-    """A scheduler to whose kernels no kernel before is known."""
+    """A scheduler that records no predecessor of any kernel."""
 
     previous_node = property(lambda self: None, lambda self, node: None)
 
 
 class WaitFirst(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
-    """A pass over what is to be generated. Caches of compiled graphs know it by its `uuid`, or pickle it."""
+    """A pass over the nodes to be generated. Caches of compiled graphs know it by its `uuid`, or pickle it."""
 
     def __init__(self) -> None:
         self._source = custom_graph_pass.get_hash_for_files((__file__,))
@@ -44,7 +44,7 @@ class WaitFirst(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # t
 
 
 def patches() -> dict[str, bool | WaitFirst]:
-    """Of inductor's config. Where its kernels cannot be had to wait first, none is launched so."""
+    """Return patches of inductor's config. Where its kernels cannot be made to wait first, disable PDL."""
     if not hasattr(config.triton, "enable_pdl"):
         return {}
     if config.cpp_wrapper or config._post_fusion_custom_pass is not None:

@@ -1,14 +1,14 @@
-"""Attention of a prompt, each token over those before it, by cuDNN through torch on Hopper and Blackwell.
+"""Attention of a prompt, causal, by cuDNN through torch on Hopper and Blackwell.
 
 cuDNN makes a plan for each shape, which takes some 50 ms, and a server meets a new length with almost every prompt. So
-lengths have a grid, eight to an octave. A length between two steps is padded behind, where no token of the prompt
-looks. For short prompts, and between the first steps of the grid, padding would take longer than cuDNN saves. Then
-flash attention serves, which has no plans but takes 1.2 to 2 times as long. The choice depends on shapes alone, so a
+lengths have a grid, eight to an octave. A length between two steps is padded at its end, which no token of the prompt
+attends to. For short prompts, and between the first steps of the grid, padding would take longer than cuDNN saves. Then
+flash attention is used, which has no plans but takes 1.2 to 2 times as long. The choice depends on shapes alone, so a
 prompt gives the same bits whenever it comes.
 
-A mask would take cuDNN's causal attention away, and it would cover all places of a cache, however few are filled. So
-prompts with padding are put in order first: tokens that are seen stand before those that are not. Then no token of a
-prompt looks at padding, either.
+A mask would disable cuDNN's causal attention, and it would cover all places of a cache, however few are filled. So
+prompts with padding are reordered first: tokens that are seen come before those that are not. Then no token of a
+prompt attends to padding, either.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# As torch prefers them on Hopper, and whether a user has switched one off.
+# In torch's order of preference on Hopper, with the function that tells whether the user has disabled one.
 _BACKENDS: dict[Any, Callable[[], bool]] = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-_CUDNN = 91500  # before, torch prefers flash attention, and cuDNN errs at some lengths
+_CUDNN = 91500  # below it torch prefers flash attention, and cuDNN is wrong at some lengths
 _LEAST_STEP, _STEPS = 64, 8
-_PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # of a batch, from so many on; lengths, to so many times as long
+_PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # least tokens of a batch for padding; longest padded length over length
 
 
 def length_on_grid(length: int, least_step: int = _LEAST_STEP) -> int:
-    """The least length of the grid from `length` on: eight between two powers of two, `least_step` apart or more."""
+    """Return the least length of the grid from `length` on: eight between two powers of two, at least `least_step`
+    apart.
+    """
     octave = 1 << (max(1, length) - 1).bit_length()  # not less than `length`
     step = max(least_step, octave // 2 // _STEPS)
     return -(-length // step) * step
 
 
 def places_of(seen: torch.Tensor) -> torch.Tensor:
-    """Of prompts with padding, `seen` [B, T] where they are none: [B, 1, 3, T] in place of a mask, in int64.
+    """Return a [B, 1, 3, T] int64 tensor in place of a mask, for prompts with padding; `seen` [B, T] is False there.
 
-    What stands in each place once all tokens that are seen come first, in their order; the place of each token; `seen`.
+    Its rows: the token of each place once all seen tokens come first, in order; the place of each token; `seen`.
     """
     place = torch.where(seen, seen.cumsum(1), seen.sum(1, keepdim=True) + (~seen).cumsum(1)) - 1
     order = torch.empty_like(place).scatter_(1, place, torch.arange(seen.shape[1], device=seen.device).expand_as(place))
@@ -52,12 +54,12 @@ def places_of(seen: torch.Tensor) -> torch.Tensor:
 
 
 def is_places(mask: torch.Tensor | None) -> bool:
-    """Whether `mask` is what `places_of` gives."""
+    """Return whether `mask` is a result of `places_of`."""
     return mask is not None and mask.dtype == torch.long and mask.dim() == 4 and mask.shape[2] == 3
 
 
 def mask_of_places(places: torch.Tensor) -> torch.Tensor:
-    """The mask [B, 1, T, T] that `places` stand for."""
+    """Return the mask [B, 1, T, T] that `places` represent."""
     length = places.shape[3]
     causal = torch.ones(length, length, dtype=torch.bool, device=places.device).tril()
     return causal & places[:, :, 2:].bool()
@@ -67,13 +69,13 @@ def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """[B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
+    """Return [B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
 
-    With `places`, over those of them that are seen; what is not seen gets finite numbers that mean nothing.
-    `invariant`: always by flash attention, whose blocks go by the place of a token alone.
+    With `places`, over the seen ones; tokens that are not seen get finite, meaningless numbers. `invariant`: always by
+    flash attention, whose blocks depend on the place of a token alone.
     """
     batch, heads, length, _ = q.shape
-    rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # as a projection leaves them: [B, T, heads, D]
+    rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # a projection's layout: [B, T, heads, D]
     more = length_on_grid(length) - length
     by_cudnn = more == 0 or (batch * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
     by_cudnn = by_cudnn and not invariant
@@ -93,16 +95,16 @@ def prefill_attention(
 
 
 def _backends(by_cudnn: bool) -> AbstractContextManager:
-    """A block in which torch prefers cuDNN, or does without, of the backends that are switched on."""
-    found = [each for each, enabled in _BACKENDS.items() if enabled()]
-    others = [each for each in found if each is not SDPBackend.CUDNN_ATTENTION]
-    return sdpa_kernel(found if by_cudnn or not others else others, set_priority=True)
+    """Return a block in which torch prefers cuDNN, or excludes it, among the enabled backends."""
+    enabled_backends = [each for each, enabled in _BACKENDS.items() if enabled()]
+    without_cudnn = [each for each in enabled_backends if each is not SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel(enabled_backends if by_cudnn or not without_cudnn else without_cudnn, set_priority=True)
 
 
-def serves(
+def supports(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: dict
 ) -> bool:
-    """Whether it attends as transformers would, and is the faster one over prompts of many lengths."""
+    """Return whether it computes the same as transformers, and faster, over prompts of many lengths."""
     return (
         mask is None
         and query.shape[2] > 1

@@ -1,6 +1,6 @@
-"""What a user gives an engine: prompts, as lists or padded to lengths that others have too, and where to stop.
+"""Check an engine's inputs: prompts, as lists or padded to common lengths, and stop tokens.
 
-Checked on the host: a token outside the vocabulary is an error here, where on a GPU it would be the end of the process.
+On the host: a token outside the vocabulary is an error here, where on a GPU it would end the process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..sharded import is_dtensor
 from .arguments import check_tokens
 from .prefill_attention import length_on_grid
 
-_HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: of fewer, the host takes longer than the device
-_MORE_TOKENS = 64  # or an eighth: so many more than the prompts have cost little beside their weights
+_HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: below it the host is slower than the device
+_MORE_TOKENS = 64  # or an eighth: so many extra tokens cost little compared with the weights
 
 
 def tokens_of(prompts: Any, words: int) -> list[list[int]]:
-    """The tokens of each prompt, of a vocabulary of so many `words`."""
+    """Return the tokens of each prompt, of a vocabulary of `words` tokens."""
     if is_dtensor(prompts):
         raise ArgumentError("prompts are a DTensor: expected a plain tensor, the same on every rank (full_tensor())")
     try:
@@ -43,7 +43,7 @@ def tokens_of(prompts: Any, words: int) -> list[list[int]]:
 def padded_before(
     prompts: list[list[int]], new: int, batch_size: int, max_length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As one tensor of `batch_size` rows, and where there is no padding (None: everywhere), if `new` more fit."""
+    """Return one tensor of `batch_size` left-padded rows, and its mask (None: no padding), if `new` more tokens fit."""
     lengths = [len(row) for row in prompts] or [0]
     longest = max(lengths)
     if not 0 < len(prompts) <= batch_size or not min(lengths):
@@ -60,7 +60,7 @@ def padded_before(
 
 
 def stops(stop: Any, words: int) -> set[int]:
-    """The tokens after which a row ends, of a vocabulary of so many `words`: of others no row would ever end."""
+    """Return the tokens after which a row ends; raise for those outside a vocabulary of `words` tokens."""
     try:
         one = not isinstance(stop, Iterable) or (isinstance(stop, torch.Tensor) and stop.dim() == 0)
         several = () if stop is None else (stop,) if one else tuple(stop)
@@ -75,9 +75,9 @@ def stops(stop: Any, words: int) -> set[int]:
 
 
 def common_length(batch: int, length: int, weights: float) -> int:
-    """The next length that prompts are padded to, for one graph to serve all that are a little shorter.
+    """Return the length to which prompts are padded, so that one graph runs all that are a little shorter.
 
-    Only where the host is what limits, so that the tokens behind cost nothing. `weights`: a rank's, over the layers.
+    Only where the host is the limit, so that extra tokens cost nothing. `weights`: a rank's, over the layers.
     """
     most = max(1, _MORE_TOKENS // batch)
     longer = length_on_grid(length, 1 << most.bit_length() - 1)  # whole steps of it fit between two powers of two
@@ -87,7 +87,7 @@ def common_length(batch: int, length: int, weights: float) -> int:
 def padded_behind(
     prompts: torch.Tensor, mask: torch.Tensor | None, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both [rows, length], with tokens that none of the prompts' looks at; they look at themselves, or would be NaN."""
+    """Right-pad both to [rows, length]; no prompt attends to new tokens. They attend to themselves, to avoid NaN."""
     more = length - prompts.shape[1]
     if more:
         prompts = F.pad(prompts, (0, more))
@@ -96,6 +96,6 @@ def padded_behind(
 
 
 def until(row: list[int], ends: set[int]) -> list[int]:
-    """The tokens of `row` up to the first that ends it, which is the last of them."""
+    """Return the tokens of `row` up to and with the first in `ends`."""
     at = next((i for i, token in enumerate(row) if token in ends), len(row))
     return row[: at + 1]

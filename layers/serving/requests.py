@@ -1,4 +1,4 @@
-"""What a call of `Engine.generate` asks for, checked and compared between ranks before anything runs."""
+"""Check a call of `Engine.generate` and compare it between ranks before anything runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..digests import facts
+from ..pipeline.stage import run_on_stages
 from ..sharded import positive
 from ..together import checked
 from .arguments import check_no_autocast, check_sampling, words_of
@@ -31,25 +32,26 @@ def checked_request(
     """Return the request to an `Engine`, on its device. Collective.
 
     Raises `ArgumentError` on every rank for bad arguments on one of them, and for arguments that differ between ranks:
-    all but `seed`, of which rank 0's counts.
+    all but `seed`, where rank 0's is used.
     """
-    words, device = words_of(engine.model), engine.tokens.device
+    vocabulary, device = words_of(engine.model), engine.tokens.device
 
     def check() -> tuple[list[list[int]], Request]:
         positive(max_new_tokens=max_new_tokens)
         check_sampling(temperature, top_p, seed)
         check_no_autocast(device.type)
-        tokens = tokens_of(prompts, words)
+        tokens = tokens_of(prompts, vocabulary)
         rows, mask = padded_before(tokens, max_new_tokens, engine.batch_size, engine.max_length)
         check_padding(engine.model, mask, engine.max_length)
-        return tokens, Request(len(tokens), rows, mask, stops(stop, words))
+        return tokens, Request(len(tokens), rows, mask, stops(stop, vocabulary))
 
-    def told(result: tuple[list[list[int]], Request]) -> dict[str, str]:
+    def facts_of(result: tuple[list[list[int]], Request]) -> dict[str, str]:
         tokens, request = result
         options = {"temperature": float(temperature), "top_p": float(top_p), "stop": sorted(request.ends)}
         lengths = [len(row) for row in tokens]
         return facts(lengths=lengths, max_new_tokens=max_new_tokens, **options, tokens=tokens)
 
-    _, request = checked(engine.ctx, "Engine.generate", check, told)
+    call = "Engine.generate"
+    _, request = run_on_stages(engine.model, call, lambda: checked(engine.ctx, call, check, facts_of), facts_of)
     mask = None if request.mask is None else request.mask.to(device)
     return Request(request.count, request.prompts.to(device), mask, request.ends)

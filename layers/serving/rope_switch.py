@@ -1,6 +1,6 @@
-"""Models that read a row again where it passes a length, because their rotary embedding changes there.
+"""Read a row again where it passes a length, for models whose rotary embedding changes there.
 
-LongRoPE, as Phi-3 has it, rotates by one set of factors up to `original_max_position_embeddings` tokens, and by another
+LongRoPE, of Phi-3, rotates by one set of factors up to `original_max_position_embeddings` tokens, and by another
 from there on. The keys in a cache were rotated by the first, and queries of the second do not match them. So
 transformers' `generate` drops the cache of such a model (Phi-3, Phi-3.5-MoE, Phi-4 multimodal) at that length, and the
 next call reads all tokens anew. An engine does the same: it keeps the tokens of the batch, and the step that would pass
@@ -18,7 +18,7 @@ from .cache import cache_name
 
 
 class RopeSwitch:
-    """The tokens of a batch [rows, at most max_length], and when they are to be read again: past `length` of a row."""
+    """The tokens of a batch [rows, at most max_length], which are read again once a row passes `length`."""
 
     def __init__(self, length: int, like: torch.Tensor) -> None:
         self.length, self.tokens = length, torch.zeros_like(like)
@@ -38,7 +38,7 @@ class RopeSwitch:
         self._longest = self._count if self._mask is None else int(self._mask.sum(-1).max())
 
     def passes(self, tokens: torch.Tensor) -> bool:
-        """Keep the `tokens` [rows, 1] of the next step; whether it is the first that is past the length."""
+        """Keep the `tokens` [rows, 1] of the next step; return whether it is the first past the length."""
         self.tokens[:, self._count : self._count + 1] = tokens
         self._count, self._longest = self._count + 1, self._longest + 1
         return self._longest == self.length + 1
@@ -51,7 +51,7 @@ class RopeSwitch:
 
 
 def switch_length(model: Any) -> int | None:
-    """Return the length past which `generate` drops the cache of `model`, seen by trying; None if it never does."""
+    """Return the length past which `generate` drops the cache of `model`, found by trying; None if it never does."""
     length = getattr(model.config, "original_max_position_embeddings", None)
     if not isinstance(length, int) or not any(_changes(module) for module in model.modules()):
         return None
@@ -74,6 +74,6 @@ def _drops_cache(model: Any, length: int) -> bool:
         inputs = model.prepare_inputs_for_generation(
             tokens, **{cache_name(model): cache}, attention_mask=torch.ones_like(tokens), next_sequence_length=1
         )
-    except Exception:  # whatever it wants beside: to read once more is right in any case
+    except Exception:  # for other arguments it needs; reading the row again is always right
         return True
     return all(inputs.get(name) is not cache for name in ("cache", "past_key_values"))

@@ -1,4 +1,4 @@
-"""How an engine chooses tokens: the likeliest, or one drawn among those that hold `top_p` of the probability.
+"""Choose an engine's tokens: the likeliest, or one drawn among those that hold `top_p` of the probability.
 
 The choice is made on the device, from tensors that a graph may replay. Every rank draws from a generator of the
 engine's own, seeded alike on all ranks, so the same logits give the same tokens on each of them.
@@ -15,12 +15,12 @@ import torch
 if TYPE_CHECKING:
     from iris.context import Iris
 
-_COLDEST, _HOTTEST = 1e-30, 1e30  # by less, logits overflow; by more, all tokens are alike
-_PARTS = 256  # of the vocabulary, at most, whose likeliest tokens are found at the same time
+_COLDEST, _HOTTEST = 1e-30, 1e30  # below, logits overflow; above, all tokens are alike
+_PARTS = 256  # at most, of the vocabulary, whose likeliest tokens are computed in parallel
 
 
 class Sampler:
-    """Chooses greedily until `set` says otherwise. `random`: the generator that samples are drawn with."""
+    """Chooses greedily until `set` changes that. `random`: the generator that samples are drawn with."""
 
     def __init__(self, device: torch.device) -> None:
         self.greedy = True
@@ -29,7 +29,7 @@ class Sampler:
         self.random = torch.Generator(device)
 
     def set(self, temperature: float, top_p: float) -> None:
-        """What the next tokens are chosen by; `temperature` 0: the likeliest."""
+        """Set the sampling parameters of the next tokens; `temperature` 0: the likeliest."""
         self.greedy = temperature == 0
         if not self.greedy:
             self.temperature.fill_(min(max(temperature, _COLDEST), _HOTTEST))
@@ -47,23 +47,23 @@ class Sampler:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What the next tokens are drawn with, if they are."""
+        """The generator that draws the next tokens; None if they are greedy."""
         return None if self.greedy else self.random
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, 1] of logits [rows, vocabulary]."""
+        """Return the chosen tokens [rows, 1] of logits [rows, vocabulary]."""
         if self.greedy:
             return likeliest(logits)
         probable, order = (logits.float() / self.temperature).softmax(-1).sort(descending=True, stable=True)
         before = probable.cumsum(-1) - probable
-        kept = probable.masked_fill(before >= self.top_p, 0)
+        nucleus = probable.masked_fill(before >= self.top_p, 0)
         # Of independent exponential arrivals with these rates, each is first with the probability of its rate.
-        arrivals = torch.empty_like(kept).exponential_(generator=self.random)
-        return order.gather(-1, (kept / arrivals).argmax(-1, keepdim=True))
+        arrivals = torch.empty_like(nucleus).exponential_(generator=self.random)
+        return order.gather(-1, (nucleus / arrivals).argmax(-1, keepdim=True))
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """`logits.argmax(-1, keepdim=True)` of [rows, vocabulary], in two steps: torch gives each row one program."""
+    """Return `logits.argmax(-1, keepdim=True)` of [rows, vocabulary] in two steps: torch gives a row one program."""
     parts = gcd(logits.shape[-1], _PARTS)
     best, at = logits.unflatten(-1, (parts, -1)).max(-1)
     part = best.argmax(-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""What an engine knows of model types that its cache, or padding, does not suit: seen by trying each type
-(`python -m tests.coverage_of_models --engine`).
+"""Refuse model types that an engine's cache, or padding, does not suit: found by trying each type (`python -m
+tests.coverage_of_models --engine`).
 
-A static cache is longer than what it holds, and the tokens that are not there yet are masked. Padding stands in front
-of shorter prompts, masked too, and positions are given by number. Some models heed neither.
+A static cache is longer than its contents, and places of later tokens are masked. Padding precedes shorter prompts,
+masked too, and positions are passed as numbers. Some models ignore one of these.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _UNSUITED = (AttributeError, IndexError, KeyError, NotImplementedError, TypeErro
 
 
 def check_served(model: Any) -> None:
-    """Raises `ArgumentError` for a model whose answers over a static cache are wrong."""
+    """Raise `ArgumentError` for a model whose results over a static cache are wrong."""
     name, kind = type(model).__name__, getattr(model.config, "model_type", None)
     known = getattr(model, "_supports_default_dynamic_cache", None)
     if known is not None and not known():
         raise ArgumentError(f"model is a {name}, which keeps a cache of its own: {_INSTEAD}")
-    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if words is not None and not hasattr(words, "weight"):
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is not None and not hasattr(embedding, "weight"):
         raise ArgumentError(f"model is a {name}, which has several word embeddings: {_INSTEAD}")
     if kind in BERT and getattr(model.config, "is_decoder", None) is False:
         raise ArgumentError(
@@ -60,9 +60,9 @@ def check_served(model: Any) -> None:
 
 
 def check_padding(model: Any, mask: torch.Tensor | None, max_length: int) -> None:
-    """Raises `ArgumentError` for padding in front of prompts of a model that does not pass over it.
+    """Raise `ArgumentError` for padding before prompts of a model that does not ignore it.
 
-    `max_length`: how many tokens the cache has room for.
+    `max_length`: the tokens that fit into the cache.
     """
     if mask is None or bool(mask.all()):
         return
@@ -79,15 +79,15 @@ def check_padding(model: Any, mask: torch.Tensor | None, max_length: int) -> Non
 
 
 def _scaled_from(model: Any) -> float:
-    """The first token whose query Llama 4 scales, in layers without rotary embedding; infinite if it scales none."""
+    """Return the first token whose query Llama 4 scales, in layers without rotary embedding; infinite if none."""
     tuned = (each for each in model.modules() if getattr(each, "attn_temperature_tuning", False))
     return min((each.floor_scale for each in tuned if not each.use_rope), default=float("inf"))
 
 
 def _biased_before_convolution(model: Any) -> str:
-    """The first projection with a bias in front of a convolution along the tokens; empty if there is none.
+    """Return the first projection with a bias before a convolution along the tokens; "" if there is none.
 
-    transformers sets padding to 0 in front of the projection, so the bias is what the convolution then sees of it.
+    transformers sets padding to 0 before the projection, so the convolution reads the bias there.
     """
     for name, module in model.named_modules():
         inside = dict(module.named_children())
@@ -99,15 +99,15 @@ def _biased_before_convolution(model: Any) -> str:
 
 
 def wants_whole_masks(model: Any) -> bool:
-    """Whether the model makes biases of its mask (ALiBi), which then has to be [rows, cache length]."""
+    """Return whether the model makes biases of its mask (ALiBi), which then has to be [rows, cache length]."""
     return getattr(model.config, "model_type", None) == "bloom" or bool(getattr(model.config, "alibi", False))
 
 
 def check_compilable(model: Any, cache: Any, backend: str) -> None:
-    """Raises `ArgumentError` where not all layers of an engine's cache keep keys and values alone."""
-    others = "has_previous_state", "indexer_keys"
+    """Raise `ArgumentError` where a layer of an engine's cache keeps more than keys and values."""
+    states = "has_previous_state", "indexer_keys"
     for index, layer in enumerate(cache.layers):
-        if not hasattr(layer, "max_cache_len") or any(hasattr(layer, other) for other in others):
+        if not hasattr(layer, "max_cache_len") or any(hasattr(layer, state) for state in states):
             raise ArgumentError(
                 f"compile is {backend!r}, but layer {index} of {type(model).__name__} keeps a {type(layer).__name__}:"
                 " expected False"
@@ -116,7 +116,7 @@ def check_compilable(model: Any, cache: Any, backend: str) -> None:
 
 @contextmanager
 def first_call(model: Any, cache: Any) -> Iterator[None]:
-    """Around a model's first call over a cache: says what to do where the model cannot be run so."""
+    """Run a model's first call over a cache in the block; raise `ArgumentError` with the remedy where it fails."""
     try:
         yield
         _check_filled(model, cache)
@@ -134,16 +134,16 @@ def first_call(model: Any, cache: Any) -> Iterator[None]:
 
 def _check_filled(model: Any, cache: Any) -> None:
     flags = ("is_conv_states_initialized", "is_recurrent_states_initialized")
-    kept = (
+    filled = (
         getattr(layer, "is_initialized", False) or any(any(getattr(layer, flag, {}).values()) for flag in flags)
         for layer in cache.layers
-        if type(layer).__name__ != "DummyLayer"  # which holds nothing, and says that it is initialized
+        if type(layer).__name__ != "DummyLayer"  # which holds nothing, though marked as initialized
     )
-    if not any(kept):
+    if not any(filled):
         raise ArgumentError(f"{type(model).__name__} keeps nothing in the cache that it is given: {_INSTEAD}")
 
 
 def keeps_any_logits(model: Any) -> bool:
-    """Whether `model` takes a tensor of the positions whose logits it computes."""
+    """Return whether `model` takes a tensor of the positions whose logits it computes."""
     known = inspect.signature(model.forward).parameters.get("logits_to_keep")
     return known is not None and "Tensor" in str(known.annotation)

@@ -1,18 +1,18 @@
-"""RMSNorms of a decode step without kernels of their own, in the graph that torch.compile compiles (`compiled`).
+"""Fold RMSNorms of a decode step into other kernels, in the graph that torch.compile compiles (`compiled`).
 
-A norm between an all-reduce and products of few rows is taken apart (`iris_ops/kernels/rmsnorm_epilogue.py`). Its first
+A norm between an all-reduce and products of few rows is split (`iris_ops/kernels/rmsnorm_epilogue.py`). Its first
 half ends the all-reduce's kernel, which adds the residual, too. Its second half, a factor of each row, goes to the
 products.
 
     matmul_all_reduce -> add -> rms_norm -> skinny_matmul, ...    two kernels and one of the compiler's between them
     matmul_all_reduce_norm -> skinny_matmul, ...                  two kernels
 
-That is right only if nobody but such products sees the norm's result. And nothing between the all-reduce and the norm
-may change what they read, or make what the one kernel would need earlier. The graph shows whether that is so.
+That is right only if no other node reads the norm's result. And nothing between the all-reduce and the norm
+may change their inputs, or compute an operand of the fused kernel. The graph shows whether that is so.
 
-Between two layers, whose graphs are compiled apart, a norm comes in two halves from the start. The halves are functions
-that stay in the graph until `fold` folds them. Where it cannot, they become torch's code like any other, and `fold`
-says so.
+Between two layers, whose graphs are compiled separately, a norm comes in two halves from the start. The halves are
+functions that stay in the graph until `fold` folds them. Where it cannot, they become torch's code like any other, and
+`fold` returns False.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _DTYPES = (torch.bfloat16,)  # fp16 may have no room for h * weight, which is no
 
 
 def keep_in_graphs() -> None:
-    """Has compilers trace a call of a half as one node."""
+    """Let compilers trace a call of a half as one node."""
     for half in (first_half, second_half):
         torch.compiler.allow_in_graph(half)
 
 
 def fold(graph: fx.Graph) -> bool:
-    """Folds the norms of a traced graph; whether no half is left. Where a second one is, nothing is folded."""
+    """Fold the norms of a traced graph; return whether no half is left. Where a second half stays, fold nothing."""
     if not all(_feeds_products(node) for node in _calls(graph, second_half)):
         return False
     for node in _calls(graph, *_NORMS):
@@ -56,7 +56,7 @@ def _calls(graph: fx.Graph, *targets: Callable) -> list[fx.Node]:
 
 
 def _feeds_products(node: fx.Node) -> bool:
-    """Whether its users are products of few rows, of which it is the input and nothing else."""
+    """Return whether its users are products of few rows, of which it is the input and nothing else."""
     product = torch.ops.iris_ops.skinny_matmul
     return bool(node.users) and all(
         user.target is product and len(user.args) == 5 and not user.kwargs
@@ -66,14 +66,15 @@ def _feeds_products(node: fx.Node) -> bool:
 
 
 def _norms_a_sum(norm: fx.Node) -> bool:
-    """Whether it takes, right behind it, the sum of an all-reduce and a residual."""
+    """Return whether it directly follows the sum of an all-reduce and a residual, its input."""
     return bool(norm.args) and norm.prev is norm.args[0] and _reduced(norm.prev) is not None
 
 
 def _reduced(total: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(all-reduce, view of it, residual) where `total` is the sum of the latter two, and nobody else sees the first.
+    """Return (all-reduce, view of it, residual) where `total` is the sum of the latter two and the first has no other
+    user.
 
-    They follow each other.
+    The three follow each other.
     """
     if not isinstance(total, fx.Node) or total.target is not operator.add or total.kwargs:
         return None
@@ -129,18 +130,18 @@ def _fold_second(graph: fx.Graph, half: fx.Node) -> None:
 def _fold_first(graph: fx.Graph, half: fx.Node) -> None:
     given: tuple[Any, ...] = half.args
     total, weight = given
-    found = _reduced(total)
-    assert found is not None  # as `_norms_a_sum` says
-    reduction, view, residual = found
+    sum_parts = _reduced(total)
+    assert sum_parts is not None  # by `_norms_a_sum`
+    reduction, view, residual = sum_parts
     args: tuple[Any, ...] = (*reduction.args, None, None, None)
-    A, B, bias, size, group, mean_part, scale, depths = args[:8]
+    A, B, bias, size, group, mean_part, scale, k_per_rank = args[:8]
     with graph.inserting_before(total):
         flat = _call(graph, "reshape", (residual, *size))
-        operands = A, B, bias, flat, weight, group, mean_part, scale, depths
+        operands = A, B, bias, flat, weight, group, mean_part, scale, k_per_rank
         fused = _call(graph, getattr(torch.ops.iris_ops, OP), operands)
         out, scaled, squares = _parts(graph, fused, 3)
         out, scaled = (_call(graph, "view", (each, *view.args[1:])) for each in (out, scaled))
-    out.meta["example_value"] = _value(total)  # of which the next sum may be asked
+    out.meta["example_value"] = _value(total)  # for the next sum's check
     total.replace_all_uses_with(out)
     for part in list(half.users):
         _, index = part.args

@@ -1,7 +1,7 @@
-"""Norms of a compiled layer that are kernels of their own: each takes the sum before it along.
+"""Fold the preceding sum into norms of a compiled layer that are kernels of their own.
 
-With `iris.iris(invariant=...)` a norm is one operator (`iris_ops/local/norm.py`), and the sum before it, of the
-residual, would be a kernel more. So in a traced graph
+With `iris.iris(invariant=...)` a norm is one operator (`iris_ops/local/norm.py`), and the preceding sum with the
+residual would be one kernel more. So in a traced graph
 
     add -> rms_norm -> products                two kernels
     add_rms_norm -> products                   one, which writes the sum, too
@@ -18,14 +18,14 @@ from torch import fx
 
 
 def fold(graph: fx.Graph) -> None:
-    """Folds the sum of two tensors alike into the norm that takes it, where nothing comes between and may change it."""
+    """Fold the sum of two like tensors into the norm that takes it, if no node between them may change it."""
     for node in graph.nodes:
         if node.target is norm.rms_norm and not node.kwargs and node.args[0] is node.prev and _adds_alike(node.prev):
             _fold(graph, node.prev, node)
 
 
 def _adds_alike(total: fx.Node) -> bool:
-    """Whether it is the sum of two tensors of its own size and dtype."""
+    """Return whether it is the sum of two tensors of its own size and dtype."""
     if total.target is not operator.add or total.kwargs:
         return False
     values = [each.meta.get("example_value") for each in (total, *total.args) if isinstance(each, fx.Node)]
@@ -36,9 +36,9 @@ def _adds_alike(total: fx.Node) -> bool:
 
 
 def _fold(graph: fx.Graph, total: fx.Node, node: fx.Node) -> None:
-    _, *others = node.args
+    _, *parameters = node.args
     with graph.inserting_before(total):
-        both = graph.call_function(norm.add_rms_norm, (*total.args, *others))
+        both = graph.call_function(norm.add_rms_norm, (*total.args, *parameters))
         parts = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
     for before, part in zip((total, node), parts, strict=True):
         part.meta = dict(before.meta)

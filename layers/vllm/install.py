@@ -7,8 +7,9 @@ plug-in adds two borders:
     to `most_rows`       products with their all-reduce; a norm stays vLLM's
     above                the graph is not touched
 
-`most_rows` keeps the symmetric heap within `HEAP_BYTES`, all of which is reserved here: vLLM measures the memory that
-a model needs once, so none may be taken later.
+`most_rows` is at most the largest batch that vLLM captures in a CUDA graph, and keeps the symmetric heap within
+`HEAP_BYTES`, all of which is reserved here: vLLM measures the memory that a model needs once, so none may be taken
+later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from iris_ops.problem import ALL_REDUCE
 import torch
 import torch.distributed as dist
 from vllm import envs
-from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
@@ -104,7 +105,8 @@ def install() -> tuple[Installed, Iris | None]:
     with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
         ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
         ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
-    installed = Installed(group.unique_name, group.world_size, FEW_ROWS, most_rows(group.world_size, hidden))
+    most = min(most_rows(group.world_size, hidden), graph_rows(config))
+    installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, most), most)
     _compare(installed, group.cpu_group)
     ops.serve(group.unique_name, ctx)
     if ctx.device.type == "cuda":
@@ -128,6 +130,17 @@ def most_rows(world: int, hidden: int) -> int:
     return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
 
 
+def graph_rows(config: VllmConfig) -> int:
+    """Return the most rows that vLLM replays from a CUDA graph. Beyond, the host launches each kernel and is the limit.
+
+    Where vLLM captures no graphs at all, the host is the limit at every size, so none is left out for it.
+    """
+    compilation = config.compilation_config
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return max(_ROWS)
+    return min(compilation.max_cudagraph_capture_size or max(_ROWS), max(_ROWS))
+
+
 def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     """Make room for the products of a row-parallel layer's `weight` [N, K], and compile their kernels. Collective.
 
@@ -136,7 +149,7 @@ def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     """
     with torch.device("cpu"):
         (N, K), planned = weight.shape, dict[Any, int]()
-        for rows in sorted({*_ROWS, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
+        for rows in sorted({*_ROWS, installed.most_rows, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
             if rows <= installed.most_rows:
                 plan = ctx.ops.plan(ALL_REDUCE, rows, N, K, weight.dtype, explained=False)
                 planned[replace(plan, prediction=None)] = rows

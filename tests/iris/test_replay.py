@@ -116,7 +116,7 @@ def counted_kernel(numbers, wanted, out):
 
 @pytest.mark.parametrize("most", [500, 6])
 def test_a_new_way_does_nothing_twice(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_STRETCHES", most)
+    monkeypatch.setattr(replay, "_MOST_TRACES", most)
     numbers = torch.arange(64, dtype=torch.int32)
     with recordings():
         for wanted in [*np.random.default_rng().integers(0, 12, 40).tolist(), 30, 3]:
@@ -210,7 +210,7 @@ def test_only_the_librarys_kernels_are_replayed_and_only_where_that_is_on() -> N
     code = "from iris.device.interpreter import launching; from tests.iris import test_replay as t"
     code += "; fast = launching.fast()"
     off = f"{code}; assert fast is None"
-    on = f"{code}; t.launched(0); assert len(t.PYTHON_RAN) == 3 and not fast.recordings and fast.serves(t.arch.clock)"
+    on = f"{code}; t.launched(0); assert len(t.PYTHON_RAN) == 3 and not fast.recordings and fast.supports(t.arch.clock)"
     for program, value in ((off, "0"), (on, "1")):
         done = fresh.run(program, TRITON_INTERPRET="1", IRIS_REPLAY=value)
         assert done.returncode == 0, done.stderr

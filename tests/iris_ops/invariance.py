@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.planning import orders
 from iris_ops.planning.machine import machine_of
-from iris_ops.planning.plan import _candidates, _offers
+from iris_ops.planning.plan import WAYS, wanted_order, weigh
+from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import (
-    FP8,
     GATHER_MATMUL,
     MATMUL_GATHER,
     REDUCE_SCATTER,
@@ -98,8 +97,9 @@ def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     asked = problem_asked(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None)
     asked = promised(asked, ctx.invariant, None, case.bias)
     machine = machine_of(ctx.device)
-    wanted = orders.chosen(replace(asked, M=0), machine, _offers)
-    alike = [each.config for each in _candidates(asked, machine, []) if each.order == wanted]
+    wanted = wanted_order(WAYS, replace(asked, M=0), machine)
+    found = weigh(asked, machine).candidates
+    alike = [each.config for each in found if each.way.order(asked, each.config, machine) == wanted]
     one_each = {(config.algorithm, config.warp_specialised, config.lamport): config for config in reversed(alike)}
     return list(one_each.values())
 

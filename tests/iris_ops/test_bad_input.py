@@ -9,7 +9,7 @@ from typing import Any
 
 import iris
 from iris.errors import ArgumentError, ClosedError, DeviceError, DtypeError, HeapExhausted, IrisError, ShapeError
-from iris_ops import FusedConfig, launch
+from iris_ops import FusedConfig, steps
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER
 import pytest
 import torch
@@ -99,7 +99,7 @@ def refuse_each(ctx: iris.Iris, op: str) -> None:
         with pytest.raises(error, match=f"{op}: .*{message}") as caught:
             function(**{**good, argument: change(ctx, good[argument])})
         assert isinstance(caught.value, IrisError), name
-        assert not any(ctx in key for key in ctx.ops._calls._prepared), "the wrong workspace is kept"
+        assert not any(ctx in key for key in ctx.ops._calls._plain._prepared), "the wrong workspace is kept"
         call.guarded.check()
         assert call.out.isnan().all(), name
     call.run()
@@ -308,7 +308,7 @@ def refuse_blocks_without_room(ctx: iris.Iris) -> None:
     call = Call(ctx, replace(good_case(ALL_REDUCE), config=FusedConfig(256, 256, 128, num_stages=4)))
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr(launch, "relaunch", SimpleNamespace(launch=too_large))
+            patch.setattr(steps, "relaunch", SimpleNamespace(launch=too_large))
         with pytest.raises(ArgumentError, match="config has blocks of 256 x 256 x 128, 4 stages .* expected at most"):
             call.run()
     ctx.barrier()

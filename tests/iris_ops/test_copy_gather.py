@@ -12,11 +12,9 @@ from iris import platform
 from iris.errors import PeerLostError
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import gather_matmul
-from iris_ops.planning import torch_ways
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import plan
-from iris_ops.planning.torch_ways import TORCH_WAYS
-from iris_ops.planning.ways import predict
+from iris_ops.planning.plan import plan, predict
+from iris_ops.planning.ways import copy_engines
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
 import torch
@@ -33,6 +31,11 @@ H200 = machine_named("NVIDIA H200", 132)
 SPECIALISED = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
 
 
+def times(asked, given) -> tuple[float, float, float]:
+    found = predict(asked, given, H200)
+    return found.gemm_us, found.link_us, found.total_us
+
+
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
     return Problem(GATHER_MATMUL, "rows", M, N, K, world_size, torch.bfloat16)
 
@@ -47,14 +50,14 @@ def config(together: int = 1) -> FusedConfig:
 def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, together: int) -> None:
     for M in {rows * world_size, rows * world_size - 1, max(1, rows * (world_size - 1) - 1)}:
         asked = problem(M, world_size)
-        steps, part = torch_ways.steps_of(asked, config(together)), asked.part_rows
+        steps, part = copy_engines.steps_of(asked, config(together)), asked.part_rows
         assert [i for step in steps for i in step] == list(range(1, world_size))
         least = min(world_size - 1, together)
-        assert all(len(step) * part >= torch_ways._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
+        assert all(len(step) * part >= copy_engines._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
         assert all(len(step) >= least for step in steps[1:]) and len(steps) <= -(-(world_size - 1) // max(1, least))
         for rank in range(world_size):
             for step in steps:
-                spans = torch_ways.rows_of(asked, rank, step)
+                spans = copy_engines.rows_of(asked, rank, step)
                 sent = [(rank + i) % world_size for i in step]  # by those who have `rank` so many ranks before them
                 expected = [row for r in sent for row in range(r * part, r * part + part_of(M, world_size, r))]
                 assert sorted(row for begin, end in spans for row in range(begin, end)) == sorted(expected)
@@ -63,11 +66,11 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, toget
 
 def test_steps_hide_copies() -> None:
     """Four ranks take little longer than their products, where a copy is shorter than each of them."""
-    assert len(torch_ways.steps_of(problem(8192, 4), config())) == 3
-    gemm, copies, total = TORCH_WAYS["copy_gather"].times(problem(8192, 4), config(), H200)
+    assert len(copy_engines.steps_of(problem(8192, 4), config())) == 3
+    gemm, copies, total = times(problem(8192, 4), config())
     assert gemm < total < gemm + 0.25 * copies
-    assert torch_ways.steps_of(problem(8192, 2), config()) == [range(1, 2)]
-    gemm, copies, total = TORCH_WAYS["copy_gather"].times(problem(8192, 4, N=256), config(), H200)
+    assert copy_engines.steps_of(problem(8192, 2), config()) == [range(1, 2)]
+    gemm, copies, total = times(problem(8192, 4, N=256), config())
     assert total > copies > gemm, "nothing hides so much"
 
 
@@ -84,7 +87,7 @@ def test_specialised_programs_take_all_rows_where_their_tiles_fill_waves() -> No
 def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
     for N, together in ((2560, 1), (14336, 3)):
         asked = problem(8192, 4, N)
-        steps = {each: TORCH_WAYS["copy_gather"].times(asked, config(each), H200)[2] for each in (1, 2, 3)}
+        steps = {each: times(asked, config(each))[2] for each in (1, 2, 3)}
         assert min(steps, key=steps.get) == together
         assert plan(asked, replace(H200, warp_specialised=False)) == config(together)
     assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
@@ -96,7 +99,7 @@ def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
 def in_steps_of(least_rows: int, body, *args):
     """`body`, where ranks' rows are multiplied together until they are so many."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch_ways, "_LEAST_ROWS", least_rows)
+        monkeypatch.setattr(copy_engines, "_LEAST_ROWS", least_rows)
         return body(*args)
 
 

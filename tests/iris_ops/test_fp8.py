@@ -11,7 +11,8 @@ from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matm
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
-from iris_ops.planning.candidates import FP8_STREAM
+from iris_ops.planning.ways.fp8_stream import FP8_STREAM
+from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
 import torch
@@ -327,8 +328,8 @@ def arguments_body(ctx: iris.Iris) -> None:
         patch.setattr(skinny_stream, "skinny_stream_kernel", Kernel())
         for (M, N, K), tiles, grid, stages in PLACED:
             A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
-            out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._own_workspace()
-            problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, fp8=True)
+            out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._calls.own_workspace()
+            problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, weights=EIGHT_BITS)
             tensors = out, A[0], B[0], bias, scales[0]
             kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
             assert {*args} == {*kernel.arg_names} and where == (grid, 1, 1)

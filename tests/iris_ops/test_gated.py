@@ -9,10 +9,11 @@ import iris
 from iris import platform
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris.launch import relaunch
-from iris_ops import FusedConfig, launch, torch_ops  # noqa: F401
+from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
 from iris_ops.planning.machine import machine_named
+from iris_ops.planning.needs import GATE
 from iris_ops.planning.plan import plan
 from iris_ops.planning.torch_model import gate_us
 from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
@@ -178,7 +179,7 @@ def test_gradients_are_refused() -> None:
 
 def test_who_multiplies() -> None:
     def problem(M: int, world_size: int = 1) -> Problem:
-        return Problem(GATHER_MATMUL, "rows", M, 14336, 8192, world_size, torch.bfloat16, True)
+        return Problem(GATHER_MATMUL, "rows", M, 14336, 8192, world_size, torch.bfloat16, epilogue=GATE)
 
     assert gated_matmul.chosen(problem(64), H200) is None, "few rows are a stream of weights"
     assert gated_matmul.chosen(problem(8192), H200).warp_specialised
@@ -187,8 +188,8 @@ def test_who_multiplies() -> None:
     assert planned.warp_specialised and planned.algorithm == "copy_gather"
     apart = replace(problem(8192, 4), N=2 * 14340)
     assert not plan(apart, H200).warp_specialised, "rows of out begin between vectors"
-    assert plan(replace(apart, gated=False), H200).warp_specialised
-    behind = replace(problem(64, 4), gated=False)
+    assert plan(replace(apart, epilogue=None), H200).warp_specialised
+    behind = replace(problem(64, 4), epilogue=None)
     more = plan(problem(64, 4), H200).prediction.total_us - plan(behind, H200).prediction.total_us
     assert more == pytest.approx(gate_us(behind, H200), rel=1e-3), "gated behind the product"
 
@@ -211,7 +212,7 @@ def refused_body(ctx: iris.Iris) -> None:
         raise triton.OutOfResources(393_216, 232_448, "shared memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "relaunch", SimpleNamespace(launch=too_large))
+        patch.setattr(steps, "relaunch", SimpleNamespace(launch=too_large))
         with pytest.raises(ArgumentError, match="all_gather_matmul_gated: config has blocks of 256 x 256 x 128"):
             ctx.ops.all_gather_matmul_gated(out, A, B, config=FusedConfig(256, 256, 128, num_stages=4))
     with pytest.raises(ArgumentError, match="form is 'k' for all_gather_matmul_gated; expected none"):

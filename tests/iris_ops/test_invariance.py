@@ -8,6 +8,7 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
+from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, problem_asked, promised
 import pytest
 import torch
@@ -127,7 +128,8 @@ def test_a_bias_comes_before_the_ranks_sum_at_every_number_of_rows_or_at_none(op
     """A collective knows of no bias, so rank 0 adds it before; in other ways it follows the sum."""
     mixed = 0
     for N, K in ((7648, 6688), (1600, 5184), (8192, 2048), (40, 24)):
-        asked = [problem_asked(op, M, N, K, 2, torch.bfloat16, fp8=fp8) for M in (1, 64, 129, 200, 300, 777, 8192)]
+        rows, weights = (1, 64, 129, 200, 300, 777, 8192), BY_FLAG[fp8]
+        asked = [problem_asked(op, M, N, K, 2, torch.bfloat16, weights=weights) for M in rows]
         for biased in (False, True):
             found = [plan(promised(each, "batch", None, biased), machine).algorithm for each in asked]
             several = len({algorithm == "sequential" for algorithm in found}) == 2

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import iris
 from iris.launch import graphs as graphed
 from iris.launch.graphs import Graphed, Graphs
-from iris_ops import FusedConfig, launch, ops, torch_ops
-from iris_ops.planning.kernel_names import SEQUENTIAL
-from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops import FusedConfig, calls, torch_ops
+from iris_ops.config import WITH_TORCH
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.with_torch import sequential
 from iris_ops.workspace import Workspace
@@ -153,7 +152,7 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
 # --- that it changes nothing -----------------------------------------------------------------------------------------
 
 TURNS = 200
-WITH_TORCH_ALONE = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in TORCH_WAYS]
+WITH_TORCH_ALONE = [(op, form, config) for op, form, config in VARIANTS if config and config.algorithm in WITH_TORCH]
 SHAPES = [(128, 512, 256), (37, 129, 50), (2048, 1024, 512)]
 gpu = pytest.mark.gpu
 ranks = pytest.mark.parametrize("world_size", WORLDS, scope="session")
@@ -172,7 +171,7 @@ def only_graphs(workspace: Workspace) -> int:
     def again() -> bool:
         raise AssertionError("launched piece by piece")
 
-    for call in workspace.graphs._kept:
+    for call in workspace.graphs._graphed:
         call._again = again
     return len(workspace.graphs)
 
@@ -220,7 +219,7 @@ def test_calls_in_all_ways_in_turn(
     world_size: int, op: str, form: str, config: FusedConfig, shape: tuple[int, int, int]
 ) -> None:
     case = Case(op, form, *shape, config=config)
-    if config.algorithm in TORCH_WAYS and not served(case, world_size):
+    if config.algorithm in WITH_TORCH and not served(case, world_size):
         pytest.skip("uneven rows are not gathered so")
     assert run_ranks(world_size, alternate, case, TURNS) == [0] * world_size
 
@@ -286,7 +285,7 @@ def refused(ctx: iris.Iris, case: Case) -> int:
         return waits_once
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(launch.PREPARERS, SEQUENTIAL, waiting)
+        monkeypatch.setattr(sequential, "prepare", waiting)
         pool = Pool(ctx, case)
     graphs = pool.workspace.graphs
     assert met and graphs.most == len(graphs) == 0
@@ -335,7 +334,7 @@ def test_graphs_take_nothing_from_the_users_pool(world_size: int) -> None:
 def under_trees(ctx: iris.Iris, case: Case) -> None:
     """torch.compile's own graphs of a function in which the op is called, and eager calls of it in between."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ops.Ops, "_plan", lambda *_: case.config)
+        monkeypatch.setattr(calls.Calls, "plan", lambda *_: case.config)
         call = Call(ctx, case)
         call.run()
 

@@ -14,18 +14,19 @@ from types import SimpleNamespace
 
 import iris
 from iris import log, platform
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, launch
+from iris_ops.config import WITH_TORCH
 from iris_ops.fp8 import weight_stream
 from iris_ops.kernels.hopper import operands
-from iris_ops.launch import LAUNCHERS, kernel_of, supports
+from iris_ops.launch import loading, supports
 from iris_ops.operands import Operands
-from iris_ops.planning.kernel_names import SPECIALISED_LAMPORT, kernel_for
 from iris_ops.planning.machine import Machine, machine_named
-from iris_ops.planning.plan import plan
-from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops.planning.plan import plan, way_for, workspace_size
 from iris_ops.planning.waves import gemm_tiles
-from iris_ops.planning.workspace_size import workspace_size
-from iris_ops.problem import ALL_REDUCE, DTYPES, FP8, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.planning.weights import BY_FLAG
+from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.steps import named
 import pytest
 import torch
 
@@ -82,25 +83,30 @@ def drawn_config(rng: random.Random) -> FusedConfig:
 def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, rank: int, rng: random.Random) -> None:
     flags, nbytes, exchange = sizes = workspace_size(problem, config, machine.num_programs)
     assert all(type(size) is int and size >= 0 for size in sizes)
-    if problem.empty or config.algorithm in TORCH_WAYS:
+    if problem.empty or config.algorithm in WITH_TORCH:
         return
     memory = {name: torch.empty(size, dtype=torch.uint8, device=META) for name, size in
               (("flags", 4 * flags), ("staging", nbytes), ("exchange", exchange))}  # fmt: skip
     memory["flags"] = memory["flags"].view(torch.int32)
     workspace = SimpleNamespace(**memory, sync=None, exchange_sync=None)
-    ctx = SimpleNamespace(device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None,
-                          recording=False)  # fmt: skip
+    ctx = SimpleNamespace(
+        device=META, cur_rank=rank, num_ranks=problem.world_size, get_device_context=lambda: None, recording=False,
+        once=lambda make: make(None), log=log.logger,
+    )  # fmt: skip
     tensors = tensors_of(problem, rank, rng)
-    if problem.fp8:  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
+    if (
+        problem.weights.rounds_rows
+    ):  # what is launched behind a kernel that rounds; else rows are few, or the weight is restored
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
-        specialised = config.algorithm == "overlapped" or kernel_for(problem, config) in SPECIALISED_LAMPORT
+        specialised = config.algorithm == "overlapped" or way_for(problem, config).warp_specialised
         restored = specialised and operands.supports(config, *eight, tensors[0], 1 << 10) is not None
         if restored or problem.M <= weight_stream.MOST_ROWS:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     given = Operands(*tensors)
-    launcher = LAUNCHERS[kernel_of(problem, config, rank, given)]
+    way, config = loading(ctx, problem, config, given)
+    launcher = named(way.launcher)
     kernel, (programs, *others), args = launcher(ctx, workspace, problem, config, given)
     assert set(args) == set(kernel.arg_names)
     assert 1 <= programs <= machine.num_programs and others == [1, 1]
@@ -110,7 +116,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         joins = args["joins"]
         assert joins.left.numel() >= args["sharers"] and joins.parts.numel() >= args["sharers"] * tile
         if args["shared_tiles"]:
-            check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.fp8)))
+            check_begins(gemm_tiles(problem, config), args, -(-problem.K // config.depth(problem.itemsize)))
     if "rounded" in args:
         cut = (gemm_tiles(problem, config) - args["rounded"]) * (args["moves"].SPLITS - 1)
         own = problem.world_size * -(-args["gathered"].part_rows // config.block_m) * args["moves"].PIECES
@@ -137,13 +143,14 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
     monkeypatch.setattr(platform, "num_programs", lambda device: machine.num_programs)
     monkeypatch.setattr(platform, "has_warp_specialisation", lambda device: machine.warp_specialised)
     monkeypatch.setattr(operands, "machine_of", lambda device: machine)
+    monkeypatch.setattr(launch, "machine_of", lambda device: machine)
     rng = random.Random(machine.num_programs)
     for _ in range(2000):
         op, form = rng.choice(FORMS)
         M, N, K = (rng.choice(SIZES) for _ in range(3))
         problem = Problem(op, form, M, N, K, rng.randint(1, 8), rng.choice(DTYPES))
         if op == ALL_REDUCE and problem.dtype == torch.bfloat16 and N % 16 == K % 16 == 0 and N * K:
-            problem = replace(problem, fp8=rng.random() < 0.7)
+            problem = replace(problem, weights=BY_FLAG[rng.random() < 0.7])
         planned, drawn, rank = plan(problem, machine), drawn_config(rng), rng.randrange(problem.world_size)
         times = planned.prediction.gemm_us, planned.prediction.link_us, planned.prediction.total_us
         assert all(isfinite(us) and us >= 0 for us in times), problem
@@ -159,10 +166,10 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
 def reason_for(op: str, config: FusedConfig, eight_bits: bool = False, *, pad: int = 0, **sizes: int) -> str | None:
     """Why the kernel of `config` cannot run on tensors whose rows stand `pad` elements apart; B is a transpose."""
     asked = dict(M=256, N=512, K=256) | sizes
-    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, fp8=eight_bits)
+    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, weights=BY_FLAG[eight_bits])
     A, out = empty((problem.M, problem.K), torch.bfloat16, pad=pad), empty((problem.M, problem.N), torch.bfloat16)
     B = empty((problem.K, problem.N), FP8 if eight_bits else torch.bfloat16, transposed=True)
-    return supports(kernel_for(problem, config), problem, config, 0, Operands(out, A, B))
+    return supports(way_for(problem, config), problem, config, 0, Operands(out, A, B))
 
 
 def test_a_stand_in_runs_for_the_reason_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

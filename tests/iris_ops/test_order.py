@@ -14,8 +14,8 @@ from iris_ops.kernels.hopper.mma import MMA_WARPS
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, grouped, own_blocks, turn
 from iris_ops.operands import Operands
+from iris_ops.planning.plan import workspace_size
 from iris_ops.planning.waves import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
-from iris_ops.planning.workspace_size import workspace_size
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 import pytest
 import torch

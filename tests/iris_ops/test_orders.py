@@ -9,10 +9,10 @@ from iris.errors import ArgumentError
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import INTERPRETER, machine_named
-from iris_ops.planning.plan import plan
-from iris_ops.planning.ways import WAYS
+from iris_ops.planning.needs import ROWS_ALIKE, Sums
+from iris_ops.planning.plan import choose, plan, wanted_order, way_named
+from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, problem_asked
 import pytest
 import torch
@@ -20,6 +20,7 @@ import torch
 from tests.reference import FORMS
 
 MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
+BATCH = Sums(ROWS_ALIKE, "batch")
 ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
 
 
@@ -29,7 +30,7 @@ def test_a_product_without_ranks_is_of_one_instruction(name):
     machine = machine_named(name, MACHINES[name])
     for rows in (*range(1, 66), 100, 128, 200, 1000, 4096):
         for columns in (64, 1024, 4096, 28672):
-            problem = Problem(GATHER_MATMUL, "rows", rows, columns, 1024, 1, torch.bfloat16, invariant="batch")
+            problem = Problem(GATHER_MATMUL, "rows", rows, columns, 1024, 1, torch.bfloat16, sums=BATCH)
             m, n = skinny_matmul.tile_of(rows, columns, False, machine.num_programs, orders.least_rows(machine))
             tile = FusedConfig(m, n, algorithm="one_shot")
             assert orders.of_tiles(problem, tile, machine) == orders.of_product(problem, machine), (rows, columns, tile)
@@ -37,8 +38,7 @@ def test_a_product_without_ranks_is_of_one_instruction(name):
 
 def order_of(problem: Problem, machine) -> orders.Order | None:
     config = plan(problem, machine, explained=False)
-    (way,) = (way for way in WAYS if way.kernel == kernel_for(problem, config))
-    return way.order(problem, config, machine)
+    return way_named(config.kernel).order(problem, config, machine)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -57,7 +57,7 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
             and "gather" not in op[-7:]
             and rng.random() < 0.3
         )
-        asked = [problem_asked(op, M, N, K, world, dtype, form or None, fp8, "batch") for M in ROWS]
+        asked = [problem_asked(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
         found = {order_of(each, machine) for each in asked}
         assert len(found) == 1 and None not in found, f"{asked[0]} on {name}: {[*map(str, found)]}"
 
@@ -65,8 +65,8 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
 def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
     machine = machine_named(INTERPRETER, 1)
     for rows in (ROWS, ROWS[::-1]):
-        orders.chosen.cache_clear()
-        plan.__globals__["_plan"].cache_clear()
+        wanted_order.cache_clear()
+        choose.cache_clear()
         found = [
             order_of(problem_asked("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
             for M in rows
@@ -81,7 +81,7 @@ def test_what_depends_on_the_rows_has_no_order():
     assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
     assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
     assert orders.of_library(problem, whole, machine) is None
-    own = replace(problem, invariant="batch")
+    own = replace(problem, sums=BATCH)
     assert orders.of_library(own, whole, machine) == orders.Order("wgmma", 16)
 
 

@@ -18,7 +18,7 @@ import iris
 from iris import platform
 from iris.ccl import Config
 from iris.errors import NotSymmetricError
-from iris_ops import FusedConfig, ops, torch_ops
+from iris_ops import FusedConfig, calls, torch_ops
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER
 import layers
 import pytest
@@ -46,7 +46,7 @@ Make = Callable[[], torch.Tensor]
 def planned(config: FusedConfig) -> Iterator[None]:
     """Calls without a config take this one, in which peers write the result."""
     with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
-        monkeypatch.setattr(ops, "planned", lambda *_: config)
+        monkeypatch.setattr(calls.Calls, "plan", lambda *_: config)
         yield
 
 

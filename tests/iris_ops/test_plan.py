@@ -7,19 +7,19 @@ from dataclasses import replace
 import iris
 from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, steps
+from iris_ops.config import WITH_TORCH
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
-from iris_ops.planning.kernel_names import kernel_for
 from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import spread_us
-from iris_ops.planning.plan import plan
+from iris_ops.planning.plan import WAYS, plan, predict, way_for, way_named, weigh, workspace_size
 from iris_ops.planning.tile_model import tile_us
-from iris_ops.planning.torch_ways import TORCH_WAYS
-from iris_ops.planning.ways import WAYS, predict
-from iris_ops.planning.workspace_size import workspace_size
+from iris_ops.planning.weights import BY_FLAG
+from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
+from iris_ops.steps import named
 import pytest
 import torch
 
@@ -57,7 +57,7 @@ def test_every_plan_has_reasons_and_a_prediction(op: str, form: str, machine: Ma
             chosen = plan(problem(op, form, *shape, dtype=dtype), machine)
             assert chosen.prediction.total_us >= max(chosen.prediction.gemm_us, chosen.prediction.link_us) > 0
             label = chosen.kernel
-            if chosen.algorithm not in TORCH_WAYS:
+            if chosen.algorithm not in WITH_TORCH:
                 label += f" {chosen.block_m}x{chosen.block_n}x{chosen.block_k}"
             first, *_, last = chosen.explain().splitlines()
             assert op in first and machine.name in first and f"M={shape[0]} N={shape[1]} K={shape[2]}" in first
@@ -135,14 +135,15 @@ def test_rejections_are_listed_with_their_reasons() -> None:
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
     """And what it brings stands for its own kernel, for which there is a launcher."""
-    from iris_ops.launch import LAUNCHERS, PREPARERS
-
-    assert {way.kernel for way in WAYS} == LAUNCHERS.keys() | PREPARERS.keys()
+    assert all(callable(named(way.launcher)) and (not way.supports or named(way.supports)) for way in WAYS[:-6])
     for op, form in FORMS:
         for fp8 in (False, op != MATMUL_GATHER):
-            asked = replace(problem(op, form, 512, 8192, 2048), fp8=fp8)
-            for way in (way for way in WAYS if op in way.ops and not way.supports(asked, machine)):
-                assert {kernel_for(asked, config) for config in way.configs(asked, machine)} == {way.kernel}
+            asked = replace(problem(op, form, 512, 8192, 2048), weights=BY_FLAG[fp8])
+            found = weigh(asked, machine)
+            for each in found.candidates:
+                assert each.config.kernel == each.way.kernel and way_for(asked, each.config) is each.way
+            looked_at = {each.way for each in found.candidates} | {way for way, _ in found.rejected}
+            assert looked_at == {way for way in WAYS if op in way.ops}
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -173,7 +174,7 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
     """Without tensor descriptors our large tiles take several times as long (measured: 128 x 256 over 6 times)."""
     for op, form in FORMS:
         if form in ("", "rows"):
-            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in TORCH_WAYS
+            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in WITH_TORCH
             assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_specialised
 
 
@@ -199,11 +200,15 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
     width = collectives.MAX_ELEMENTS // 3
     sizes = (1 << 11, width) if op == GATHER_MATMUL else (width, 1 << 11)
     form = "" if op == ALL_REDUCE else "rows"
-    few, many = (TORCH_WAYS["sequential"].supports(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
+    few, many = (way_named("with_torch.sequential").refuses(problem(op, form, M, *sizes, w=1)) for M in (rows, 4))
     assert few is None
     assert many is None if op == ALL_REDUCE else many.startswith("a collective moves at most")
     wide = collectives.MAX_ELEMENTS + 1
-    assert TORCH_WAYS["sequential"].supports(problem(ALL_REDUCE, "", 1, wide, 16)).endswith(f"in a call, not {wide}")
+    assert (
+        way_named("with_torch.sequential")
+        .refuses(problem(ALL_REDUCE, "", 1, wide, 16))
+        .endswith(f"in a call, not {wide}")
+    )
 
 
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
@@ -300,19 +305,17 @@ def test_all_ranks_plan_the_same(world_size: int, op: str, form: str) -> None:
 
 
 def spy_on_launches(ctx: iris.Iris, case: Case) -> list[FusedConfig]:
-    from iris_ops import ops
+    seen, run_all = [], steps.run_all
 
-    seen, launch = [], ops.launch.launch
+    def spy(program, run):
+        seen.extend(step.config for step in program if isinstance(step, steps.Kernel | steps.Several))
+        return run_all(program, run)
 
-    def spy(kernels, ctx, workspace, problem, config, *tensors):
-        seen.append(config)
-        launch(kernels, ctx, workspace, problem, config, *tensors)
-
-    ops.launch.launch = spy
+    steps.run_all = spy
     try:
         Call(ctx, case).run()
     finally:
-        ops.launch.launch = launch
+        steps.run_all = run_all
     if case.config is None:
         form = case.form or None
         assert seen == [ctx.ops.plan(case.op, case.M, case.N, case.K, case.dtype, form)]
@@ -333,11 +336,10 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
-    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, fp8=True), H200)
+    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=EIGHT_BITS), H200)
     assert (found.algorithm, found.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
     others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:
-        assert (
-            plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, fp8=True), machine).algorithm == "sequential"
-        )
+        problem = problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=EIGHT_BITS)
+        assert plan(problem, machine).algorithm == "sequential"

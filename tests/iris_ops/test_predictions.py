@@ -9,9 +9,9 @@ from statistics import median
 
 from iris_ops import FusedConfig
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import plan
+from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
-from iris_ops.planning.ways import predict
+from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, problem_asked
 from iris_tp.bench.rows import CALLS
 import pytest
@@ -83,7 +83,7 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:
         sizes, taken = (row["M"], row["N"], row["K"]), row["us"]["fp8"]
-        found = plan(problem_asked(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, fp8=True), machine)
+        found = plan(problem_asked(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, weights=EIGHT_BITS), machine)
         assert found.algorithm != "sequential", sizes
         if abs(found.prediction.total_us / taken - 1) > 0.2:
             misses.append((*sizes, found.prediction.total_us, taken))

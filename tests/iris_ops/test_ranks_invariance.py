@@ -8,7 +8,7 @@ import random
 import iris
 from iris.errors import IrisError
 from iris_ops import FusedConfig, sum_tree
-from iris_ops.planning import workspace_size
+from iris_ops.planning.ways import tree
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, part_of, part_size
 import pytest
 import torch
@@ -120,13 +120,13 @@ def test_a_gather_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
 
 
 def rows_body(ctx: iris.Iris, case: Case, places: list[Place]) -> list[str]:
-    ctx.invariant, kept = "ranks", workspace_size._TREE_ELEMENTS
-    workspace_size._TREE_ELEMENTS = 4000  # so that 130 rows are several launches
+    ctx.invariant, kept = "ranks", tree._MOST_ELEMENTS
+    tree._MOST_ELEMENTS = 4000  # so that 130 rows are several launches
     try:
         assert max(place.M for place in places) > 4000 // case.N
         return different_rows(Probe(ctx, case), places)
     finally:
-        workspace_size._TREE_ELEMENTS = kept
+        tree._MOST_ELEMENTS = kept
 
 
 @pytest.mark.parametrize(("op", "form"), SUMS)
@@ -199,5 +199,5 @@ def plan_body(ctx: iris.Iris) -> str:
 
 def test_a_plan_says_what_was_left_out():
     said = run_ranks(2, plan_body)[0]
-    assert "left out lamport_matmul" in said and "8 leaves in a tree" in said
+    assert "rejected lamport_matmul: its sums are" in said and "8 leaves in a tree" in said
     assert "the same bits at every number of rows and ranks cost" in said

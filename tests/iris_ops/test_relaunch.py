@@ -10,8 +10,9 @@ import iris
 from iris.errors import ArgumentError, HeapExhausted
 from iris.launch import relaunch
 from iris.triton_private import DirectLaunch, TensorDescriptor
-from iris_ops import FusedConfig, ops
-from iris_ops.planning.torch_ways import TORCH_WAYS
+from iris_ops import FusedConfig, steps
+from iris_ops.config import WITH_TORCH
+from iris_ops.planning.plan import way_for
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.workspace import Workspace
 import pytest
@@ -33,13 +34,13 @@ class Repeats:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        launch = ops.launch.launch
+        run_all = steps.run_all
 
-        def launch_and_keep(*args):
-            launch(*args)
+        def run_and_keep(*args):
+            run_all(*args)
             return relaunch.Launch(self.found)
 
-        monkeypatch.setattr(ops.launch, "launch", launch_and_keep)
+        monkeypatch.setattr(steps, "run_all", run_and_keep)
 
     def found(self, *_) -> bool:
         self.count += 1
@@ -101,27 +102,27 @@ def elsewhere(ctx: iris.Iris, cases: list[Case]) -> None:
             calls = [Call(ctx, replace(case, seed=seed)) for seed in range(3)]
             for _ in range(2):  # before the first of all calls there is no workspace
                 calls[0].run()
-            launch, whole = ops.launch.launch, []
+            run_all, whole = steps.run_all, []
 
-            def launch_and_count(*args, launch=launch, whole=whole):
+            def run_and_count(*args, run_all=run_all, whole=whole):
                 whole.append(args)
-                return launch(*args)
+                return run_all(*args)
 
-            monkeypatch.setattr(ops.launch, "launch", launch_and_count)
+            monkeypatch.setattr(steps, "run_all", run_and_count)
             for call in calls[1:] + calls:
                 ctx.barrier()
                 poison(call.guarded.tensor)
                 ctx.barrier()
                 call.run()
                 call.check()
-            if case.config.algorithm not in TORCH_WAYS:
+            if case.config.algorithm not in WITH_TORCH:
                 assert not whole, "a call was made the long way that differs in its addresses only"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [WORLDS[-1]])
 def test_calls_at_other_addresses_are_right(world_size: int) -> None:
-    configs = [BLOCKS, replace(BLOCKS, algorithm="one_shot"), *(FusedConfig(algorithm=kind) for kind in TORCH_WAYS)]
+    configs = [BLOCKS, replace(BLOCKS, algorithm="one_shot"), *(FusedConfig(algorithm=kind) for kind in WITH_TORCH)]
     cases = [Case(op, form, 32, 48, 32, config=config) for op, form in FORMS for config in configs]
     cases += [replace(case, bias=False, transposed=False, on_heap=False) for case in cases if case.config is BLOCKS]
     run_ranks(world_size, elsewhere, [case for case in cases if served(case, world_size)])
@@ -155,10 +156,10 @@ def outgrow_the_heap(ctx: iris.Iris) -> None:
         call.run()
         call.run()
         assert repeats.of(call.run) == 1
-        flags = small.ops._workspace.flags
+        flags = small.ops._calls.workspace.flags
         with pytest.raises(HeapExhausted):
             Call(small, Case(REDUCE_SCATTER, "rows", 2048, 2048, 16, config=BLOCKS, on_heap=False)).run()
-        assert small.ops._workspace.flags is not flags
+        assert small.ops._calls.workspace.flags is not flags
         assert repeats.of(call.run) == 0, "it goes to where a peer may no longer look"
         call.check()
         ctx.barrier()
@@ -190,15 +191,16 @@ def give_back(ctx: iris.Iris, cases: list[Case]) -> list[Case]:
 @pytest.mark.slow
 def test_what_is_kept_of_a_call_keeps_no_memory(world_size: int) -> None:
     cases = [Case(op, form, 24, 40, 32) for op, form in FORMS]
-    cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in TORCH_WAYS]
+    cases += [replace(case, config=FusedConfig(algorithm=kind)) for case in cases for kind in WITH_TORCH]
     for held in run_ranks(world_size, give_back, [case for case in cases if served(case, world_size)]):
         assert not held
 
 
 def served(case: Case, world_size: int) -> bool:
     problem = Problem(case.op, case.form, case.M, case.N, case.K, world_size, case.dtype)
-    kind = case.config and TORCH_WAYS.get(case.config.algorithm)
-    return not (kind and kind.supports(problem))
+    if case.config and case.config.algorithm == "copy_gather" and case.op != "all_gather_matmul":
+        return False
+    return not (case.config and way_for(problem, case.config).refuses(problem))
 
 
 def test_kernels_of_other_tiles_are_others() -> None:

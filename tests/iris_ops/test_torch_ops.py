@@ -107,8 +107,8 @@ def test_torch_finds_nothing_wrong_with_the_registration(world_size: int) -> Non
 def mean_part_body(ctx) -> list:
     """What each operator planned with, where told that the ranks' parts differ."""
     seen = []
-    plan = ctx.ops._plan
-    ctx.ops._plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
+    plan = ctx.ops._calls.plan
+    ctx.ops._calls.plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
     for op in ALL:
         A, B, bias, size = arguments(ctx, op)
         registered(op)(A, B, bias, size, ctx.group_name, mean_part=20)

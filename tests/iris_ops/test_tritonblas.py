@@ -9,7 +9,7 @@ import sys
 
 from iris_ops.planning import tritonblas
 from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import _plan, plan
+from iris_ops.planning.plan import choose, plan
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 import pytest
 import torch
@@ -71,7 +71,7 @@ def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def forget() -> None:
     """Choices are remembered; here the machine changes."""
     tritonblas._selected.cache_clear()
-    _plan.cache_clear()
+    choose.cache_clear()
 
 
 def test_the_selector_is_asked_for_the_product_and_gives_the_tile(amd) -> None:

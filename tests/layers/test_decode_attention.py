@@ -78,8 +78,10 @@ def test_masks_of_another_shape_are_left_to_torch() -> None:
         out = attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
         expected = reference(q[:, :, 0], k, v, given[:, 0, 0].expand(2, 40), 0.2)
         assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not attention._serves(q, k, v, mask[:1]) and not attention._serves(q, k, v, mask[..., :39])
-    assert attention._serves(q, k, v, mask) and attention._serves(q, k, v, mask[:1].expand(2, 1, 1, 40))
+    assert not attention._decode_supports(q, k, v, mask[:1]) and not attention._decode_supports(q, k, v, mask[..., :39])
+    assert attention._decode_supports(q, k, v, mask) and attention._decode_supports(
+        q, k, v, mask[:1].expand(2, 1, 1, 40)
+    )
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")

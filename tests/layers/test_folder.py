@@ -64,10 +64,18 @@ REFUSED = {
     "GGUF": (rename(SINGLE, "model-q4.gguf"), r"; model-q4.gguf: load with transformers .*gguf_file=\) and save once"),
     **{
         method: (change(quantization_config={"quant_method": method}), f"quantised .quantization_config, '{method}'")
-        for method in ("bitsandbytes", "gptq", "awq", "fp8", "mxfp4", "compressed-tensors", "what")
+        for method in ("bitsandbytes", "what")
     },
+    **{
+        method: (change(quantization_config={"quant_method": method}), f"are quantised .{method}., and no stored weig")
+        for method in ("gptq", "awq", "fp8", "mxfp4")
+    },
+    "no groups": (
+        change(quantization_config={"quant_method": "compressed-tensors"}),
+        "quantization_config of compressed-tensors: config_groups is None: expected groups by name",
+    ),
     "quantised text": (
-        change(text_config={"quantization_config": {"quant_method": "awq"}}),
+        change(text_config={"quantization_config": {"quant_method": "aqlm"}}),
         "the weights are quantised .*load them with transformers",
     ),
     "compressed": (change(compression_config={"format": "dense"}), "quantised .compression_config"),

@@ -7,10 +7,10 @@ from pathlib import Path
 from iris import platform
 from iris.errors import ArgumentError
 from iris_ops.fp8 import scaled_matmul
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 import layers
 from layers.hf.parallelize import parallelize
-from layers.sharded import LOCAL, WITH_FP8
+from layers.weight_storage import LOCAL, WITH_FP8
 import pytest
 import torch
 from torch import nn

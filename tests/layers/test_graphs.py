@@ -218,7 +218,7 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
         rows = drawn(seed, length).tolist()
         prompts, mask = padded([rows[0], rows[1][padding:]], 2, eager)
         if seed == 3:  # what the ops work in moves to other memory
-            work = ctx.ops._workspace
+            work = ctx.ops._calls.workspace
             assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
             ctx.ops.forget_launches()
         made = []

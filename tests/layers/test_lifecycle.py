@@ -10,7 +10,7 @@ import pickle
 
 import iris
 from iris.errors import ArgumentError, CheckpointError, ClosedError, StyleError
-from iris_ops.problem import FP8
+from iris_ops.planning.weights.fp8 import FP8
 import layers
 from layers.checkpoint.buffers import Staging
 from layers.hf.norms import RMSNorm

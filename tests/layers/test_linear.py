@@ -198,8 +198,8 @@ def even_body(ctx) -> None:
 def different_parts_body(ctx) -> list:
     """What each op call was planned with, on a rank whose part of K, then of N, differs from the others'."""
     seen = []
-    plan = ctx.ops._plan
-    ctx.ops._plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
+    plan = ctx.ops._calls.plan
+    ctx.ops._calls.plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
     row_body(ctx, 7 * ctx.num_ranks - 6, True, True, True, (3, 7 * ctx.num_ranks - 6))
     sequence_body(ctx, 4, False)
     return [problem for problem in seen if problem.op != "matmul_all_gather"]

@@ -172,7 +172,7 @@ def test_what_is_served(monkeypatch) -> None:
     mask = torch.ones(1, 1, 5, 9, dtype=torch.bool)
 
     def serves(q=q, k=k, v=v, mask=None, module=module, **options) -> bool:
-        return bool(prefill_attention.serves(module, q, k, v, mask, options))
+        return bool(prefill_attention.supports(module, q, k, v, mask, options))
 
     assert serves() and serves(dropout=0.0) and serves(module=SimpleNamespace())
     for other in (

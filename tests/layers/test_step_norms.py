@@ -10,7 +10,8 @@ from iris_ops.local import skinny_matmul
 from iris_ops.ops import Ops
 import layers
 from layers.serving import step_norms
-from layers.sharded import LOCAL, REDUCED, ShardedLinear
+from layers.sharded import ShardedLinear
+from layers.weight_storage import LOCAL, REDUCED
 import pytest
 import torch
 from torch import nn

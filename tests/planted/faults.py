@@ -88,7 +88,7 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
         ("a wait does not look whether its peer lives", "_poll", "arch.any_gone(...)", "False", EPOCHS + LOST),
         ("flags are compared without a wrap", "_reached", "seen - expected >= 0", "seen >= expected", EPOCHS),
         ("an exact wait takes later epochs too", "_reached", "seen == expected", "seen - expected >= 0", EPOCHS),
-        ("an epoch may be 0", "epoch_behind", "epoch == 0", "epoch != epoch", EPOCHS),
+        ("an epoch may be 0", "epoch_after", "epoch == 0", "epoch != epoch", EPOCHS),
         ("the count of tiles is not started again", "leave", "tl.store(sync + _NEXT_TILE, 0)", "None", OPS),
         ("a collective does not advance its epoch", "advance", "tl.store(sync, epoch)", "None", COLLECTIVES),
         ("a barrier keeps one half of digests", "device_barrier_kernel", "counts & 1",
@@ -156,10 +156,10 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
          "tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))", "None", COLLECTIVES),
     ),
     "iris/device/places.py": (
-        ("a rank tells the wrong peer where its result lies", "tell_out", "places + ctx.world_size - i",
+        ("a rank tells the wrong peer where its result lies", "publish_out", "places + ctx.world_size - i",
          "places + i", OUTPUTS),
         ("a difference at the last peer is overwritten", "matching_places", "tl.where(...)",
-         "tl.where((told == own) | handed_out, -1, peer)", ("tests/iris/test_places_of_results.py",)),
+         "tl.where((theirs == own) | handed_out, -1, peer)", ("tests/iris/test_places_of_results.py",)),
     ),
     "iris/device/tiles.py": (
         ("all tiles of a call stand in one place", "_blocks", "tl.cast(number, tl.int64) * size", "0", TILES),

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute what a GPU would.
+"""Make Triton's interpreter compute what a GPU would.
 
 `builder`, `floats` and `reductions` correct numbers that it computes wrong; `launching` leaves tensors where they are.
 `fast` runs the library's own kernels faster. All names of Triton's that are private come from `iris/triton_private.py`.
@@ -13,11 +13,11 @@ def prepare() -> None:
 
     reductions.prepare()
     represent_bfloat16()
-    TensorHandle.__init__ = _made  # Triton's refuses a bfloat16 of 32 bits
+    TensorHandle.__init__ = _init_handle  # Triton's refuses a bfloat16 of 32 bits
     replace_builder(Builder)
     launching.prepare()
 
 
-def _made(self, data, dtype, attr=None) -> None:
+def _init_handle(self, data, dtype, attr=None) -> None:
     self.data, self.dtype = data, dtype
     self.attr = {} if attr is None else attr

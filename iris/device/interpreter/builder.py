@@ -1,4 +1,4 @@
-"""Corrects the operations that Triton's `InterpreterBuilder` does wrong.
+"""Correct the operations that Triton's `InterpreterBuilder` does wrong.
 
 Triton keeps a bfloat16 as an integer of 16 bits and an fp8 number as one of 8, and computes on those integers.
 `Builder` keeps bfloat16 as float32 numbers (`floats.py`); its loads, stores, casts to bits and atomics convert them. An
@@ -25,7 +25,7 @@ from ...triton_private import (
 )
 from . import floats
 
-_SMALL = 1024  # elements of a block that is loaded and stored whole
+_SMALL = 1024  # elements of a block that is loaded and stored in one piece
 _ALL = np.ones(1, bool)
 
 
@@ -70,7 +70,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(x.astype(numpy_type(to)), to)
 
     def create_bitcast(self, src, dst_type):
-        data, to = _words(src), dst_type.scalar
+        data, to = _bits(src), dst_type.scalar
         if to.name == "bf16":
             return TensorHandle(floats.from_bits(data), to)
         return TensorHandle(data.view(numpy_type(to)), to)
@@ -102,7 +102,7 @@ class Builder(InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         x, y = (floats.from_fp8(_convertible(each), each.dtype.scalar.name) if each.dtype.scalar.is_fp8() else each.data
                 for each in (a, b))  # fmt: skip
-        if d.data.dtype == np.float32 and x.ndim == 2:  # so a row's bits do not depend on how many rows a tile has
+        if d.data.dtype == np.float32 and x.ndim == 2:  # a row's bits must not depend on the tile's height
             return TensorHandle(fixed_order.product(x, y) + d.data, d.dtype.scalar)
         product = np.matmul(x, y, dtype=d.data.dtype)
         product += d.data
@@ -116,17 +116,17 @@ class Builder(InterpreterBuilder):
     def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
         element = ptrs.get_element_ty()
         if element.name == "int16":
-            return TensorHandle(_whole_words(ptrs, mask, other), element)
-        found = _loaded(ptrs.data, _asked(mask), None if other is None else _words(other), _memory_type(element))
-        return TensorHandle(floats.from_bits(found) if element.name == "bf16" else found, element)
+            return TensorHandle(_load_int16(ptrs, mask, other), element)
+        data = _loaded(ptrs.data, _bool_mask(mask), None if other is None else _bits(other), _memory_type(element))
+        return TensorHandle(floats.from_bits(data) if element.name == "bf16" else data, element)
 
     def create_masked_store(self, ptrs, value, mask, *hints):
-        addresses, values, asked = ptrs.data, _words(value), _asked(mask)
-        if _are_few(asked):
-            addresses, values, asked = addresses[asked], np.broadcast_to(values, asked.shape)[asked], _ALL
-        if asked.shape != addresses.shape:
-            asked = np.broadcast_to(asked, addresses.shape)
-        memory.store(addresses, values, asked)
+        addresses, values, touched = ptrs.data, _bits(value), _bool_mask(mask)
+        if _are_few(touched):
+            addresses, values, touched = addresses[touched], np.broadcast_to(values, touched.shape)[touched], _ALL
+        if touched.shape != addresses.shape:
+            touched = np.broadcast_to(touched, addresses.shape)
+        memory.store(addresses, values, touched)
 
     def create_descriptor_load(self, desc, indices, *hints):
         element = desc.base.dtype.element_ty
@@ -143,15 +143,15 @@ class Builder(InterpreterBuilder):
 
     def create_descriptor_store(self, desc, value, indices):
         inside, where = _window(desc, indices, _memory_type(desc.base.dtype.element_ty))
-        inside[...] = _words(value)[where]
+        inside[...] = _bits(value)[where]
 
     # --- atomics ------------------------------------------------------------------------------------------------------
 
     def create_atomic_cas(self, ptr, cmp, val, sem, scope):
         if cmp.dtype.scalar.name != "bf16":
             return super().create_atomic_cas(ptr, cmp, val, sem, scope)
-        as_words = [TensorHandle(_words(each), core.uint16) for each in (cmp, val)]
-        was = super().create_atomic_cas(ptr, *as_words, sem, scope)
+        as_bits = [TensorHandle(_bits(each), core.uint16) for each in (cmp, val)]
+        was = super().create_atomic_cas(ptr, *as_bits, sem, scope)
         return TensorHandle(floats.from_bits(was.data), cmp.dtype.scalar)
 
     def create_atomic_rmw(self, rmwOp, ptr, val, mask, sem, scope):
@@ -172,17 +172,17 @@ class Builder(InterpreterBuilder):
         values = np.broadcast_to(val.data, shape).ravel()
         addresses, before = ptr.data.ravel(), np.zeros(ptr.data.size, np.uint16)
         order = self.ir_sem_to_interpreter_sem[sem]
-        left = np.flatnonzero(np.broadcast_to(mask.data, shape))
-        while left.size:
-            at, every = addresses[left], np.ones(left.size, bool)
-            seen = memory.load(at, every, np.zeros(left.size, np.uint16), np.dtype(np.uint16))
+        pending = np.flatnonzero(np.broadcast_to(mask.data, shape))
+        while pending.size:
+            at, every = addresses[pending], np.ones(pending.size, bool)
+            seen = memory.load(at, every, np.zeros(pending.size, np.uint16), np.dtype(np.uint16))
             if bfloat:
-                wanted = floats.to_bits(floats.rounded(floats.from_bits(seen) + values[left]))
+                new = floats.to_bits(floats.rounded(floats.from_bits(seen) + values[pending]))
             else:
-                wanted = (seen.view(np.float16) + values[left]).view(np.uint16)
-            was = memory.atomic_cas(at, seen, wanted, order)
-            before[left] = was
-            left = left[was != seen]
+                new = (seen.view(np.float16) + values[pending]).view(np.uint16)
+            was = memory.atomic_cas(at, seen, new, order)
+            before[pending] = was
+            pending = pending[was != seen]
         before = before.reshape(shape)
         return TensorHandle(floats.from_bits(before) if bfloat else before.view(np.float16), dtype)
 
@@ -212,11 +212,11 @@ def _result(data, dtype):
         return TensorHandle(data, core.int1)
     if dtype.name == "bf16":
         return TensorHandle(floats.rounded(data), dtype)
-    wanted = numpy_type(dtype)
-    return TensorHandle(data.astype(wanted) if data.dtype.itemsize > wanted.itemsize else data, dtype)
+    target = numpy_type(dtype)
+    return TensorHandle(data.astype(target) if data.dtype.itemsize > target.itemsize else data, dtype)
 
 
-def _words(value):
+def _bits(value):
     """Returns a value's data with the bits that they have in memory."""
     return floats.to_bits(value.data) if value.dtype.scalar.name == "bf16" else value.data
 
@@ -240,48 +240,48 @@ def _window(desc, indices, dtype):
     return np.asarray(_Memory(address, sizes, strides, dtype)), tuple(where)
 
 
-def _asked(mask):
-    """Returns a mask of the elements that a load or a store touches."""
-    asked = mask.data if isinstance(mask, TensorHandle) else mask
-    return asked if asked.dtype == np.bool_ else asked.astype(bool)
+def _bool_mask(mask):
+    """Return a bool mask of the elements that a load or a store touches."""
+    touched = mask.data if isinstance(mask, TensorHandle) else mask
+    return touched if touched.dtype == np.bool_ else touched.astype(bool)
 
 
-def _are_few(asked) -> bool:
-    """Whether picking the elements out first is quicker: Triton's C code handles one after the other."""
-    return asked.size > _SMALL and 4 * np.count_nonzero(asked) < asked.size
+def _are_few(touched) -> bool:
+    """Return whether it is faster to select the elements first: Triton's C code handles one after the other."""
+    return touched.size > _SMALL and 4 * np.count_nonzero(touched) < touched.size
 
 
-def _loaded(addresses, asked, other, kind):
+def _loaded(addresses, touched, other, kind):
     if other is None:
-        found = np.zeros(addresses.shape, kind)
+        result = np.zeros(addresses.shape, kind)
     elif other.shape == addresses.shape and other.dtype == kind:
-        found = other
+        result = other
     else:
-        found = np.broadcast_to(other, addresses.shape).astype(kind)
-    if not _are_few(asked):
-        return memory.load(addresses, asked, found, kind)
-    found = found.copy() if found is other else found
-    at = addresses[asked]
-    found[asked] = memory.load(at, np.ones(at.shape, bool), np.zeros(at.shape, kind), kind)
-    return found
+        result = np.broadcast_to(other, addresses.shape).astype(kind)
+    if not _are_few(touched):
+        return memory.load(addresses, touched, result, kind)
+    result = result.copy() if result is other else result
+    at = addresses[touched]
+    result[touched] = memory.load(at, np.ones(at.shape, bool), np.zeros(at.shape, kind), kind)
+    return result
 
 
-def _whole_words(ptrs, mask, other):
-    """Loads integers of 16 bits with one load each, which Lamport kernels need: a sentinel tells what has not arrived.
+def _load_int16(ptrs, mask, other):
+    """Load integers of 16 bits with one load each: Lamport kernels need it, as a sentinel marks what has not arrived.
 
     Triton's interpreter copies each element by memcpy. A C library may load two bytes, and then the last of them again:
-    of a word that a peer stores in between, half is new and half is old.
+    of a value that a peer stores in between, half is new and half is old.
     """
-    asked = np.broadcast_to(_asked(mask), ptrs.data.shape)
-    found = np.zeros(ptrs.data.shape, np.int16)
+    touched = np.broadcast_to(_bool_mask(mask), ptrs.data.shape)
+    result = np.zeros(ptrs.data.shape, np.int16)
     if other is not None:
-        found[...] = other.data
-    at = ptrs.data[asked]
+        result[...] = other.data
+    at = ptrs.data[touched]
     if at.size:
         first, last = int(at.min()), int(at.max())
-        words = np.asarray(_Memory(first, [(last - first) // 2 + 1], [2], found.dtype))
-        found[asked] = words[(at.astype(np.int64) - first) // 2]
-    return found
+        view = np.asarray(_Memory(first, [(last - first) // 2 + 1], [2], result.dtype))
+        result[touched] = view[(at.astype(np.int64) - first) // 2]
+    return result
 
 
 class _Memory:

@@ -1,8 +1,8 @@
 """Floating-point types that numpy lacks: bfloat16 as float32 numbers, and fp8 as its bits.
 
 A bfloat16 is the upper half of a float32, so that a block of bfloat16 is kept as float32 numbers whose lower halves are
-zero. An operation computes in float32 and rounds what it computed, as hardware does. For sums, products, quotients and
-square roots both roundings together give what one would: 24 bits are more than twice 8.
+zero. An operation computes in float32 and rounds the result, as hardware does. For sums, products, quotients and square
+roots both roundings together equal a single one: 24 bits are more than twice 8.
 """
 
 import numpy as np

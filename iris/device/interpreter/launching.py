@@ -1,6 +1,6 @@
-"""Launches kernels in the interpreter on tensors where they are, on the CPU: Triton would copy them, heaps and all.
+"""Launch kernels in the interpreter on CPU tensors in place: Triton would copy them, heaps and all.
 
-An error of this library reaches the caller as it is. Triton's launcher would wrap it, and its type would be lost.
+An error of this library reaches the caller unchanged. Triton's launcher would wrap it, and its type would be lost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .fast import Fast
 
 
 def prepare() -> None:
-    """Put `Launch` in the place of Triton's launcher, and have scalar tensors index and count with any numpy.
+    """Replace Triton's launcher by `CpuGrid`, and have scalar tensors index and count with any numpy.
 
     Triton 3.6 makes an integer of an array of one element, which numpy 2.4 refuses. Each call of a jit function inside
-    a kernel patches the language anew, so the patch itself is followed.
+    a kernel patches the language anew, so the patch function itself is replaced.
     """
-    interpreter.GridExecutor = Launch
+    interpreter.GridExecutor = CpuGrid
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, *scope: Any) -> None:
@@ -38,14 +38,14 @@ def prepare() -> None:
 
 @cache
 def fast() -> Any:
-    """What runs the library's own kernels faster, from the first launch on; None where that is off."""
+    """Return the runner that is faster on the library's own kernels; None where `IRIS_REPLAY` is off."""
     packages = platform.replayed_packages()
     if not packages:
         return None
     return Fast(packages)
 
 
-class Launch(GridExecutor):
+class CpuGrid(GridExecutor):
     """Triton's launcher, for tensors on the CPU."""
 
     def __call__(self, *args, **kwargs):
@@ -62,18 +62,18 @@ class Launch(GridExecutor):
         try:
             with np.errstate(all="ignore"):  # no GPU warns
                 own = fast()
-                run = own.run if own and own.serves(self.fn) else _run
+                run = own.run if own and own.supports(self.fn) else _run
                 run(self.fn, arguments, self._places)
         except Exception as error:
-            found = error
-            while isinstance(found, InterpreterError) and found.__cause__ is not None:  # of functions that are called
-                found = found.__cause__
-            if isinstance(found, IrisError):
-                raise found from None
-            raise InterpreterError(repr(found)) from error
+            cause = error
+            while isinstance(cause, InterpreterError) and cause.__cause__ is not None:  # an error of a called function
+                cause = cause.__cause__
+            if isinstance(cause, IrisError):
+                raise cause from None
+            raise InterpreterError(repr(cause)) from error
 
     def _places(self, given: dict[str, Any]) -> tuple[tuple[int, int, int], Iterator[tuple[int, ...]]]:
-        """The size of the grid, and each place in it."""
+        """Return the size of the grid, and an iterator over its places."""
         grid = self.grid(given) if callable(self.grid) else self.grid
         assert len(grid) <= 3, "grid must have at most 3 dimensions"
         size = (*grid, 1, 1)[:3]

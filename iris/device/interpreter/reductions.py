@@ -1,4 +1,4 @@
-"""Mends reductions and scans: of types that numpy lacks, and two that Triton's interpreter does element by element."""
+"""Correct reductions and scans: types that numpy lacks, and two that Triton's interpreter does element by element."""
 
 import numpy as np
 
@@ -17,13 +17,13 @@ def prepare() -> None:
 
 
 def _rounded(to_tensor):
-    def made(self, ret, dtype):
+    def converted(self, ret, dtype):
         tensor = to_tensor(self, ret, dtype)
         if dtype.scalar.name == "bf16":
             tensor.handle.data = floats.rounded(tensor.handle.data)
         return tensor
 
-    return made
+    return converted
 
 
 def _refusing(check_tensor):
@@ -41,7 +41,7 @@ def _known_at_once(generic_reduce):
         ufunc = _AT_ONCE.get(self.combine_fn)
         if ufunc is None or len(operands) > 1:
             return generic_reduce(self, operands)
-        found = ufunc.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
-        return self.to_tensor(found, operands[0].dtype)
+        result = ufunc.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(result, operands[0].dtype)
 
     return reduced

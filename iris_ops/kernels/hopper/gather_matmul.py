@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 import triton.language as tl
 
 from ...config import FusedConfig
+from ...planning.needs import GATE
 from ...planning.waves import gemm_tiles
 from ...problem import Problem
 from ..arguments import World
@@ -199,7 +200,7 @@ def _arguments(
     bias: torch.Tensor | None,
 ) -> dict:  # fmt: skip
     args = operands.arguments(A, B, bias, config, folds=False)
-    if problem.gated:
+    if problem.epilogue is GATE:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
         args |= dict(
@@ -214,5 +215,5 @@ def _arguments(
         N=out.shape[1],
         K=A.shape[1],
         stride_om=out.stride(0),
-        GATED=problem.gated,
+        GATED=problem.epilogue is GATE,
     )

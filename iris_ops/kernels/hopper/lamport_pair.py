@@ -325,7 +325,7 @@ def lamport_pair_scatter_kernel(
 
 
 def _leaves(problem: Problem, rank: int) -> dict:
-    if not problem.by_tree:
+    if not problem.tree:
         return dict(first_leaf=None, blocks=None, LEAVES=1)
     first, last = problem.tree.spans[rank]
     return dict(first_leaf=first, blocks=blocks_of(problem.tree.K), LEAVES=last - first)

@@ -20,7 +20,7 @@ from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
-from ...problem import FP8, Problem
+from ...problem import Problem
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
@@ -66,7 +66,7 @@ def arguments(
     """
     stored = as_stored(B)
     transposed = stored is not B
-    depth = config.depth(A.dtype == FP8)
+    depth = config.depth(A.dtype.itemsize)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     return dict(

@@ -1,4 +1,4 @@
-"""Plans of BERT and those that are built as it is: its projections stand in two modules beside each other."""
+"""Plans of BERT and families of its structure: its projections are in two sibling modules."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ PLANS: dict[str, dict[str, str]] = {
         **{f"model.{_MIXER}": SLICE, f"model.language_model.{_MIXER}": SLICE},
         **HEAD,
     }),
-    # A norm over all heads together stands behind the lightning attention, which other layers have not.
+    # A norm over all heads together follows the lightning attention, which other layers do not have.
     "minimax": {
         **below(_LAYERS, attention(), gathered("self_attn", ("qkv_proj", "output_gate"), ("out_proj",)), _EXPERTS),
         **HEAD,
@@ -68,7 +68,7 @@ PLANS: dict[str, dict[str, str]] = {
                 {"mlp.shared_experts.gate_up_proj": PACKED, "mlp.shared_experts.down_proj": ROW}),
         **HEAD,
     },
-    # One kv head for all, and an output projection by groups of heads whose number the configuration says.
+    # One kv head for all, and an output projection by groups of heads whose number the configuration gives.
     "deepseek_v4": {
         **below(_LAYERS, {"self_attn.q_b_proj": GATHER, "self_attn.o_b_proj": SLICE}, _EXPERTS),
         **HEAD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .rules import COLUMN, GATHER, HEAD, LLAMA, LLAMA_PLAN, SLICE, attention, below, gathered, mlp
 
 _FC = mlp("", ("fc1",), "fc2")
-# BART, and those that are built as it is, or as its decoder.
+# BART, and families built like it, or like its decoder.
 _BART_LAYER = {**attention(output="out_proj"), **attention("encoder_attn", output="out_proj"), **_FC}
 _BART = {
     **below(("model.encoder.layers.*", "model.decoder.layers.*", "model.layers.*", "biogpt.layers.*"), _BART_LAYER),
@@ -15,7 +15,7 @@ _GPT2 = {
     **below("transformer.h.*", attention("attn", ("c_attn",), "c_proj"), mlp("mlp", ("c_fc",), "c_proj")),
     **HEAD,
 }
-# T5 and those that are built as it is; their relative positions have a bias for each head.
+# T5 and families built like it; their relative positions have a bias for each head.
 _T5_LAYER = {
     **attention("layer.*.SelfAttention", ("q", "k", "v"), "o"),
     **attention("layer.*.EncDecAttention", ("q", "k", "v"), "o"),
@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, str]] = {
     # The text's layers; the vision tower stays whole.
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"),
                     {**below(("model.language_model.layers.*", "model.layers.*", "layers.*"), LLAMA), **HEAD}),
-    "bitnet": {  # norms stand before the second products
+    "bitnet": {  # norms come before the second products
         **below("model.layers.*", gathered("self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
                 gathered("mlp", ("gate_proj", "up_proj"), ("down_proj",))),
         **HEAD,

@@ -1,7 +1,7 @@
 """Plans of state spaces, linear attentions and convolutions, and of hybrids of them with attention.
 
-Layers that keep a state for each head are split by whole heads; of the other ones, what they compute between their
-products stays whole, and the products are split and gathered.
+Layers that keep a state for each head are split by whole heads; in the other ones, everything between their
+products is replicated, and the products are split and gathered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("bamba", "falcon_h1", "jamba"), _HYBRID),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), {**below("backbone.layers.*", _MIXER), **HEAD}),
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), _LFM2),
-    "olmo_hybrid": {  # norms of all heads together stand behind the projections of its attentions
+    "olmo_hybrid": {  # norms of all heads together follow the projections of its attentions
         **below("model.layers.*", {"linear_attn": RECURRENT}, gathered("self_attn", QKV, ("o_proj",)), mlp()),
         **HEAD,
     },

@@ -1,4 +1,4 @@
-"""Parts that plans are put together from."""
+"""Build plans from common parts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def below(stacks: str | Iterable[str], *rules: dict[str, str]) -> dict[str, str]:
-    """`rules` for the modules below each of `stacks`."""
+    """Return `rules` for the modules below each of `stacks`."""
     stacks = (stacks,) if isinstance(stacks, str) else stacks
     return {f"{stack}.{name}": style for stack in stacks for each in rules for name, style in each.items()}
 
 
 def attention(name: str = "self_attn", projections: Iterable[str] = QKV, output: str = "o_proj") -> dict[str, str]:
-    """Whole heads on each rank. An empty `name` for projections that stand in the layer itself."""
+    """Return rules for whole heads on each rank. An empty `name`: the projections are in the layer itself."""
     prefix = f"{name}." if name else ""
     return {**{prefix + each: COLUMN for each in projections}, prefix + output: ROW}
 
 
 def gathered(name: str, projections: Iterable[str], output: Iterable[str] = ()) -> dict[str, str]:
-    """All heads on each rank: weights are split, outputs gathered."""
+    """Return rules for all heads on each rank: weights are split, outputs gathered."""
     return {**{f"{name}.{each}": GATHER for each in projections}, **{f"{name}.{each}": SLICE for each in output}}
 
 
 def mlp(
     name: str = "mlp", first: Iterable[str] = ("gate_proj", "up_proj"), second: str = "down_proj"
 ) -> dict[str, str]:
-    """The one before and the one behind the activation."""
+    """Return rules for the linears before and after the activation."""
     prefix = f"{name}." if name else ""
     return {**{prefix + each: COLUMN for each in first}, prefix + second: ROW}
 

@@ -1,8 +1,8 @@
-"""Runs the library's own kernels faster in Triton's interpreter: switched on by `IRIS_REPLAY=1`, else not imported.
+"""Run the library's own kernels faster in Triton's interpreter: enabled by `IRIS_REPLAY=1`, else not imported.
 
 `repetition` and `quick` do once what the interpreter repeats without need; `replay`, `operations` and `host` do so for
 a whole kernel. All of it holds while a kernel of the library runs (`scope`): a user's kernels, and all else in the
-process, meet Triton as it is.
+process, run on Triton unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_RECORDINGS = 256  # the oldest is dropped first
 
 
 class Fast:
-    """The language as the library's kernels see it, and what is recorded of them by function and types of arguments."""
+    """The language for the library's kernels, and recordings of them by function and types of arguments."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self._packages = packages
@@ -36,12 +36,12 @@ class Fast:
         self._builder = kind()
         self._builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
-    def serves(self, fn: Callable) -> bool:
-        """Whether the kernel is one of these packages'."""
+    def supports(self, fn: Callable) -> bool:
+        """Return whether the kernel belongs to one of these packages."""
         return fn.__module__.partition(".")[0] in self._packages
 
     def run(self, fn: Callable, arguments: Callable[[], dict[str, Any]], places: Callable) -> None:
-        """Runs a kernel on `arguments()` at each of the `places` of a grid of the size that `places(given)` gives."""
+        """Run a kernel on `arguments()` at each of the `places` of a grid of the size that `places(given)` gives."""
         given = arguments()
         size, every = places(given)
         self._builder.set_grid_dim(*size)
@@ -51,7 +51,7 @@ class Fast:
             run()
 
     def _python(self, fn: Callable, **given: Any) -> None:
-        """Runs a kernel's Python, which a replay does without."""
+        """Run a kernel's Python, which a replay does without."""
         with self._scope or Scope() as scope:
             if self._scope is None:
                 self._fill(scope)
@@ -66,8 +66,8 @@ class Fast:
         scope.set(semantic, "builder", self._builder)
         repetition.prepare(scope)
         quick.prepare(scope, self.tape)
-        asking = (sys.modules[f"iris.device.{name}"] for name in ("arch", "rma"))  # which import this package
-        host.prepare(scope, self.tape, list(asking))
+        modules = (sys.modules[f"iris.device.{name}"] for name in ("arch", "rma"))  # which import this package
+        host.prepare(scope, self.tape, list(modules))
         apply, tape = ReduceScan.apply, self.tape
         scope.set(ReduceScan, "apply", lambda self, operands: tape.called(apply, (self, operands), {}))
         self._scope = scope
@@ -77,11 +77,11 @@ class Fast:
         arrays: list = []
         key = fn, *[kind_of(value, arrays) for value in given.values()]
         try:
-            found = self.recordings.get(key)
+            recording = self.recordings.get(key)
         except TypeError:  # a constant that cannot be hashed
             return partial(python, **given)
-        if found is None:
+        if recording is None:
             if len(self.recordings) >= _MOST_RECORDINGS:
                 del self.recordings[next(iter(self.recordings))]
-            found = self.recordings[key] = Recording(self.tape)
-        return partial(found.run, python, given, arrays)
+            recording = self.recordings[key] = Recording(self.tape)
+        return partial(recording.run, python, given, arrays)

@@ -1,4 +1,4 @@
-"""Turns what kernels ask of the host in the interpreter (`arch.py`) into operations, so that a replay asks anew."""
+"""Turn calls of interpreted kernels to the host (`arch.py`) into operations, so that a replay calls the host again."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _TYPES = {int: (core.int64, np.int64), bool: (core.int1, np.bool_)}
 
 
 def prepare(scope: Scope, tape: Tape, modules: Sequence[ModuleType]) -> None:
-    """Does so for the functions of these modules."""
+    """Replace the functions of these modules that call the host."""
     for module in modules:
         for name, function in list(vars(module).items()):
-            if _asks_the_host(function, module.__name__):
+            if _calls_the_host(function, module.__name__):
                 scope.set(module, name, _operation(function, tape))
 
 
-def _asks_the_host(function: Any, module: str) -> bool:
+def _calls_the_host(function: Any, module: str) -> bool:
     """Whether `module` has made `function` a builtin of the language, which Triton calls and does not compile."""
     marked = inspect.isfunction(function) and getattr(function, "__triton_builtin__", False)
     return marked and function.__module__ == module
 
 
 def _operation(function: Callable, tape: Tape) -> Callable:
-    """Wraps `function`: its result, a number or None, becomes a value of the language."""
+    """Wrap `function`: its result, a number or None, becomes a value of the language."""
 
     def computed(*args: Any) -> Any:
         result = function(*args)
         if result is None:
             return None
-        made, kind = _TYPES[type(result)]
-        return core.tensor(TensorHandle(np.array([result], kind), made), made)
+        type_, dtype = _TYPES[type(result)]
+        return core.tensor(TensorHandle(np.array([result], dtype), type_), type_)
 
-    def asked(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         return tape.called(computed, args, {}, effect=True)
 
-    return asked
+    return recorded

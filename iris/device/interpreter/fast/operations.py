@@ -1,4 +1,6 @@
-"""Parts what operations take and give into arrays and the rest, so that `replay.py` repeats them on other arrays."""
+"""Split the operands and results of operations into arrays and the rest, so that `replay.py` repeats them on other
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,10 @@ def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int
     return run_any
 
 
-def can_be_kept(result: Any) -> bool:
+def is_recordable(result: Any) -> bool:
     """Whether a result consists of types that `described` knows."""
     if type(result) is tuple or type(result) is list:
-        return all(map(can_be_kept, result))
+        return all(map(is_recordable, result))
     return result is None or type(result) is TensorHandle or type(result) is core.tensor
 
 
@@ -90,13 +92,13 @@ def described(result: Any, arrays: list) -> Any:
     return None
 
 
-def made_of(kept: Any, arrays: Any) -> Any:
+def rebuilt(description: Any, arrays: Any) -> Any:
     """Builds a result from what `described` returned and from an iterator over arrays."""
-    if kept is None or kept is np.ndarray:
-        return None if kept is None else next(arrays)
-    kind, what, *types = kept
+    if description is None or description is np.ndarray:
+        return None if description is None else next(arrays)
+    kind, what, *types = description
     if kind is TensorHandle:
         return TensorHandle(next(arrays), what)
     if kind is core.tensor:
         return core.tensor(TensorHandle(next(arrays), what), *types)
-    return kind([made_of(each, arrays) for each in what])
+    return kind([rebuilt(each, arrays) for each in what])

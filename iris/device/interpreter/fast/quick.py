@@ -1,8 +1,8 @@
-"""Shortens operators, on which Triton's interpreter spends some tens of microseconds of checks and conversions each.
+"""Shorten operators, on which Triton's interpreter spends some tens of microseconds of checks and conversions each.
 
 The operands' types alone decide which type a result has. So `quick` calls Triton's operator for the first operands of
 given types, and keeps the result's type; later it only calls numpy on the arrays. It does so for integers of 32 and 64
-bits, float32, truth values, and addresses plus integers. Triton's own operators serve all others.
+bits, float32, truth values, and addresses plus integers. Triton's own operators handle everything else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _swapped(ufunc):
     return lambda a, b: ufunc(b, a)
 
 
-# By operator: numpy's function, and the types that it serves.
+# By operator: numpy's function, and the types that it handles.
 _OPERATORS: dict[str, tuple[Callable, Any]] = {
     "add": (np.add, _NUMBERS),
     "sub": (np.subtract, _NUMBERS),
@@ -57,8 +57,8 @@ def prepare(scope: Scope, tape: Tape) -> None:
     """Replaces operators, once `interpreter._patch_lang` has put Triton's own in place."""
     tensor = core.tensor
 
-    def replace(owner: Any, name: str, made: Callable) -> None:
-        scope.set(owner, name, made(getattr(owner, name), tape))
+    def replace(owner: Any, name: str, wrap: Callable) -> None:
+        scope.set(owner, name, wrap(getattr(owner, name), tape))
 
     for name, (ufunc, kinds) in _OPERATORS.items():
         replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
@@ -77,9 +77,9 @@ def prepare(scope: Scope, tape: Tape) -> None:
         return tape.read(data, bool) if data.size == 1 else True  # Triton answers so
 
     def transposed(tensor):
-        data, (*others, rows, columns) = tape.computed(np.transpose, tensor.handle.data), tensor.type.shape
-        made = core.block_type(tensor.dtype, [*others, columns, rows])
-        return core.tensor(TensorHandle(data, tensor.handle.dtype), made)
+        data, (*leading, rows, columns) = tape.computed(np.transpose, tensor.handle.data), tensor.type.shape
+        type_ = core.block_type(tensor.dtype, [*leading, columns, rows])
+        return core.tensor(TensorHandle(data, tensor.handle.dtype), type_)
 
     scope.set(tensor, "__index__", lambda tensor: tape.read(tensor.handle.data, _item))
     scope.set(tensor, "__bool__", truth)
@@ -121,17 +121,17 @@ def _operator(whole: Callable, tape: Tape, ufunc: Callable, kinds: dict, of_addr
             return whole(self, other)
         if key not in known:
             known[key] = _remembered(self, other, kind, tape.apart(whole, self, other))
-        found = known[key]
-        if found is None or kind is int and not -(2**31) <= other < 2**31:
+        rule = known[key]
+        if rule is None or kind is int and not -(2**31) <= other < 2**31:
             return whole(self, other)
-        type_, scalar, width = found
+        type_, scalar, width = rule
         if width:
             moved = tape.computed(_moved, self.handle.data, data, width)
             return core.tensor(TensorHandle(moved, self.handle.dtype), type_)
         return core.tensor(TensorHandle(tape.computed(ufunc, self.handle.data, data), scalar), type_)
 
     def _remembered(self, other, kind, result):
-        """(type of the result, its scalar type, bytes of an element if the result is an address), None for Triton's."""
+        """Return (type, scalar type, bytes of an element if it is an address); None for Triton's operator."""
         mine = self.type.scalar
         theirs = other.type.scalar.name if kind is core.tensor else None
         if mine.is_ptr():
@@ -170,10 +170,10 @@ def _of_one_shape(whole: Callable, tape: Tape) -> Callable:
     def quick(self, lhs, rhs):
         key = lhs.type.name, rhs.type.name
         if key not in known:
-            left, right = tape.apart(whole, self, lhs, rhs)
-            known[key] = left.type, right.type, tuple(size.value for size in left.shape)
-        left, right, shape = known[key]
-        return seen(lhs, left, shape), seen(rhs, right, shape)
+            wide_lhs, wide_rhs = tape.apart(whole, self, lhs, rhs)
+            known[key] = wide_lhs.type, wide_rhs.type, tuple(size.value for size in wide_lhs.shape)
+        lhs_type, rhs_type, shape = known[key]
+        return seen(lhs, lhs_type, shape), seen(rhs, rhs_type, shape)
 
     return quick
 
@@ -188,7 +188,7 @@ def _spread(data, shape):
 
 
 def _of_one_type(whole: Callable, tape: Tape) -> Callable:
-    """Prepares two values for an operation: if their types are one that `_OPERATORS` serves, only shapes can differ."""
+    """Prepare two values for an operation: if `_OPERATORS` covers their one type, only shapes can differ."""
 
     def quick(self, lhs, rhs, *options, **named):
         if type(lhs) is core.tensor and type(rhs) is core.tensor:
@@ -217,7 +217,7 @@ def _plain(whole: Callable, tape: Tape) -> Callable:
 
 
 def _with_axes(whole: Callable, tape: Tape) -> Callable:
-    """Serves indices such as `x[:, None]`, of whole axes and new ones."""
+    """Handle indices such as `x[:, None]`, of whole axes and new ones."""
     known: dict = {}
 
     def quick(self, slices):

@@ -1,7 +1,7 @@
-"""Does once what Triton's interpreter does again and again without need.
+"""Do once what Triton's interpreter repeats without need.
 
-Kernels on small tensors spend most of their time so. Nothing that they compute or check changes. At each launch, and
-at each call of a jit function inside a kernel, Triton searches the whole language for functions to replace. It computes
+Kernels on small tensors spend most of their time so. Nothing that they compute or check changes. At each launch, and at
+each call of a jit function inside a kernel, Triton searches the whole language for functions to replace. It computes
 whether each int32 overflows, and drops the answer unless its debug option is set. For each value it writes a table of
 numpy's dtypes, and the names of the value's type and shape.
 """
@@ -31,20 +31,20 @@ def itself(dtype, builder):
 def _once_a_name(np_dtype: Callable) -> Callable:
     known = {}
 
-    def found(dtype):
+    def cached(dtype):
         element = dtype.scalar
         name = "pointer" if element.is_ptr() else element.name
         if name not in known:
             known[name] = np_dtype(element)
         return known[name]
 
-    return found
+    return cached
 
 
 def _once_a_type(init: Callable, core) -> Callable:
     known = {}
 
-    def made(self, element_ty, shape):
+    def cached_init(self, element_ty, shape):
         kind = element_ty.name, tuple(core._unwrap_shape(shape))
         if kind not in known:
             init(self, element_ty, shape)
@@ -52,26 +52,26 @@ def _once_a_type(init: Callable, core) -> Callable:
         else:
             self.__dict__.update(known[kind], element_ty=element_ty)
 
-    return made
+    return cached_init
 
 
 def _once_an_element(type_with: Callable) -> Callable:
     known = {}
 
-    def found(self, element_ty):
+    def cached(self, element_ty):
         kind = self.name, element_ty.name
         if kind not in known:
             known[kind] = type_with(self, element_ty)
         return known[kind]
 
-    return found
+    return cached
 
 
 def _once_a_kind(init: Callable) -> Callable:
     """Keeps a tensor's shape, number of elements and dtype by its type."""
     known = {}
 
-    def made(self, handle, type):
+    def cached_init(self, handle, type):
         if type.name not in known:
             init(self, handle, type)
             known[type.name] = self.shape, self.numel, self.dtype
@@ -79,4 +79,4 @@ def _once_a_kind(init: Callable) -> Callable:
             self.handle, self.type = handle, type
             self.shape, self.numel, self.dtype = known[type.name]
 
-    return made
+    return cached_init

@@ -1,11 +1,11 @@
-"""The interpreter runs a kernel again without the kernel's Python: it repeats the numpy operations that it recorded.
+"""Replay a kernel without its Python: the interpreter repeats the numpy operations that it recorded.
 
 On small tensors the interpreter spends most of its time in Python: in the kernel's lines, and in the language's checks
 and conversions. What the kernel computes, loads and stores is a few hundred operations on numpy arrays. The interpreter
 records them in one run with arguments of given types and constants, and repeats only them in later runs.
 
 A kernel's Python also decides by values (`if`, `while`, the end of a loop). So a recording is a tree. A node is a
-`Stretch` of operations, and ends with a choice: which array is read, and which stretch follows for each value seen. If
+`Trace` of operations, and ends with a choice: which array is read, and which trace follows for each value seen. If
 a replay reads a new value, the interpreter starts the kernel's Python once more. Up to that choice each operation is
 given the result that the replay has computed, so nothing is done twice. After it the operations are done and recorded
 as a new branch. (Source: trace trees, Gal and Franz, "Incremental dynamic code generation with trace trees", 2006.)
@@ -28,11 +28,11 @@ from . import operations
 from .operations import ARRAYS
 
 _PLAIN_RUNS = 8  # programs of a kernel that run before one is recorded: recording costs half a run more
-_MOST_STRETCHES = 500  # a recording holds no more; the interpreter runs in Python what would be the next
+_MOST_TRACES = 500  # traces in a recording; past that the interpreter runs Python
 _MOST_OPERATIONS = 5000  # a kernel whose run has more is not recorded
 _MOST_BYTES = 128 << 20  # nor is one whose arrays take more, for they stay until the run ends
-_MOST_KEPT_BYTES = 1 << 16  # a replay computes larger constants anew, so that a recording stays small
-# A replay always does these operations, although they take no array: their results differ, or their effect is wanted.
+_MOST_CONSTANT_BYTES = 1 << 16  # of a constant; larger ones are computed in each replay
+# A replay always does these operations, although they take no array: their results or effects differ by run.
 _EFFECTS = {"create_get_program_id", "create_get_num_programs", "create_print", "create_assert", "create_assume"}
 
 
@@ -64,8 +64,8 @@ class Tape:
         return how(array) if self.recorder is None else self.recorder.read(array, how)
 
 
-class Stretch:
-    """A list of operations, and the choice that ends it: the slot that is read, how, and the stretch for each value."""
+class Trace:
+    """A list of operations, and the choice that ends it: the slot that is read, how, and the trace for each value."""
 
     __slots__ = "choice", "constants", "end", "runs", "steps", "ways"
 
@@ -75,25 +75,25 @@ class Stretch:
         self.constants: list[tuple[int, Any]] = []
         self.end = 0  # the number of slots that are filled when it has run
         self.choice: tuple[int, Callable] | None = None
-        self.ways: dict[Any, Stretch] = {}
+        self.ways: dict[Any, Trace] = {}
 
 
 class Step:
-    """An operation that was recorded: its function, its results' slots and types, and whether they are constants."""
+    """A recorded operation: its function, its results' slots and types, and whether they are constants."""
 
-    __slots__ = "constant", "function", "made", "outs"
+    __slots__ = "constant", "function", "described", "outs"
 
-    def __init__(self, function: Callable, outs: range, made: Any, constant: bool) -> None:
-        self.function, self.outs, self.made, self.constant = function, outs, made, constant
+    def __init__(self, function: Callable, outs: range, described: Any, constant: bool) -> None:
+        self.function, self.outs, self.described, self.constant = function, outs, described, constant
 
 
 class Recording:
-    """The tree of stretches of one kernel, for arguments of given types and for given constants."""
+    """The tree of traces of one kernel, for arguments of given types and for given constants."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.plain_runs, self.stretches = 0, 0
-        self.root: Stretch | None = None
+        self.plain_runs, self.traces = 0, 0
+        self.root: Trace | None = None
         self.refused = False
 
     def run(self, fn: Callable, given: dict[str, Any], arrays: list) -> None:
@@ -104,25 +104,25 @@ class Recording:
             return
         values = arrays.copy()
         if self.root is None:
-            self.root = Stretch()
+            self.root = Trace()
             self._record(fn, given, Recorder(self, values, [], self.root))
             return
-        stretch, followed = self.root, []
+        trace, followed = self.root, []
         while True:
-            values += [None] * (stretch.end - len(values))
-            for slot, array in stretch.constants:
+            values += [None] * (trace.end - len(values))
+            for slot, array in trace.constants:
                 values[slot] = array
-            for run in stretch.runs:
+            for run in trace.runs:
                 run(values)
-            if stretch.choice is None:
+            if trace.choice is None:
                 return
-            slot, read = stretch.choice
-            found = read(values[slot])
-            followed.append((stretch, found))
-            if found not in stretch.ways:
+            slot, read = trace.choice
+            value = read(values[slot])
+            followed.append((trace, value))
+            if value not in trace.ways:
                 self._record(fn, given, Recorder(self, values, followed, self.root))
                 return
-            stretch = stretch.ways[found]
+            trace = trace.ways[value]
 
     def _record(self, fn: Callable, given: dict[str, Any], recorder: Recorder) -> None:
         self.tape.recorder = recorder
@@ -139,13 +139,13 @@ class Recording:
 
 
 class Recorder:
-    """Records one run of a kernel's Python, which begins with the operations that a replay has done already."""
+    """Records one run of a kernel's Python, which begins with the operations that a replay has already done."""
 
-    def __init__(self, recording: Recording, values: list, followed: list[tuple[Stretch, Any]], root: Stretch) -> None:
-        self.recording, self.followed, self.stretch = recording, followed, root
+    def __init__(self, recording: Recording, values: list, followed: list[tuple[Trace, Any]], root: Trace) -> None:
+        self.recording, self.followed, self.trace = recording, followed, root
         self.values, self.slots = values, {id(array): slot for slot, array in reversed(list(enumerate(values)))}
-        self.ahead = [step for stretch, _ in followed for step in stretch.steps]
-        self.ahead.reverse()
+        self.replayed = [step for trace, _ in followed for step in trace.steps]
+        self.replayed.reverse()
         self.choices = 0
         self.constant: set[int] = set()
         self.read_before: dict[tuple[int, Callable], Any] = {}
@@ -154,7 +154,7 @@ class Recorder:
 
     def numpy(self, function: Callable, *operands: Any) -> Any:
         """Computes and records `function(*operands)`; an operand is an array, or the same value in each run."""
-        if self.ahead:
+        if self.replayed:
             return self._known(function)
         slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, ARRAYS) else -1 for each in operands]
         result = self.recording.tape.apart(function, *operands)
@@ -184,12 +184,12 @@ class Recorder:
 
     def call(self, function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
         """Calls and records `function` with values of the language; with `effect` a replay never skips it."""
-        if self.ahead:
+        if self.replayed:
             return self._known(function)
         holders: list[tuple[TensorHandle, int]] = []
         held = operations.held(args, self.slots, holders), operations.held(named, self.slots, holders)
         result = self.recording.tape.apart(partial(function, **named) if named else function, *args)
-        if any(slot is None for _, slot in holders) or not operations.can_be_kept(result):
+        if any(slot is None for _, slot in holders) or not operations.is_recordable(result):
             return self._stop(result)
         run = operations.run_of(function, *held, holders, len(self.values), result)
         return self._done(function, result, [-1] * effect + [slot for _, slot in holders], run)
@@ -204,57 +204,57 @@ class Recorder:
         if (slot, how) in self.read_before:
             return self.read_before[slot, how]
         if self.choices < len(self.followed):
-            self.stretch, found = self.followed[self.choices]
+            self.trace, value = self.followed[self.choices]
             self.choices += 1
             if self.choices == len(self.followed):
-                self._go_on(found)
+                self._go_on(value)
         else:
-            found = how(array)
-            self.stretch.choice = slot, how
-            self._go_on(found)
-        self.read_before[slot, how] = found
-        return found
+            value = how(array)
+            self.trace.choice = slot, how
+            self._go_on(value)
+        self.read_before[slot, how] = value
+        return value
 
-    def _go_on(self, found: Any) -> None:
-        """Begins the stretch that follows the value `found`, which no run has read at this choice before."""
-        if self.recording.stretches >= _MOST_STRETCHES:
+    def _go_on(self, value: Any) -> None:
+        """Begin the trace that follows `value`, which no run has read at this choice before."""
+        if self.recording.traces >= _MOST_TRACES:
             self.recording.tape.recorder = None
             return
-        self.recording.stretches += 1
-        self.stretch.ways[found] = self.stretch = Stretch()
-        self.stretch.end = len(self.values)
+        self.recording.traces += 1
+        self.trace.ways[value] = self.trace = Trace()
+        self.trace.end = len(self.values)
 
     def _known(self, function: Callable) -> Any:
         """Returns what the replay has computed for the next operation."""
-        step = self.ahead.pop()
+        step = self.replayed.pop()
         assert step.function is function, f"{function} is not {step.function}: the kernel does not repeat itself"
         arrays = [self._own(self.values[out], out) for out in step.outs]
         if step.constant:
             self.constant.update(step.outs)
-        return operations.made_of(step.made, iter(arrays))
+        return operations.rebuilt(step.described, iter(arrays))
 
     def _done(self, function: Callable, result: Any, taken: list[int], run: Callable[[list], None]) -> Any:
         """Records an operation, and returns its result with arrays that no other slot has."""
         arrays: list = []
-        made, first = operations.described(result, arrays), len(self.values)
+        described, first = operations.described(result, arrays), len(self.values)
         outs = range(first, first + len(arrays))
         for out, array in zip(outs, arrays, strict=True):
             self.values.append(array)
             self._own(array, out)
             self.bytes += array.nbytes if array.base is None else 0
         assert self.choices == len(self.followed), f"{function}: the kernel does not repeat itself"
-        constant = self.constant.issuperset(taken) and all(each.nbytes <= _MOST_KEPT_BYTES for each in arrays)
+        constant = self.constant.issuperset(taken) and all(each.nbytes <= _MOST_CONSTANT_BYTES for each in arrays)
         self.operations += 1
         if self.operations > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
             return self._stop(result)
         if constant:
             self.constant.update(outs)
-            self.stretch.constants += [(out, self.values[out]) for out in outs]
+            self.trace.constants += [(out, self.values[out]) for out in outs]
         else:
-            self.stretch.runs.append(run)
-        self.stretch.steps.append(Step(function, outs, made, constant))
-        self.stretch.end = len(self.values)
-        return operations.made_of(made, iter(self.values[first:]))
+            self.trace.runs.append(run)
+        self.trace.steps.append(Step(function, outs, described, constant))
+        self.trace.end = len(self.values)
+        return operations.rebuilt(described, iter(self.values[first:]))
 
     def _own(self, array: np.ndarray, slot: int) -> np.ndarray:
         """Puts an array into a slot, as a view if another slot has it: a recorder knows arrays by their identity."""
@@ -265,7 +265,7 @@ class Recorder:
         return array
 
     def _stop(self, result: Any) -> Any:
-        """Gives the recording up; the kernel's Python runs on."""
+        """Give the recording up; the kernel's Python runs on."""
         self.recording.tape.recorder = None
         self.recording.refuse()
         return result

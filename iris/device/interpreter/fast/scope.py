@@ -1,4 +1,4 @@
-"""`Scope`: attributes that stand in for Triton's while one of the library's kernels runs.
+"""`Scope`: attributes that replace Triton's while one of the library's kernels runs.
 
 Triton's interpreter patches the language in the same way: at each launch it sets its functions, and restores the
 language's own when the kernel has run. `Scope` finds out once what is set, and sets and restores it at each launch.

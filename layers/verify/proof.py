@@ -26,12 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..serving.cache import cache_name
 from ..sharded import ShardedLinear
-from . import sequence, weight_reads
-from .meaning import Op
-from .merge import Slice
-from .mixture import is_split_experts
+from . import weight_reads
+from .op_semantics import Op
 from .skeleton import kind_of
-from .tied import TiedColumnParallelLinear
+from .views import WeightView
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
 _WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
@@ -48,15 +46,6 @@ def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[st
     `joined`: names of the modules out of which nothing split comes, for they sum or gather it; `packed`: of those that
     cut a rank's outputs as they would cut all. Returns the names of the split linears that could not be tried.
     """
-    for skeleton in (whole, split):
-        sharing = sequence.sharing_of(skeleton)
-        if sharing is not None:
-            sharing.world = 1  # a few tokens only, which no rank shares
-        for module in skeleton.modules():
-            if isinstance(module, ShardedLinear):
-                _stand_in(module)
-            elif is_split_experts(module):
-                _stand_in_experts(module)
     proof = _Proof(joined, packed)
     proof.of(whole, split, "")
     linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
@@ -200,7 +189,7 @@ class _OnMeta(TorchDispatchMode):
         self._weights: dict[int, str] = {}
         self._tied: set[int] = set()  # embeddings, which their own modules may read
         for each in run.module.modules():
-            if isinstance(each, TiedColumnParallelLinear):
+            if isinstance(each, WeightView):
                 self._tied |= {id(tensor) for tensor in each._parameters.values()}
             elif isinstance(each, ShardedLinear):
                 path = self._names[id(each)]
@@ -213,7 +202,7 @@ class _OnMeta(TorchDispatchMode):
         for each in (item for given in args for item in (given if isinstance(given, (tuple, list)) else (given,))):
             if id(each) in self._weights and not _caller()[1]:
                 raise StyleError(weight_reads.refusal(self._weights[id(each)]))
-            if id(each) in self._tied and (head := _asked_for()) is not None and not _caller()[1]:
+            if id(each) in self._tied and (head := _viewing()) is not None and not _caller()[1]:
                 raise StyleError(weight_reads.refusal(f"{self._names[id(head)]}.weight"))
         out = function(*args, **(kwargs or {}))
         self._check_fused(function, args, out)
@@ -284,19 +273,16 @@ def _caller() -> tuple[nn.Module | None, bool]:
 
 def _is_view(module: nn.Module, frame: FrameType) -> bool:
     """Whether `frame` runs a property of `module` that views a part of another module's weight."""
-    name = frame.f_code.co_name
-    return (isinstance(module, Slice) and name != "forward") or (
-        isinstance(module, TiedColumnParallelLinear) and name == "weight"
-    )
+    return isinstance(module, WeightView) and module.views_in(frame.f_code.co_name)
 
 
-def _asked_for() -> TiedColumnParallelLinear | None:
-    """The tied head whose `weight` is being computed now."""
+def _viewing() -> nn.Module | None:
+    """Return the module that is computing its view of another's weight now."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            return module if isinstance(module, TiedColumnParallelLinear) and _is_view(module, frame) else None
+            return module if _is_view(module, frame) else None
         frame = frame.f_back
     return None
 
@@ -343,18 +329,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return tuple(value.shape)
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return next((shape for each in held if (shape := _shape(each)) is not None), None)
-
-
-def _stand_in(layer: Any) -> None:
-    """Makes a layer on meta give what it would, without a kernel."""
-    layer.exchanged = lambda op, x, size: x.new_empty(size)
-    layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
-    layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
-
-
-def _stand_in_experts(module: Any) -> None:
-    """Makes experts give what is of their tokens' shape, once for the whole module and for this rank's part."""
-    module.forward = lambda hidden, *args, **kwargs: torch.empty_like(hidden)
 
 
 def _run_once(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,221 @@
+"""What ranks of different hosts exchange: torch.distributed's operations, each bounded by IRIS_TIMEOUT.
+
+A context spans one host. Beyond it data travels by the process group that the user gave, NCCL on GPUs and gloo on CPUs.
+`Across` adds what those lack: a wait that ends in time on every backend, and an error that names the host that was
+lost. Words between processes (arguments to compare, failures) go through the group's store, so they need no device.
+
+Whoever loses a rank leaves a note in the store. A rank that loses the writer of that note, which may only have ended
+because of the first loss, reads it and names the same host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+import json
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import platform
+from .errors import ArgumentError, PeerLostError
+from .group import Ranks, resolve, store_of
+from .host import identity
+from .meeting import Absent, gather
+
+if TYPE_CHECKING:
+    from .group import Members
+
+_NOTE_S = 1.0  # for the store to answer
+_POLL_S = 20e-6
+_PROBE_BYTES, _PROBES = 4 << 20, 3
+_made: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What an all-reduce across hosts reaches: `gbs`, GB/s that one rank sends, and `hop_us`, the time of a message."""
+
+    gbs: float
+    hop_us: float
+
+
+class Across:
+    """The members of a process group, one on each of several hosts. Making it is collective.
+
+    `rank`, `size`: in the group; `names`: the host of each member. Raises `PeerLostError` where one does not come.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._limit_s = platform.timeout_s()
+        self._limit = timedelta(seconds=self._limit_s)
+        _made[group.group_name] += 1
+        self._name = f"iris/across/{group.group_name}/{_made[group.group_name]}"
+        self._store, self._count, self._tag = store_of(group), 0, 0
+        self._polls = "nccl" in dist.get_backend(group)
+        self.names = ["a host that is not known yet"] * self.size
+        self.lost: tuple[int, str] | None = None
+        """A member that this one has given up on, and why."""
+        self.names = self.exchange("the hosts of a group", os.uname().nodename)
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """What each member says about `what`, anything that JSON can hold, in their order. Collective.
+
+        Raises `ArgumentError` where another member is at another exchange, `PeerLostError` where one does not come.
+        """
+        self.check()
+        self._count += 1
+        own = {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
+        try:
+            said = gather(self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s)
+        except Absent as absent:
+            raise self._loss(absent.rank, what, absent.reason) from None
+        for member, each in enumerate(said):
+            if each["what"] != what:
+                raise ArgumentError(
+                    f"hosts make different calls: {self.names[self.rank]} is at {what!r}, {self.names[member]} at "
+                    f"{each['what']!r}; expected the same calls in the same order on every host"
+                )
+        return [json.loads(each["value"]) for each in said]
+
+    def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
+        """Send a contiguous `tensor` to member `to`, which receives one of its shape and dtype."""
+        self._run(to, what, lambda: self.group.send([tensor], to, 0))
+
+    def receive(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Fill a contiguous `tensor` with the one that member `source` sends."""
+        self._run(source, what, lambda: self.group.recv([tensor], source, 0))
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Replace a contiguous `tensor` by its sum over the members."""
+        options = dist.AllreduceOptions()
+        options.timeout = self._limit
+        self._run(None, what, lambda: self.group.allreduce([tensor], options))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+        """Fill `out` [m, ...] with this member's block of the sum over the members of `tensor` [size * m, ...]."""
+        options = dist.ReduceScatterOptions()
+        options.timeout = self._limit
+        self._run(None, what, lambda: self.group._reduce_scatter_base(out, tensor, options))
+
+    def measure(self, device: torch.device) -> Rate:
+        """Measure an all-reduce from `device`, small and large, and return what the slowest member reaches."""
+
+        def fastest(nbytes: int) -> float:
+            memory, times = torch.zeros(nbytes // 4, dtype=torch.float32, device=device), []
+            for _ in range(_PROBES + 1):  # the first one connects
+                begin = time.perf_counter()
+                self.all_reduce(memory, "measuring the rate between hosts")
+                platform.synchronize(device)
+                times.append(time.perf_counter() - begin)
+            return min(times[1:])
+
+        short, long = fastest(4), fastest(_PROBE_BYTES)
+        moved = 2 * (self.size - 1) / self.size * _PROBE_BYTES
+        own = Rate(moved / max(long - short, 1e-6) / 1e9, short * 1e6 / max(1, 2 * (self.size - 1)))
+        told = self.exchange("the rate between hosts", (own.gbs, own.hop_us))
+        return Rate(min(gbs for gbs, _ in told), max(hop for _, hop in told))
+
+    def check(self) -> None:
+        """Raise `PeerLostError` once a member has been lost."""
+        if self.lost is not None:
+            raise self._error("an earlier call")
+
+    def _run(self, peer: int | None, what: str, start: Any) -> None:
+        """Start an operation and wait for it. `peer`: the only other member that takes part, if there is one."""
+        self.check()
+        begin = time.monotonic()
+        try:
+            work = start()
+            if self._polls and not torch.cuda.is_current_stream_capturing():
+                while not work.is_completed():
+                    if time.monotonic() > begin + self._limit_s:
+                        raise RuntimeError("the operation has not ended")
+                    time.sleep(_POLL_S)
+                work.wait()
+            else:
+                work.wait(self._limit)
+        except RuntimeError as error:  # DistError and what backends raise
+            late = time.monotonic() - begin >= 0.9 * self._limit_s
+            reason = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)" if late else _first_line(error)
+            raise self._loss(self._neighbour() if peer is None else peer, what, reason) from None
+
+    def _neighbour(self) -> int:
+        return (self.rank + 1) % self.size
+
+    def _loss(self, peer: int, what: str, reason: str) -> PeerLostError:
+        if self.lost is None:
+            self.lost = self._agreed(peer, reason)
+        return self._error(what)
+
+    def _error(self, what: str) -> PeerLostError:
+        assert self.lost is not None
+        peer, reason = self.lost
+        return PeerLostError(
+            f"host {self.names[self.rank]} lost host {self.names[peer]} (rank {peer} of the {self.size} across hosts) "
+            f"in {what}: {reason}. End all ranks and start again."
+        )
+
+    def _agreed(self, peer: int, reason: str) -> tuple[int, str]:
+        """Whom another member found lost first, else `peer`; where the store is gone, the host that kept it."""
+        found: list[tuple[int, str]] = []
+
+        def ask() -> None:
+            key = f"{self._name}/lost"
+            with suppress(RuntimeError, ValueError, TypeError):
+                if self._store.check([key]):
+                    first, text = json.loads(self._store.get(key))
+                    if 0 <= int(first) < self.size and int(first) != self.rank:
+                        found.append((int(first), str(text)))
+                        return
+                self._store.set(key, json.dumps((peer, reason)))
+                found.append((peer, reason))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_NOTE_S)
+        if found:
+            return found[0]
+        return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
+
+
+def join(across: Members, ranks: Ranks, device: torch.device, invariant: str | None) -> tuple[Across, Rate] | None:
+    """The line through the hosts on which this rank of a context stands, and its rate; None without one. Collective.
+
+    Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
+    """
+    group = ranks.together("the group across hosts", lambda: None if across is None else resolve(across))
+    given = [other is not None for other in ranks.all_gather(None if group is None else True)]
+    if not all(given):
+        if any(given):
+            raise ArgumentError(
+                "across is None on some ranks of a context: expected a group on all of them, or on none of them"
+            )
+        return None
+    assert group is not None
+    if invariant is not None:
+        raise ArgumentError(
+            f"invariant is {invariant!r} with across: expected None, for the order of sums across hosts is not ours"
+        )
+    line = Across(group)
+    places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
+    told = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
+    if len(set(told)) > 1 or not told[0][2]:
+        raise ArgumentError(
+            f"across joins rank {ranks.rank} of {ranks.size} with {places} (rank, ranks): expected ranks of the same "
+            f"number, of contexts of the same size, one on each host, as mesh['hosts'] beside group=mesh['tp'] has them"
+        )
+    own = line.measure(device)
+    rates = ranks.all_gather((own.gbs, own.hop_us))
+    return line, Rate(min(gbs for gbs, _ in rates), max(hop for _, hop in rates))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

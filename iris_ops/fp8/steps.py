@@ -1,0 +1,93 @@
+"""What comes before a product with weights in eight bits, whose kernel takes rounded rows or a weight in A's dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import MOST_ELEMENTS
+from ..kernels.descriptors import in_whole_vectors
+from ..launch import supports
+from ..operands import Operands
+from ..planning.needs import PLAIN
+from ..planning.plan import way_for
+from ..planning.weights.fp8 import FP8, MOST_ROWS
+from ..problem import GATHER_MATMUL, TMA_ALIGNMENT
+from . import scaled_matmul
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from ..config import FusedConfig
+    from ..problem import Problem
+    from ..steps import Run, Step
+    from ..workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rows of A are rounded to eight bits, with a scale each, to memory of the workspace."""
+
+    repeatable = True
+
+    def run(self, run: Run) -> None:
+        out, A, B, bias, scale = run.tensors
+        weight, rows = in_whole_vectors(B.t()).t(), A if A.stride(1) == 1 else A.contiguous()
+        rounded, scales = _room(run.workspace, *A.shape)
+        launch = scaled_matmul.launch_rounding(run.kernels, rounded, scales, rows, run.moving)
+        copied = rows is not A or weight.data_ptr() != B.data_ptr()  # copies are for now
+        run.launches.append(None if copied else launch)
+        run.tensors, run.scales = Operands(out, rounded, weight, bias), dict(a_scales=scales, b_scales=scale)
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The weight that B and its scales stand for is made, in A's dtype."""
+
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        out, A, B, bias, scale = run.tensors
+        assert scale is not None
+        run.launches.append(None)
+        run.tensors = Operands(out, A, scaled_matmul.restored(B.t(), scale, A.dtype).t(), bias)
+
+
+def operands(
+    rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
+) -> tuple[list[Step], Operands, Problem]:
+    """Return the steps before the product, and what its kernel is given: tensors like these, of that problem."""
+    out, A, B, bias, _ = tensors
+    weight = _rounded_weight(rank, problem, config, tensors)
+    if weight is None:
+        weight = out.new_empty(B.shape[1], B.shape[0]).t()
+        return [Restore()], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
+    return [Round()], Operands(out, weight.t(), weight, bias), problem  # rounded rows lie as those of the weight do
+
+
+def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
+    """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
+    out, A, B, bias, _ = tensors
+    few = problem.M <= MOST_ROWS and not problem.sums.promised
+    rounds = problem.op != GATHER_MATMUL and not few
+    if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
+        return None
+    if max(config.block_m, config.block_n) * config.depth(problem.itemsize) > MOST_ELEMENTS:
+        return None
+    B = in_whole_vectors(B.t()).t()
+    way = way_for(problem, config)
+    if config.algorithm != "overlapped" and not way.warp_specialised:
+        return B
+    # a portable kernel of tiles that overlap takes no scales
+    rows = Operands(out, B.t(), B, bias)
+    specialised = way.warp_specialised and supports(way, problem, config, rank.cur_rank, rows) is None
+    return B if specialised else None
+
+
+def _room(workspace: Workspace, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many rows in eight bits and a scale of each: this rank's own, for calls that follow each other."""
+    scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
+    room = workspace.local("rounded rows", scales + rows * cols)
+    return room[scales:].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)

@@ -1,0 +1,53 @@
+"""Which tensors a kernel cannot load, by their alignment, strides and sizes: each function gives the reason, or None.
+
+A way names its function (`Way.supports`). Each rank looks at its own tensors, when a call is prepared: ranks may differ
+in the kernel that loads them, because a stand-in sends the same values to the same places.
+"""
+
+from __future__ import annotations
+
+from .config import FusedConfig
+from .fp8 import weight_stream
+from .kernels.descriptors import as_stored
+from .kernels.hopper import operands
+from .kernels.matmul_reduce import column_step
+from .operands import Operands
+from .planning.needs import GATE, PLAIN
+from .problem import Problem, part_of
+
+
+def streams(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Of `fp8/lamport_stream.py`."""
+    return weight_stream.supports(tensors.A, tensors.B)
+
+
+def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Of `kernels/hopper/gather_matmul.py` behind copy engines."""
+    out, A, B, _, _ = tensors
+    if problem.weights is not PLAIN:
+        return f"it multiplies no weights {problem.weights.name}"
+    if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
+        return "rows of A stand apart"
+    if problem.epilogue is GATE and as_stored(B) is B:
+        return "B is not the transpose of a contiguous tensor"
+    if not problem.whole_vectors(problem.K):
+        return "rows of A begin between vectors of 16 bytes"
+    return operands.supports(config, A, B, out)
+
+
+def pushes_sums(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Of `kernels/hopper/matmul_reduce.py`."""
+    return operands.supports(config, tensors.A, tensors.B, tensors.out, column_step(problem, config))
+
+
+def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Of `kernels/hopper/matmul_gather.py`."""
+    by_cols = problem.form == "cols"
+    if not part_of(problem.N if by_cols else problem.M, problem.world_size, rank):
+        return "this rank has nothing to multiply"
+    return operands.supports(config, tensors.A, tensors.B, tensors.out, problem.part_cols if by_cols else 0)
+
+
+def specialised(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+    """Of the warp-specialised Lamport kernels."""
+    return operands.supports(config, tensors.A, tensors.B, tensors.out)

@@ -1,0 +1,130 @@
+"""What a problem needs of a way, beside its sizes: the format of weights, the order of sums, the epilogue.
+
+Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
+one: an object, and its name in the ways that serve it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from iris.invariance import RANKS
+import torch
+
+from .. import sum_tree
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` lists the others.
+
+    A format has a module of its own (`planning/weights/fp8.py`) with a subclass that overrides what differs.
+    """
+
+    name: str = "in A's dtype"
+    """As messages and traces call it."""
+    flag: str = ""
+    """The argument of `ctx.ops.plan` that asks for it."""
+    dtype: torch.dtype | None = None
+    """Of B's elements as they lie in memory, packed or not. None: A's."""
+    packed: int = 1
+    """Numbers in an element of `dtype`."""
+    group: int = 0
+    """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""
+    operand_bytes: int = 0
+    """Bytes of a number as tensor cores multiply it, where rows of A are rounded to the same. 0: as A's."""
+    operands: str = ""
+    """`module:function` below `iris_ops` that makes the steps before a product (`launch.py`)."""
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows of A are rounded to the same format before they are multiplied."""
+        return self.operand_bytes > 0
+
+    @property
+    def rounding(self) -> str:
+        """What a trace says of a way that multiplies rounded rows."""
+        return f"rows rounded to {self.name.removeprefix('in ')}"
+
+    @property
+    def row_text(self) -> str:
+        """What an order of sums says of rows of A; "" where they stay as they are."""
+        return f"rows {self.name}" if self.rounds_rows else ""
+
+    def refused(self, problem: Any, machine: Machine) -> str | None:
+        """The reason why rows of A are not rounded, if the format has them rounded."""
+        return None
+
+    def converted(self, problem: Any, machine: Machine) -> str:
+        """The reason why B is converted to A's dtype in each call; "" if it is not."""
+        return ""
+
+    def streams(self, problem: Any, machine: Machine | None = None) -> bool:
+        """Whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
+        return False
+
+    def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
+        """Microseconds until so many rows of A are rounded."""
+        return 0.0
+
+    def library_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
+        """Microseconds of a library's product, given those in A's dtype."""
+        return us
+
+    def product_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
+        """Microseconds of one of our products without ranks, given those in A's dtype."""
+        return us
+
+
+PLAIN = WeightFormat()
+
+ANY_ORDER = "in any order"
+ROWS_ALIKE = "alike at any number of rows"
+RANKS_ALIKE = "alike on any number of ranks"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Which results of a row have the same bits: `kind` is what ways list.
+
+    `level`: the context's `invariant`. `depths`: each rank's K, of sums that are alike on any number of ranks; else
+    empty. `biased`: whether a bias follows the ranks' sum, of which bits are promised.
+    """
+
+    kind: str = ANY_ORDER
+    level: str | None = None
+    depths: tuple[int, ...] = ()
+    biased: bool = False
+
+    @property
+    def promised(self) -> bool:
+        """Whether any bits are promised: then a plan takes tiles of one order only, which it finds first."""
+        return self.level is not None
+
+    @property
+    def on_any_ranks(self) -> bool:
+        """Whether they are promised on any number of ranks."""
+        return self.level == RANKS
+
+    @property
+    def tree(self) -> sum_tree.Tree | None:
+        """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
+        return sum_tree.tree_of("", self.depths) if self.kind == RANKS_ALIKE else None
+
+
+FREE_SUMS = Sums()
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows the sum of a call."""
+
+    name: str
+
+
+GATE = Epilogue("gate")
+NORM = Epilogue("norm")

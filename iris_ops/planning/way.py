@@ -1,0 +1,146 @@
+"""`Way`: one way to serve a problem, as numbers. Its kernel and the kernel's launcher stand in a module that it names.
+
+A way is one object in `planning/ways/`, and one line of the table there. The engine (`engine.py`) intersects what a way
+accepts with what a problem needs, and compares the times of its tiles with those of all others. A new way overrides
+`tiles`, `together` and `workspace`, and whatever else differs from the usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..config import FusedConfig, Prediction
+from . import orders
+from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Epilogue
+from .orders import Order
+from .tile_model import gemm_us
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from .machine import Machine
+
+
+class Sizes(NamedTuple):
+    """What a call needs of its workspace: int32 flags, bytes of staging memory, bytes of the exchange area."""
+
+    flags: int = 0
+    staging: int = 0
+    exchange: int = 0
+
+
+class Way:
+    """What a way accepts, its tiles, its times and its memory. All ranks compute the same from equal arguments."""
+
+    kernel: str
+    """The kernel's name: its module below `iris_ops/kernels`, or below `iris_ops/` (`launch_names.py`)."""
+    launcher: str
+    """`module:function` below `iris_ops`, which names a launch's kernel, grid and arguments, or prepares several."""
+    supports: str = ""
+    """`module:function` that says why the kernel cannot load given tensors; empty where it loads all."""
+    several_launches: bool = False
+    """Whether `launcher` prepares a call of several launches."""
+    follows: bool = False
+    """Whether the kernel begins by `arch.follow`."""
+    options: str = ""
+    """`module:function` that gives more launch options, by the grid's programs and those that run at once."""
+    ops: frozenset[str]
+    algorithms: tuple[str, ...] = ("overlapped",)
+    """Of `FusedConfig.algorithm`, those that this way has a form of."""
+    warp_specialised: bool = False
+    weights = frozenset((PLAIN,))
+    sums = frozenset((ANY_ORDER, ROWS_ALIKE))
+    stand_in: str = ""
+    """The kernel that sends the same to the same places where this one cannot load a rank's tensors."""
+    lead: tuple[float, float] = (0.0, 0.0)
+    """By how much it must be faster than others to be chosen: a share of its time, and microseconds at most."""
+
+    def accepts(self, problem: Any, machine: Machine) -> str | None:
+        """The reason why `problem` cannot be served, beyond its weights and sums; None if it can."""
+        return None
+
+    def refuses(self, problem: Any) -> str | None:
+        """The reason why not even a user's configuration can serve `problem`; None if it can."""
+        return None
+
+    def tiles(self, problem: Any, machine: Machine) -> Sequence[FusedConfig]:
+        """The configurations that are weighed, each with this way's `kernel`."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """What a trace calls it where it cannot serve."""
+        return self.kernel
+
+    def standing(self, problem: Any) -> str:
+        """The kernel of the way that stands in for this one on a rank whose tensors it cannot load; "" if none."""
+        return self.stand_in
+
+    def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
+        """The reason why blocks of so many columns cannot serve, or None."""
+        return None
+
+    def means(self, problem: Any, config: FusedConfig) -> bool:
+        """Whether a user's `config` stands for this way. Of several, the last in the table counts."""
+        alike = config.warp_specialised == self.warp_specialised
+        return alike and problem.op in self.ops and config.algorithm in self.algorithms
+
+    def times(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
+        """Microseconds of the product, of the exchange, and of both with a launch."""
+        product = self.product_us(problem, config, machine)
+        link, total = self.together(problem, config, machine, product)
+        return Prediction(product, link, total + machine.launch_us)
+
+    def product_us(self, problem: Any, config: FusedConfig, machine: Machine) -> float:
+        """Microseconds of one rank's product."""
+        return gemm_us(problem, config, machine)
+
+    def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
+        """Microseconds of (the exchange alone, product and exchange together), given those of the product."""
+        raise NotImplementedError
+
+    def workspace(self, problem: Any, config: FusedConfig, programs: int) -> Sizes:
+        """What a call needs on a device on which `programs` run at once."""
+        return Sizes()
+
+    def order(self, problem: Any, config: FusedConfig, machine: Machine) -> Order | None:
+        """The order in which a row's products are added; None where it depends on the number of rows."""
+        return orders.of_tiles(problem, config, machine)
+
+    def fuses(self, problem: Any, config: FusedConfig) -> tuple[Epilogue, ...]:
+        """The parts of the epilogue that this way computes itself; others run in a kernel of their own."""
+        return ()
+
+    def rounds_rows(self, problem: Any) -> bool:
+        """Whether rows of A are rounded to the weight's format in a kernel before this one."""
+        return problem.weights.rounds_rows
+
+    def writes_to_peers(self, problem: Any) -> bool:
+        """Whether the kernel stores into the peers' `out`, which must then lie on the heap."""
+        return False
+
+    def most_rows(self, problem: Any, config: FusedConfig) -> int:
+        """How many rows one launch takes at most; more are computed in pieces, with the same bits."""
+        return max(1, problem.M)
+
+    def standing_in(self, problem: Any, config: FusedConfig, machine: Machine) -> FusedConfig:
+        """The configuration that this way takes in place of one of a way that it stands in for."""
+        return config
+
+    def label(self, problem: Any, config: FusedConfig) -> str:
+        """The kernel and its form, as a plan's trace names a candidate."""
+        label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.itemsize)}"
+        if config.lamport:
+            label += f" {config.algorithm}, {config.num_warps} warps"
+        return label + (f", {problem.weights.rounding}" if self.rounds_rows(problem) else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way's configuration with its times. `weighed_us`: what it is compared by."""
+
+    way: Way
+    config: FusedConfig
+    times: Prediction
+    weighed_us: float

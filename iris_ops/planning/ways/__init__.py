@@ -1,0 +1,38 @@
+"""The table of all ways. Where two are as fast, the one that stands first is taken."""
+
+from __future__ import annotations
+
+from ..way import Way
+from .copy_engines import Brought, CopyGather
+from .fp8_stream import Fp8Stream
+from .hopper_lamport import LamportPair, LamportPairScatter, LamportTwoShot
+from .hopper_overlapped import HopperGather, HopperReduce
+from .lamport import Lamport, LamportGather
+from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
+from .overlapped import Gather, GatherFirst, Reduce
+from .sequential import Sequential
+from .tree import Tree
+
+WAYS: tuple[Way, ...] = (
+    Lamport(),
+    LamportGather(),
+    Tree(),
+    Fp8Stream(),
+    Reduce(),
+    Gather(),
+    GatherFirst(),
+    HopperReduce(),
+    HopperGather(),
+    LamportTwoShot(),
+    LamportPair(),
+    LamportPairScatter(),
+    Brought(),
+    Sequential(),
+    CopyGather(),
+    GroupedFew(),
+    GroupedMany(),
+    Token(),
+    Down(),
+    Combine(),
+    DownInSteps(),
+)

@@ -1,0 +1,56 @@
+"""Few rows by weights in eight bits, widened in registers (`fp8/lamport_stream.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...config import FusedConfig
+from ...problem import ALL_REDUCE, Problem
+from ..machine import Machine
+from ..needs import ANY_ORDER, Epilogue
+from ..orders import Order, of_stream
+from ..overlap_model import unhidden
+from ..weights.fp8 import EIGHT_BITS, stream_refused, stream_us
+from .lamport import LAMPORT, Lamport, norm_inside
+
+LAMPORT_FP8 = "fp8.lamport_stream"
+# What its kernel chooses for itself; or, where a rank's operands do not lie as they must, the tile in its place.
+FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot", kernel=LAMPORT_FP8)
+
+
+class Fp8Stream(Lamport):
+    """The rows of A stay as they are. Sums of rows alike are not its: more rows would be rounded."""
+
+    kernel = LAMPORT_FP8
+    launcher = "fp8.lamport_stream:launcher"
+    supports = "layouts:streams"
+    options = "fp8.weight_stream:options"
+    ops = frozenset((ALL_REDUCE,))
+    algorithms = ("one_shot",)
+    weights = frozenset((EIGHT_BITS,))
+    sums = frozenset((ANY_ORDER,))
+    stand_in = LAMPORT
+
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        return stream_refused(problem, machine) or unhidden(problem)
+
+    def means(self, problem: Problem, config: FusedConfig) -> bool:
+        return problem.weights in self.weights and problem.weights.streams(problem) and config.algorithm == "one_shot"
+
+    def rounds_rows(self, problem: Problem) -> bool:
+        return False
+
+    def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+        return [FP8_STREAM]
+
+    def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
+        return stream_us(problem, machine)
+
+    def order(self, problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
+        return of_stream(problem, config, machine)
+
+    def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
+        return norm_inside(problem, config)
+
+    def label(self, problem: Problem, config: FusedConfig) -> str:
+        return self.kernel

@@ -1,0 +1,231 @@
+"""The ways of a mixture's ops: a grouped product, and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...config import FusedConfig, Prediction
+from ..machine import Machine
+from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
+from ..moe_ways import (
+    DEEP,
+    DEEP_COLUMNS,
+    FEW_TILES,
+    MOST_EXCHANGED,
+    MOST_TOKENS,
+    NOT_BACK,
+    ONE_PROGRAM_GBS,
+    ROWS_US,
+    SORT_US,
+    TOKEN_COLUMNS,
+    TOKEN_ELEMENTS,
+    TOKEN_STAGES,
+    link_us,
+    need_sorting,
+    one_token,
+    product_us,
+    sort_us,
+    sums_bytes,
+    tiles_of,
+    tokens_at_once,
+    waits_too_wide,
+)  # fmt: skip
+from ..way import Sizes, Way
+from ..workspace_size import exchange_ld
+
+GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
+TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
+
+
+class Mixture(Way):
+    """A grouped product in tiles that suit the number of pairs of token and expert."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.algorithms[0]}"
+
+    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+        return config.algorithm in self.algorithms
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        """Microseconds of what a call takes beside its product."""
+        raise NotImplementedError
+
+    def times(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:
+        product = self.product_us(problem, config, machine)
+        link = link_us(problem, machine) if problem.reduces else 0.0
+        return Prediction(product, link, product + self.rest_us(problem, machine) + machine.launch_us)
+
+    def product_us(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+        return product_us(problem, config.block_m, config.block_n, machine)
+
+    def most_rows(self, problem: MoeProblem, config: FusedConfig) -> int:
+        return max(1, problem.tokens)
+
+    def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+        found = []
+        for m, n, k, warps, stages, *_ in tiles_of(problem, machine):
+            if problem.invariant is None and problem.reduces and m == NOT_BACK:
+                continue
+            if (
+                problem.invariant is None
+                and not problem.reduces
+                and problem.tokens > 1
+                and m < 64
+                and n >= DEEP_COLUMNS
+            ):
+                k = DEEP
+            if self.refuses_tile(problem, n, machine):
+                continue
+            fit = machine.stages((m + n) * k * problem.dtype.itemsize)
+            while fit < 2 and k > 32:
+                k //= 2
+                fit = machine.stages((m + n) * k * problem.dtype.itemsize)
+            found.append(
+                FusedConfig(
+                    m, n, k, group_m=8, num_warps=warps, num_stages=max(1, min(stages, fit)),
+                    algorithm=self.algorithms[0], kernel=self.kernel,
+                )
+            )  # fmt: skip
+        return found
+
+    def label(self, problem: MoeProblem, config: FusedConfig) -> str:
+        return f"{config.kernel} {config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
+
+
+class GroupedFew(Mixture):
+    """Gate and up of so few pairs that each program looks for its rows by itself."""
+
+    kernel = GROUPED
+    launcher = "moe.grouped_matmul:launch"
+    ops = frozenset((GATE_UP,))
+    algorithms = ("one_shot",)
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        sorted_first = need_sorting(problem.pairs, problem.experts)
+        return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        return 0.0
+
+
+class GroupedMany(GroupedFew):
+    """Gate and up of tokens that are sorted first."""
+
+    algorithms = ("sequential",)
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        return SORT_US
+
+
+class Down(Mixture):
+    """The way back in one hop: a program adds up what the experts give of its columns."""
+
+    kernel = LAMPORT
+    launcher = "moe.lamport_down:launch"
+    ops = frozenset((DOWN_ALL_REDUCE,))
+    algorithms = ("one_shot",)
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        if not one_token(problem):
+            return f"one token is {TOKEN}'s"
+        if problem.tokens > MOST_TOKENS:
+            return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
+        return waits_too_wide(problem, max(n for _, n, *_ in FEW_TILES), machine)
+
+    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+        return super().means(problem, config) and one_token(problem) is not None
+
+    def refuses_tile(self, problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+        return waits_too_wide(problem, block_n, machine)
+
+    def workspace(self, problem: MoeProblem, config: FusedConfig, programs: int) -> Sizes:
+        elements = problem.world_size * problem.tokens * exchange_ld(problem.N)
+        return Sizes(exchange=2 * elements * problem.dtype.itemsize)
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        block_n = max(n for _, n, *_ in FEW_TILES)
+        sums = (problem.pairs + problem.tokens) * block_n * problem.dtype.itemsize / (ONE_PROGRAM_GBS * 1e3)
+        copies = problem.world_size - 1
+        link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+        sort = sort_us(problem)
+        return machine.exchange_us + -(-problem.tokens // 16) + sums + link + sort  # a microsecond for 16 tokens
+
+
+class Token(Down):
+    """The way back of one token, whose weights are streamed."""
+
+    kernel = TOKEN
+    launcher = "moe.lamport_token:launch"
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        return one_token(problem)
+
+    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+        return config.algorithm in self.algorithms and one_token(problem) is None
+
+    def refuses_tile(self, problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+        return None
+
+    def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+        """As narrow columns as have no more programs than two for each multiprocessor."""
+        n = next((n for n in TOKEN_COLUMNS if -(-problem.N // n) <= 2 * machine.num_programs), TOKEN_COLUMNS[-1])
+        choices = 1 << (problem.top_k - 1).bit_length()
+        k = min(256, max(16, TOKEN_ELEMENTS // (n * choices)))
+        stages = TOKEN_STAGES[-(-problem.N // n) > machine.num_programs]
+        fit = machine.stages(choices * (n + 1) * k * problem.dtype.itemsize)
+        config = FusedConfig(
+            16, n, k, num_warps=4, num_stages=max(1, min(stages, fit)), algorithm="one_shot", kernel=TOKEN
+        )  # fmt: skip
+        return [config]
+
+    def product_us(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+        """As if it had the best of tiles: which way is taken must not depend on a rank's K."""
+        return min(product_us(problem, m, n, machine) for m, n, *_ in FEW_TILES)
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        return machine.exchange_us
+
+
+class Combine(Mixture):
+    """The way back of many tokens, whose sums travel while others are added up."""
+
+    kernel = COMBINE
+    launcher = "moe.lamport_combine:launch"
+    ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        nbytes = sums_bytes(problem, tokens_at_once(problem))
+        if nbytes > MOST_EXCHANGED:
+            return f"its exchange would take {nbytes >> 20} MiB; at most {MOST_EXCHANGED >> 20}"
+        return None
+
+    def workspace(self, problem: MoeProblem, config: FusedConfig, programs: int) -> Sizes:
+        return Sizes(exchange=sums_bytes(problem, tokens_at_once(problem)))
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        size = problem.dtype.itemsize
+        again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+        link = link_us(problem, machine)
+        sort = sort_us(problem)
+        launches = -(-problem.tokens // max(1, tokens_at_once(problem)))
+        fixed = ROWS_US + launches * (machine.launch_us + machine.exchange_us) + sort
+        return fixed + max(again, link) + 0.2 * min(again, link)
+
+
+class DownInSteps(Mixture):
+    """The way back as a product, a kernel that adds up, and a collective of `iris.ccl`."""
+
+    kernel = SEQUENTIAL
+    launcher = "moe.sequential:launch"
+    ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
+    algorithms = ("sequential",)
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        size = problem.dtype.itemsize
+        again = (problem.pairs + problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+        sort = sort_us(problem)
+        return ROWS_US + again + link_us(problem, machine) + 2 * machine.exchange_us + machine.launch_us + sort

@@ -1,0 +1,227 @@
+"""The steps of a prepared call. Each launches what it was made for and chooses nothing.
+
+    BiasTogether, PartOfNothing   operands as kernels take them, where a caller's are not
+    Halves                        room for a gated product whose halves are gated in a step of their own
+    Kernel, Several               one launch, or what comes with torch's product
+    CopyBack                      of what peers wrote elsewhere, to `out`
+    Gate, Norm                    what follows in kernels of their own
+
+A format of weights has steps of its own before the product (`fp8/steps.py`). A call whose steps are all `repeatable`
+can be repeated by its launches alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from iris import platform
+from iris.errors import ArgumentError
+from iris.launch import relaunch
+import torch
+import triton
+
+from .config import FusedConfig
+from .kernels import rmsnorm_epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .local import gating
+from .operands import Operands
+from .planning.way import Way
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from iris.rank import Rank
+
+    from .workspace import Workspace
+
+
+def named(where: str) -> Callable[..., Any]:
+    """The function `module:function` below `iris_ops`, or of an absolute module where the name begins with one."""
+    module, _, function = where.partition(":")
+    package = module if module.startswith("tests.") else f"iris_ops.{module}"
+    return getattr(import_module(package), function)
+
+
+class Step(Protocol):
+    """What a step is. Its fields say what it launches."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call with this step can be repeated by its launches alone."""
+
+    def run(self, run: Run) -> None:
+        """Launch what the step stands for, in the current stream."""
+
+
+@dataclass
+class Run:
+    """One call under way. Steps may replace `tensors`, whose `out` is `staged`, on the heap, or the caller's `out`.
+
+    `scales`: of the operands, as fields of a kernel's `TileEpilogue`.
+    """
+
+    rank: Rank
+    workspace: Workspace
+    kernels: dict
+    tensors: Operands
+    out: torch.Tensor
+    staged: torch.Tensor | None = None
+    moving: Sequence[int] = ()
+    came_before: bool = False
+    epilogue: Epilogue | None = None
+    scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    launches: list[relaunch.Launch | None] = field(default_factory=list)
+
+    def launched(self) -> relaunch.Launch | None:
+        """All launches as one, or None if they cannot be made again."""
+        found = self.launches[0] if self.launches else None
+        for each in self.launches[1:]:
+            found = relaunch.in_turn(found, each)
+        return found
+
+
+@dataclass(frozen=True)
+class BiasTogether:
+    """A bias whose elements stand apart is copied."""
+
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        assert run.tensors.bias is not None
+        run.tensors = run.tensors._replace(bias=run.tensors.bias.contiguous())
+
+
+@dataclass(frozen=True)
+class PartOfNothing:
+    """One element in all, gathered by columns and taken as by rows (`problem.describe`): this rank has no row."""
+
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        run.tensors = run.tensors._replace(A=run.tensors.A[:0], B=run.tensors.A.t(), bias=None)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The product goes to memory of its own, both halves of it."""
+
+    problem: Problem
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        run.tensors = run.tensors._replace(out=run.out.new_empty(self.problem.M, self.problem.N))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch of the way's kernel, or one for each piece of the rows.
+
+    `ends_with_norm`: whether the kernel is given the operands of the norm that follows.
+    """
+
+    way: Way
+    problem: Problem
+    config: FusedConfig
+    ends_with_norm: bool = False
+    pieces: int = 1
+
+    @property
+    def repeatable(self) -> bool:
+        return self.pieces == 1
+
+    def run(self, run: Run) -> None:
+        if self.pieces == 1:
+            run.launches.append(self._launch(run, self.problem, run.tensors, run.moving))
+            return
+        # alike: where two shots serve, every rank has rows of each
+        out, A, B, bias, _ = run.tensors
+        for rows, factor in zip(out.tensor_split(self.pieces), A.tensor_split(self.pieces), strict=True):
+            self._launch(run, replace(self.problem, M=rows.shape[0]), Operands(rows, factor, B, bias), ())
+        run.launches.append(None)
+
+    def _launch(
+        self, run: Run, problem: Problem, tensors: Operands, moving: Sequence[int]
+    ) -> relaunch.Launch | None:  # fmt: skip
+        rank, config = run.rank, self.config
+        function, grid, args = named(self.way.launcher)(rank, run.workspace, problem, config, tensors)
+        if run.scales:
+            args["epilogue"] = args["epilogue"]._replace(**run.scales)
+        if self.ends_with_norm:
+            assert run.epilogue is not None
+            norm = dict(zip(EPILOGUE_NAMES, run.epilogue, strict=True))
+            args["epilogue"] = args["epilogue"]._replace(**norm)
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        if self.way.follows:
+            options |= platform.beside(rank.device)
+        if self.way.options:
+            options |= named(self.way.options)(grid[0], platform.num_programs(rank.device))
+        try:
+            return relaunch.launch(run.kernels, rank.device, function, grid, args, moving, **options)
+        except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
+            raise ArgumentError(
+                f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
+                f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} "
+                f"for {problem.dtype}; expected at most {error.limit}, what the device has"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Several:
+    """The launches of a way that comes with torch's product, as a graph once the call came before."""
+
+    way: Way
+    problem: Problem
+    config: FusedConfig
+    repeatable = True
+
+    def run(self, run: Run) -> None:
+        prepare = named(self.way.launcher)
+        if not run.came_before:
+            prepare(run.workspace, self.problem, self.config, run.tensors)()
+            run.launches.append(None)
+            return
+        kept = Operands._make([relaunch.alias(each) for each in run.tensors])
+        again = run.workspace.graphs.of(prepare(run.workspace, self.problem, self.config, kept))
+        again()
+        run.launches.append(relaunch.Launch(again))
+
+
+@dataclass(frozen=True)
+class CopyBack:
+    """What peers wrote to memory of the workspace goes to `out`."""
+
+    repeatable = True
+
+    def run(self, run: Run) -> None:
+        if run.staged is not None:
+            run.out.copy_(run.staged)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The halves of the product are gated to `out`."""
+
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        gating.gate(run.out, run.tensors.out)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The residual is added to `out`, and the first half of the norm is computed."""
+
+    repeatable = False
+
+    def run(self, run: Run) -> None:
+        assert run.epilogue is not None
+        rmsnorm_epilogue.finish(run.out, *run.epilogue)
+
+
+def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:
+    """Run the steps in the current stream. Return how to launch them again, or None."""
+    for step in steps:
+        step.run(run)
+    return run.launched() if all(step.repeatable for step in steps) else None

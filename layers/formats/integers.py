@@ -1,0 +1,69 @@
+"""What formats of integers share: a weight is (code - zero) * scale, with a zero and a scale for each group along K."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .bits import block_of, blocks
+from .weight_format import Index, Span, WeightFormat
+
+
+@dataclass(frozen=True)
+class GroupedIntegers(WeightFormat):
+    """Integers of `bits`, `group` of them along K to a scale. `ordered`: a stored index gives each entry's group."""
+
+    bits: int
+    group: int
+    ordered: bool = False
+
+    @property
+    def label(self) -> str:
+        shared = "channel" if self.group >= self.shape[1] else f"groups of {self.group}"
+        return f"{self.name} int{self.bits} by {shared}{', ordered' if self.ordered else ''}"
+
+    @property
+    def unit(self) -> int:
+        apart = self.ordered or self.group >= self.shape[1]
+        return 32 // self.bits if apart else self.group
+
+    def groups(self, columns: Span) -> Span:
+        """The groups whose scales `columns` need: all of them where entries are ordered by activation."""
+        return (0, -(-self.shape[1] // self.group)) if self.ordered else blocks(columns, self.group)
+
+    def words(self, span: Span) -> Span:
+        """The int32 words that `span` lies in, where words are packed along it."""
+        return blocks(span, 32 // self.bits)
+
+    def within(self, codes: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
+        """`span` of `codes`, which hold the words that it touches along `dim`."""
+        return codes.narrow(dim, span[0] % (32 // self.bits), span[1] - span[0])
+
+    def order(self, columns: Span) -> dict[str, Index]:
+        """What of the stored index `columns` need."""
+        return {"order": (slice(*columns),)} if self.ordered else {}
+
+    def widen(
+        self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        scale = self.scales(held).to(dtype)
+        of = held["order"].long() if self.ordered else block_of(columns, self.group, scale.device)
+        zero = self.zeros(held, rows)
+        codes = self.codes(held, rows, columns).to(dtype)
+        codes = codes - (zero.to(dtype).index_select(1, of) if isinstance(zero, torch.Tensor) else zero)
+        return codes * scale.index_select(1, of)
+
+    @abstractmethod
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        """The integers [rows, columns]."""
+
+    @abstractmethod
+    def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
+        """The integers that stand for 0: [rows, groups read], or one for all."""
+
+    @abstractmethod
+    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The scales [rows, groups read]."""

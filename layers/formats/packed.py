@@ -1,0 +1,92 @@
+"""Integers as compressed-tensors stores them, in 4 or 8 bits: packed (`pack-quantized`), or in int8 (`int-quantized`).
+
+packed  int32 [N, ceil(K * bits / 32)], lowest bits first along K: the integer + 2^(bits - 1); or int8 [N, K]
+scale   [N, groups]; one group for a channel
+zero    int32 [ceil(N * bits / 32), groups], packed along N as the integers are; or int8 [N, groups]
+order   int32 [K], the group of each entry, where older files order entries by activation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from iris.errors import CheckpointError
+import torch
+
+from ..checkpoint.files import StoredTensor
+from .bits import fields
+from .integers import GroupedIntegers
+from .weight_format import Index, QuantisedWeight, Span
+
+_SCALES = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Packed(GroupedIntegers):
+    """`asymmetric`: whether there are zero points. `loose`: one int8 to an entry."""
+
+    asymmetric: bool = False
+    loose: bool = False
+
+    name: ClassVar[str] = "packed"
+
+    def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
+        groups = slice(*self.groups(columns))
+        index: dict[str, Index] = {"packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns))))}
+        index |= {"scale": (slice(*rows), groups)} | self.order(columns)
+        if self.asymmetric:
+            index["zero"] = (slice(*(rows if self.loose else self.words(rows))), groups)
+        return index
+
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        return held["packed"] if self.loose else self.within(fields(held["packed"], self.bits), columns, 1)
+
+    def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
+        if not self.asymmetric:
+            return 0 if self.loose else 1 << (self.bits - 1)
+        zero = held["zero"]
+        return zero if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
+
+    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return held["scale"]
+
+
+def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[int, ...]) -> QuantisedWeight:
+    """Return the weight of `shape` [N, K] that the stored `tensors` by role are.
+
+    Raises `CheckpointError` where they do not fit.
+    """
+    packed, scale, zero, order = (tensors.get(role) for role in ("packed", "scale", "zero", "order"))
+    assert packed is not None and scale is not None
+    if len(shape) != 2 or len(packed.shape) != 2:
+        raise CheckpointError(f"has shape {list(shape)}, packed {list(packed.shape)}: expected matrices")
+    rows, columns = shape
+    loose = packed.dtype == torch.int8
+    width = columns if loose else -(-columns * bits // 32)
+    if packed.dtype not in (torch.int8, torch.int32) or packed.shape != (rows, width) or (loose and bits != 8):
+        raise CheckpointError(
+            f"is packed as {packed.dtype} {list(packed.shape)}: expected int32 [{rows}, {-(-columns * bits // 32)}],"
+            f" of {bits} bits each"
+        )
+    if scale.dtype not in _SCALES:
+        raise CheckpointError(f"has scales in {scale.dtype}: expected one of {', '.join(map(str, _SCALES))}")
+    if scale.nbytes == scale.dtype.itemsize and rows > 1:
+        raise CheckpointError("has one scale: expected one for each row, or one for each group of a row")
+    groups = 1 if len(scale.shape) == 1 else scale.shape[-1]
+    if scale.shape not in ((rows,), (rows, groups)) or columns % groups:
+        raise CheckpointError(
+            f"[{rows}, {columns}] has scales of shape {list(scale.shape)}: expected groups along a row"
+        )
+    if zero is not None:
+        expected = (rows if loose else -(-rows * bits // 32), groups)
+        if zero.dtype != packed.dtype or zero.shape != expected:
+            raise CheckpointError(
+                f"has zero points {zero.dtype} {list(zero.shape)}: expected {packed.dtype} {list(expected)}"
+            )
+    if order is not None and order.shape != (columns,):
+        raise CheckpointError(f"has g_idx of shape {list(order.shape)}: expected [{columns}]")
+    held = {"packed": packed, "scale": scale.reshaped((rows, groups)), "zero": zero, "order": order}
+    format = Packed((rows, columns), bits, columns // groups, order is not None, zero is not None, loose)
+    return QuantisedWeight(format, {role: each for role, each in held.items() if each is not None})

@@ -1,0 +1,182 @@
+"""Which stored tensors form one weight, as a scheme says, and what a checkpoint holds beside weights.
+
+    stored                                            as a mapping for the loader
+    model.layers.0.mlp.up_proj.weight          e4m3   model.layers.0.mlp.up_proj.weight   a QuantisedWeight
+    model.layers.0.mlp.up_proj.weight_scale_inv       (a part of it)
+    model.layers.0.mlp.up_proj.input_scale            (not needed: activations are not quantised)
+    model.norm.weight                          bf16   model.norm.weight                   as it is
+
+The tensors say whether a weight is quantised, the configuration says how. Where the two contradict each other, where a
+scale has no weight, and where the file has scales of a quantised KV cache, the loader reports it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+import math
+
+from iris.errors import CheckpointError
+import torch
+
+from ..checkpoint.composed import Source, Stack
+from ..checkpoint.files import StoredTensor
+from ..together import listed, shown, words
+from .fp8 import by_rows
+from .weight_format import QuantisedWeight, quantised_weights
+
+Roles = Mapping[str, StoredTensor]
+# Scales of a quantised KV cache, and of attention on one.
+_CACHE = (
+    ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".attn_output_scale", ".k_zero_point",
+    ".v_zero_point", ".k_global_scale", ".v_global_scale", ".q_global_scale", ".k_bmm_quantizer._amax",
+    ".v_bmm_quantizer._amax", ".k_proj.output_scale", ".v_proj.output_scale", ".kv_b_proj.output_scale",
+)  # fmt: skip
+PACKED_DTYPES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint's configuration says that its weights are stored."""
+
+    method: str  # its name in the configuration
+    suffixes: Mapping[str, tuple[str, str]]
+    """By the end of a stored name: the role of the tensor, and the end of the weight's name in place of it."""
+    build: Callable[[str, Roles], QuantisedWeight]
+    """What makes a weight of a matrix's tensors; it raises `CheckpointError` where it cannot."""
+    leaves_out: Callable[[str], bool]
+    """Whether the configuration says that a module is not quantised."""
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds: `sources` by name, quantised weights as one each, and `problems` by name."""
+
+    sources: dict[str, Source]
+    problems: list[str] = field(default_factory=list)
+    activation_scales: int = 0
+
+    @property
+    def quantised(self) -> dict[str, Source]:
+        return {name: source for name, source in self.sources.items() if quantised_weights(source)}
+
+    def line(self, dtype: torch.dtype, in_fp8: Set[str] = frozenset()) -> str:
+        """Return what loading made of quantised weights, in one line, empty where there are none.
+
+        `in_fp8`: the names of those that layers hold in fp8.
+        """
+        name = str(dtype).removeprefix("torch.")
+        quantised = self.quantised
+        widened = [each for key in quantised.keys() - in_fp8 for each in quantised_weights(quantised[key])]
+        held = [quantised[key] for key in quantised.keys() & in_fp8]
+        kept = [source for source in held if by_rows(source) is not None]
+        parts = []
+        if widened:
+            kinds = ", ".join(sorted({each.format.label for each in widened}))
+            now = _size(sum(math.prod(each.shape) for each in widened) * dtype.itemsize)
+            parts.append(f"weights in {kinds} widened to {name}: {now} instead of {_size(sum(_sizes(widened)))}")
+            if not in_fp8 and any(by_rows(quantised[key]) is not None for key in quantised):
+                parts.append("weights='fp8_all' keeps linears by channel or by tensor as they are stored")
+        if kept:
+            parts.append(f"{len(kept)} weights kept in fp8 as stored: {_size(sum(_sizes(kept)))}")
+        if len(held) > len(kept):
+            parts.append(f"{len(held) - len(kept)} weights rounded again, to fp8 by channel")
+        if widened and self.activation_scales:
+            parts.append(f"activations stay in {name}")
+        return "; ".join(parts)
+
+
+def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: bool) -> Contents:
+    """Return what `stored` tensors hold by `scheme`. Without `strict`, scales of a KV cache are left out."""
+    if scheme is None:
+        return Contents(dict(stored), _unexplained(stored))
+    found, cache = Contents({}), []
+    groups: dict[str, dict[str, str]] = {}
+    placed: dict[str, tuple[str, str]] = {}
+    for name in stored:
+        if name.endswith(_CACHE):
+            cache.append(name)
+        elif (place := _place(scheme, name, stored)) is not None:
+            placed[name] = place
+        else:
+            found.sources[name] = stored[name]
+    for name, (target, role) in placed.items():
+        groups.setdefault(target, {})[role] = name
+    for target, names in groups.items():
+        if set(names) == {"weight"} and stored[names["weight"]].dtype not in PACKED_DTYPES[:2]:
+            found.sources[target] = stored[names["weight"]]
+            continue
+        found.activation_scales += "activation" in names
+        try:
+            found.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+        except CheckpointError as error:
+            found.problems.append(f"{shown(target)} {words(error)}")
+    if not found.problems and not found.quantised:
+        found.problems.append(
+            f"the configuration says that weights are quantised ({scheme.method}), and no stored weight is: remove"
+            " quantization_config from config.json"
+        )
+    if cache and strict:
+        found.problems.append(
+            f"the files hold scales of a quantised KV cache, and the cache here is not quantised: {listed(cache)};"
+            " strict=False loads the model without them"
+        )
+    return found
+
+
+def _place(scheme: Scheme, name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, str] | None:
+    """The weight that a stored tensor is of, and its role there; None for a tensor by itself."""
+    for suffix in sorted(scheme.suffixes, key=len, reverse=True):
+        if name.endswith(suffix):
+            role, ending = scheme.suffixes[suffix]
+            target = name.removesuffix(suffix) + ending
+            if suffix == ".scale" and (target not in stored or stored[target].dtype not in PACKED_DTYPES):
+                return None  # a module's own parameter of that name
+            return target, role
+    scaled = [suffix for suffix, (_, ending) in scheme.suffixes.items() if not ending and name + suffix in stored]
+    return (name, "weight") if scaled else None
+
+
+def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Source:
+    roles.pop("activation", None)
+    main = next((roles[role] for role in ("weight", "packed", "blocks") if role in roles), None)
+    if main is None:
+        raise CheckpointError(f"has no stored weight, only its {', '.join(sorted(roles)) or 'activation scales'}")
+    if set(roles) == {"weight"} and main.dtype not in PACKED_DTYPES:
+        return main
+    module = target.removesuffix(".weight")
+    if scheme.leaves_out(module):
+        raise CheckpointError(f"is quantised, and the configuration ({scheme.method}) says that {shown(module)} is not")
+    experts = main.shape[0] if main.shape else 0
+    if len(main.shape) == (4 if "blocks" in roles else 3):
+        if any(not each.shape or each.shape[0] != experts for each in roles.values()):
+            shapes = {role: list(each.shape) for role, each in roles.items()}
+            raise CheckpointError(f"has tensors of shapes {shapes}: expected {experts} experts in each")
+        return Stack([scheme.build(target, {k: each.entry(i) for k, each in roles.items()}) for i in range(experts)])
+    return scheme.build(target, roles)
+
+
+def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
+    """A problem where weights are in fp8 and no configuration says how."""
+    names = [
+        name
+        for name, each in stored.items()
+        if each.dtype in PACKED_DTYPES[:2] and any(f"{name}{end}" in stored for end in ("_scale_inv", "_scale"))
+    ]
+    if not names:
+        return []
+    return [f"the weights are quantised, and config.json has no quantization_config that says how: {listed(names)}"]
+
+
+def needs(roles: Roles, *wanted: str) -> None:
+    """Raises `CheckpointError` unless `roles` has each of those `wanted`."""
+    if missing := [each for each in wanted if each not in roles]:
+        raise CheckpointError(f"has no stored {', '.join(missing)}")
+
+
+def _sizes(sources: Iterable[Source]) -> Iterator[int]:
+    return (each.nbytes for each in sources)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

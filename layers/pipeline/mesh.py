@@ -1,0 +1,109 @@
+"""A DeviceMesh of several hosts: which dimensions it may have, and this rank's place in it.
+
+The last dimension is "tp": the ranks of one host, which share a context. Before it "pp" divides the layers between
+hosts, or "dp" gives each host a replica. This order makes the ranks of a host neighbours, as launchers number them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from iris import errors
+from iris.across import Across
+from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
+import torch.distributed as dist
+
+from ..together import words
+
+if TYPE_CHECKING:
+    from iris.context import Iris
+
+T = TypeVar("T")
+
+_MESHES = ("pp", "tp"), ("dp", "tp")
+_EXPECTED = 'init_device_mesh(device, (hosts, ranks), mesh_dim_names=("pp", "tp")) or ("dp", "tp")'
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands among the hosts: `kind` is "pp" or "dp", `line` its counterparts on all hosts."""
+
+    kind: str
+    line: Across
+
+    @property
+    def stages(self) -> int:
+        """Over how many stages the layers are divided."""
+        return self.line.size if self.kind == "pp" else 1
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage, from 0."""
+        return self.line.rank if self.kind == "pp" else 0
+
+    def run(self, call: str, step: Callable[[], T], facts: Callable[[T], dict[str, Any]] = lambda _: {}) -> T:
+        """What `step` gives, a part of a `call` that every host makes. Collective, one exchange of the hosts.
+
+        Where `step` raises on one host, it raises on all of them. Raises `ArgumentError` on all of them where one of
+        the named `facts` of the result differs.
+        """
+        error: Exception | None = None
+        own: dict[str, str] = {}
+        try:
+            result = step()
+            own = {name: str(value) for name, value in facts(result).items()}
+        except PeerLostError:
+            raise  # the others find that out
+        except Exception as caught:
+            error = caught
+        try:
+            told = self.line.exchange(call, (None if error is None else _described(error), own))
+        except IrisError:
+            if error is None:
+                raise
+        if error is not None:
+            raise error
+        for member, (failure, _) in enumerate(told):
+            if failure is not None:
+                kind, text = failure
+                raise getattr(errors, kind, PlatformError)(f"host {self.line.names[member]}: {text}")
+        first = told[0][1]
+        for member, (_, other) in enumerate(told):
+            for name in sorted(first.keys() | other.keys()):
+                if first.get(name) != other.get(name):
+                    raise ArgumentError(
+                        f"{call}: {name} differs between hosts: it is {first.get(name)} on {self.line.names[0]} and "
+                        f"{other.get(name)} on {self.line.names[member]}: expected the same on every rank"
+                    )
+        return result
+
+
+def place_in(mesh: Any, ctx: Iris) -> Place | None:
+    """This rank's place in `mesh`; None without one. Collective over the mesh.
+
+    Raises `ArgumentError` on every rank for a mesh of other dimensions, or one whose "tp" is not the context's group.
+    """
+    if mesh is None:
+        return None
+    if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "get_group"):
+        raise ArgumentError(f"mesh is a {type(mesh).__name__}: expected None or a DeviceMesh, {_EXPECTED}")
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ArgumentError(f"mesh of shape {tuple(mesh.shape)} names no dimensions: expected {_EXPECTED}")
+    if tuple(names) not in _MESHES:
+        raise ArgumentError(f"mesh has the dimensions {tuple(names)}: expected {_EXPECTED}, in this order")
+    inside = mesh["tp"].get_group()
+    own = dist.get_process_group_ranks(ctx.hosts.group) if ctx.hosts.group else [0]
+    if dist.get_process_group_ranks(inside) != own:
+        raise ArgumentError(
+            f"ctx has the ranks {own} and mesh['tp'] the ranks {dist.get_process_group_ranks(inside)}: expected one "
+            f"group, ctx = iris.iris(group=mesh['tp'])"
+        )
+    return Place(names[0], Across(mesh[names[0]].get_group()))
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    name = type(error).__name__
+    return (name, str(error)) if isinstance(error, IrisError) else (PlatformError.__name__, f"{name}: {words(error)}")

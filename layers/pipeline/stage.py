@@ -1,0 +1,166 @@
+"""Between the stages of a divided model: hidden states go on to the next stage, logits come back to all.
+
+Every rank of every stage runs the model's own forward, `generate()` and engine, on the same tokens. Only three places
+differ. The first layer of a later stage takes the hidden states that the stage before sends; the last layer of an
+earlier stage sends its own; the head's logits go from the last stage to all others. So every rank chooses the same next
+token by the same bits, and nothing else has to be agreed on. Rank i of a stage talks to rank i of the others: ranks of
+a stage hold the same hidden states, so each border is crossed by as many streams as a host has ranks.
+
+Stages take turns on one batch, because a token depends on all layers of the one before. Schedules that fill a pipeline
+with several batches (torch.distributed.pipelining) cut each batch into microbatches and keep no cache between calls.
+They fit training and scoring, not generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from iris.errors import ArgumentError
+from iris_ops.recording import is_recording
+import torch
+from torch import nn
+
+from .cut import NoHead, Part
+from .mesh import Place
+
+T = TypeVar("T")
+
+_ATTRIBUTE = "iris_place"
+
+
+def place_of(model: Any) -> Place | None:
+    """The place among the hosts of a model that was split on a mesh; None for any other."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def run_on_stages(model: Any, call: str, step: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
+    """What `step` gives, checked and compared between the stages of `model` as `Place.run` does; else plainly so.
+
+    Replicas make calls of their own, so they are not compared.
+    """
+    place = place_of(model)
+    return step() if place is None or place.stages == 1 else place.run(call, step, facts)
+
+
+def connect(model: Any, place: Place, part: Part | None) -> None:
+    """Add what crosses the borders of this stage to `model`, which has the layers of `part`. Collective."""
+    setattr(model, _ATTRIBUTE, place)
+    if part is None or place.stages == 1:
+        return
+    line, stage, last = place.line, place.stage, place.stages - 1
+    layers: Any = model.get_submodule(part.stack)
+    head = model.get_output_embeddings()
+    kinds = line.exchange("the logits' dtype", None if stage < last else str(_dtype(model)).removeprefix("torch."))
+    if stage > 0:
+        layers[0].register_forward_pre_hook(_Receive(place), with_kwargs=True)
+    if stage < last:
+        layers[-1].register_forward_hook(_Send(place))
+    head.register_forward_hook(_ShareLogits(place, getattr(torch, kinds[last])))
+    _refuse_to_save(model)
+
+
+def check_engine(model: Any, graphs: bool | None, compile: bool | str) -> bool:
+    """Whether steps of an engine on `model` cross hosts. Raises `ArgumentError` for options that then are not served.
+
+    A wait for another host ends in time because the host watches it, which a CUDA graph and compiled layers exclude.
+    """
+    place = place_of(model)
+    if place is None or place.stages == 1:
+        return False
+    for name, value in (("graphs", graphs), ("compile", compile)):
+        if value:
+            raise ArgumentError(
+                f"{name} is {value!r} for a model whose layers are divided between hosts: expected False"
+            )
+    return True
+
+
+def share_generators(model: Any, device: torch.device) -> None:
+    """Give this rank the states of the random generators of its counterpart on stage 0. Collective."""
+    place = place_of(model)
+    if place is None or place.stages == 1:
+        return
+    on_gpu = device.type == "cuda"
+    state = torch.get_rng_state()
+    own = torch.cuda.get_rng_state(device) if on_gpu else None
+    cpu, gpu = place.line.exchange(
+        "the states of random generators",
+        [bytes(each.numpy()).hex() if each is not None else None for each in (state, own)] if not place.stage else None,
+    )[0]
+    torch.set_rng_state(_bytes_of(cpu))
+    if on_gpu:
+        torch.cuda.set_rng_state(_bytes_of(gpu), device)
+
+
+def share_seed(model: Any, seed: int | None) -> int | None:
+    """The seed of stage 0, on every stage; None is drawn there by torch's generator. Collective."""
+    place = place_of(model)
+    if place is None or place.stages == 1:
+        return seed
+    drawn = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None and not place.stage else seed
+    return place.line.exchange("the seed of samples", drawn)[0]
+
+
+class _Receive:
+    """Before the first layer: the hidden states of the stage before, in place of those that come in."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if is_recording() or hidden.is_meta:
+            return None
+        hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.place.line.receive(hidden, self.place.stage - 1, "receiving hidden states")
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+class _Send:
+    """After the last layer: its hidden states go to the next stage."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not is_recording() and not hidden.is_meta:
+            self.place.line.send(hidden.contiguous(), self.place.stage + 1, "sending hidden states")
+
+
+class _ShareLogits:
+    """After the head: the last stage sends its logits to all others, which return them as theirs."""
+
+    def __init__(self, place: Place, dtype: torch.dtype) -> None:
+        self.place, self.dtype = place, dtype
+
+    def __call__(self, module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+        if is_recording() or logits.is_meta:
+            return logits
+        line, last = self.place.line, self.place.stages - 1
+        if isinstance(module, NoHead):
+            logits = torch.empty(logits.shape, dtype=self.dtype, device=logits.device)
+            line.receive(logits, last, "receiving logits")
+            return logits
+        for stage in range(last):
+            line.send(logits.contiguous(), stage, "sending logits")
+        return logits
+
+
+def _dtype(model: Any) -> torch.dtype:
+    return next(model.get_output_embeddings().parameters()).dtype
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _refuse_to_save(model: Any) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ArgumentError(
+            "save_pretrained of a model whose layers are divided between hosts: expected a mesh without 'pp', or the "
+            "folder that the model was read from"
+        )
+
+    model.save_pretrained = refuse

@@ -1,0 +1,124 @@
+"""A host that ends, or that no packet reaches, is named on all ranks of the other hosts within IRIS_TIMEOUT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import iris
+from iris.across import Across
+from iris.errors import ArgumentError, PeerLostError
+import layers
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts.meshes import on_mesh
+from tests.hosts.namespaces import kill_own_host, needs_namespaces, run_hosts
+from tests.layers import models
+
+pytestmark = needs_namespaces()
+
+_LIMIT_S = 8.0
+_ENV = {"IRIS_TIMEOUT": str(_LIMIT_S)}
+
+
+def _vanish(how: str) -> None:
+    if how == "killed":
+        kill_own_host()
+    subprocess.run(["ip", "link", "set", "iris1", "down"], check=True)
+    time.sleep(_LIMIT_S + 5)
+    os._exit(0)
+
+
+def _generating(rank: int, world_size: int, lost: int, how: str) -> tuple[float, str, str]:
+    with on_mesh("pp", world_size) as (mesh, ctx):
+        model = models.build("plain")
+        layers.parallelize(model, ctx, mesh=mesh)
+        models.generate(model)
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2 and rank // 2 == lost:
+                if rank % 2 == 0 or how == "unplugged":
+                    _vanish(how)
+                time.sleep(30)  # until rank 0 of this host ends it
+
+        model.register_forward_pre_hook(count)
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(PeerLostError) as first:
+            models.generate(model)
+        seconds = time.monotonic() - begin
+        with pytest.raises(PeerLostError) as again:  # at once
+            models.generate(model)
+        return seconds, str(first.value), str(again.value)
+
+
+@pytest.mark.parametrize(
+    "lost, how", [(1, "killed"), (0, "killed"), pytest.param(1, "unplugged", marks=pytest.mark.slow)]
+)
+def test_a_lost_stage_is_named(lost: int, how: str) -> None:
+    ends = run_hosts((2, 2), _generating, lost, how, env=_ENV)
+    for rank, end in enumerate(ends):
+        if rank // 2 == lost:
+            continue
+        assert end.exitcode == 0, end.traceback
+        seconds, first, again = end.result
+        assert seconds < _LIMIT_S + 4
+        named = f"lost host host{'ab'[lost]}"
+        # where a link breaks, one rank may wait for its neighbour, which waits for the host that no packet reaches
+        assert all(named in message or (how == "unplugged" and "lost rank" in message) for message in (first, again))
+    assert how == "killed" or any(named in text for end in ends if end.result for text in end.result[1:])
+
+
+def _before_loading(rank: int, world_size: int) -> str:
+    with on_mesh("dp", world_size, 1) as (mesh, ctx):
+        if rank == 1:
+            kill_own_host()
+        with pytest.raises(PeerLostError) as caught:
+            layers.parallelize(models.build("plain"), ctx, mesh=mesh)
+        return str(caught.value)
+
+
+def test_a_host_that_ends_before_a_split_is_missed() -> None:
+    first, _ = run_hosts((1, 1), _before_loading, env={"IRIS_TIMEOUT": "4"})
+    assert first.exitcode == 0, first.traceback
+    assert "rank 1 of the 2 across hosts" in first.result
+
+
+def _line(rank: int, world_size: int) -> list[str]:
+    """Member 1 ends; 2 finds that out, and leaves; 0, which waits for 2, names 1."""
+    dist.init_process_group("gloo")
+    line = Across(dist.group.WORLD)
+    assert line.names == ["hosta", "hostb", "hostc"]
+    assert line.exchange("numbers", rank) == [0, 1, 2]
+    total = torch.full((3,), float(rank))
+    line.all_reduce(total, "a sum")
+    assert total.tolist() == [3.0] * 3
+    with pytest.raises(ArgumentError, match="hosts make different calls"):
+        line.exchange(f"call {rank == 2}", None)
+    if rank == 1:
+        time.sleep(0.5)
+        kill_own_host()
+    source = {0: 2, 2: 1}[rank]
+    with pytest.raises(PeerLostError) as caught:
+        line.receive(torch.empty(3), source, "a test")
+    if rank == 2:
+        os._exit(0)  # as a program does that an exception ends
+    return str(caught.value)
+
+
+def test_the_first_loss_is_the_one_that_is_named() -> None:
+    ends = run_hosts((1, 1, 1), _line, env=_ENV)
+    assert ends[0].exitcode == 0, ends[0].traceback
+    assert "host hosta lost host hostb" in ends[0].result
+
+
+def test_a_context_alone_needs_no_mesh() -> None:
+    with iris.iris(1 << 20) as ctx, pytest.raises(ArgumentError, match="mesh is a str"):
+        layers.parallelize(models.build("plain"), ctx, mesh="pp")
