@@ -119,7 +119,7 @@ class Tracing:
 
         Fused kernels are launched as variants that record from here on until `disable()`; a captured graph stays as it
         was. Calls whose product is a kernel apart record nothing, nor does `ctx.ccl`: those of "sequential" (on CPUs
-        all-reduces with B in eight bits, too), and of "copy_gather" unless warps are specialised.
+        all-reduces with rounded operands, too), and of "copy_gather" unless warps are specialised.
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS

@@ -166,7 +166,9 @@ class Collectives(RootedCalls):
             ctx.tell_refusal(norm.OP, self._group(group).ranks, error)
             raise
         if ctx.agreement is not None:
-            ctx.compare(norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, fp8=scale is not None)
+            ctx.compare(
+                norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, scaled=scale is not None
+            )
         ctx.side.join()
         rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
         (M, N), dtype = rows[2].shape, inp.dtype

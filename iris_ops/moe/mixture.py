@@ -14,11 +14,11 @@ from iris.errors import ArgumentError
 from iris.launch import relaunch
 import torch
 
+from ..named import named
 from ..planning.machine import machine_of
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import need_sorting
 from ..planning.plan import plan, way_for
-from ..steps import named
 from . import checks, grouped_matmul, routing
 from .activation import Activation, activation_of
 from .routing import Routing

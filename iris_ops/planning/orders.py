@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .machine import INTERPRETER, Machine
-from .weights.fp8 import LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,11 +75,6 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
                 return None
             order = replace(order, part=part)
     return order
-
-
-def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of `fp8.lamport_stream`, whose warps share K, a line of memory each."""
-    return Order("stream", LINE)
 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:

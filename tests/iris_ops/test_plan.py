@@ -9,6 +9,7 @@ from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
 from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
+from iris_ops.named import named
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
@@ -19,7 +20,6 @@ from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.steps import named
 import pytest
 import torch
 
