@@ -7,7 +7,7 @@ call in all but its addresses around most (`iris/launch/relaunch.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,11 @@ from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
+from ..machines import machine_of
 from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
-from .plan import Plan, machine_of, plan
+from .plan import Plan, plan
 from .problem import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -68,7 +69,7 @@ class Collectives(RootedCalls):
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._machine = machine_of(ctx.device, platform.num_programs(ctx.device))
+        self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from iris import fixed_order, registry
 from iris.launch import relaunch
+from iris.machines import machine_of
 import numpy as np
 import torch
 
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..named import named
-from ..planning.machine import machine_of
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..planning.weights import format_of

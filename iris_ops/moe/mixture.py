@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.errors import ArgumentError
 from iris.launch import relaunch
+from iris.machines import machine_of
 import torch
 
 from ..named import named
-from ..planning.machine import machine_of
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import need_sorting
 from ..planning.plan import plan, way_for

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .machine import INTERPRETER, Machine
+from iris.machines import INTERPRETER, Machine
+
 from .moe_problem import MoeProblem
 from .workspace_size import exchange_ld
 

@@ -15,7 +15,7 @@ import torch
 from .. import sum_tree
 
 if TYPE_CHECKING:
-    from .machine import Machine
+    from iris.machines import Machine
 
 
 @dataclass(frozen=True)

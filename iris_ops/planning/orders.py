@@ -25,9 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from iris.machines import INTERPRETER, Machine
+
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
-from .machine import INTERPRETER, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

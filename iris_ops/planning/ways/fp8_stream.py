@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..machine import Machine
 from ..needs import ANY_ORDER, Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden

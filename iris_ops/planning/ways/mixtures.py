@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import Machine
+
 from ...config import FusedConfig, Prediction
-from ..machine import Machine
 from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from ..moe_ways import (
     DEEP,

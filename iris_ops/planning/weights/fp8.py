@@ -15,7 +15,7 @@ from ..needs import WeightFormat
 from ..op_names import ALL_REDUCE
 
 if TYPE_CHECKING:
-    from ..machine import Machine
+    from iris.machines import Machine
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
