@@ -20,8 +20,8 @@ import sys
 import time
 
 import iris
+from iris.machines import machine_named
 from iris_ops.local import matmul
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import part_of
 from iris_tp.bench.rows import CALLS, Row

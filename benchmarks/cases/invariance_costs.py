@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from iris_ops.planning.machine import machine_named
+from iris.machines import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import Problem, problem_asked
 from iris_tp.bench.rows import CALLS, Row
