@@ -50,6 +50,7 @@ def test_families_in_stages(names: tuple[str, ...]) -> None:
     _results(run_hosts((2, 2), _in_memory, "pp", names, env=SHORT, timeout=200))
 
 
+@pytest.mark.slow
 def test_replicas() -> None:
     _results(run_hosts((2, 2), _in_memory, "dp", ("tied",), env=SHORT))
 
