@@ -29,6 +29,7 @@ from .errors import (
     CaptureError,
     IrisError,
     NotSymmetricError,
+    PeerLostError,
     PlatformError,
 )
 from .group import Ranks
@@ -121,7 +122,7 @@ class Iris(PeerMethods):
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, invariant)) is not None:
+        if (joined := join(across, ranks, self.device, invariant, self.leave_for)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
@@ -292,6 +293,17 @@ class Iris(PeerMethods):
         self._await_thread()
         self._announce_departure(error)
         self._end()
+
+    def leave_for(self, error: PeerLostError) -> None:
+        """Make no further call on this rank: later ones raise `error` again, and the other ranks' waits end by it."""
+        if self._closed or self._record_view[0]:
+            return
+        self._announce_departure(error)
+        self._left = error
+        waiter = waits.WAITERS.index("an exchange of the hosts")
+        for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
+            self._record_view[at] = word
+        self._record_view[0] = waits.LEFT.value
 
     def _announce_departure(self, error: BaseException) -> None:
         """End the other ranks' waits for this one, which makes no further call because of `error`.
