@@ -120,7 +120,7 @@ class Inputs:
         self.team.synchronize()
 
     def error(self, contender: Contender) -> float:
-        """The largest error in units of what is allowed; infinite where nothing was written."""
+        """Return the largest error in units of what is allowed; infinite where nothing was written."""
         self.team.synchronize()
         self.team.barrier()
         expected = self.expected[:, self.columns] if contender.kind == ALONE else self.expected
@@ -205,7 +205,7 @@ def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argpa
 
 
 def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], object], result: dict) -> bool:
-    """Runs `act` into poisoned output; whether every rank then holds the product. If not, the result says why."""
+    """Run `act` into poisoned output; return whether every rank then holds the product. If not, the result says why."""
 
     def step() -> float:
         inputs.poison(contender)

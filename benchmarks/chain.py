@@ -47,7 +47,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def run_row(rows: list[Row], team: Team, heap: everyone.Heap, dtype: torch.dtype, layers: int) -> dict:
-    """Times one M; raises where a result is wrong."""
+    """Time one M; raise where a result is wrong."""
     calls = []
     for row in rows:
         inputs = Inputs(row, team, dtype, copies=layers)

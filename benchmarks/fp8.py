@@ -86,7 +86,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 def calls_of(
     ctx, outputs: torch.Tensor | None, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tuple]
 ) -> dict[str, Callable]:
-    """What is measured; the argument says which weight. `outputs`: with a context, room for a result on its heap."""
+    """Return the calls to measure, by the number of a weight. `outputs`: with a context, room for a result there."""
     size = len(x), len(weights[0])
     out = outputs[: math.prod(size)].view(size) if ctx else None
 
@@ -111,7 +111,7 @@ def calls_of(
 
 
 def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -> dict[str, Callable]:
-    """torch's product in eight bits, and whose all-reduce follows it. `largest`: elements of any row's result."""
+    """Return torch's fp8 product, and whose all-reduce follows it. `largest`: elements of any row's result."""
     size = len(x), len(rounded[0][1])
     out = x.new_empty(size)
 

@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def whole_model(name: str, depth: int | None, device: torch.device) -> nn.Module:
-    """A model with random weights, the same in each process."""
+    """Return a model with random weights, the same in each process."""
     from transformers import AutoModelForCausalLM
 
     config = whole_models.config_of(name, depth)
@@ -73,7 +73,7 @@ def split(whole: nn.Module, ctx: iris.Iris) -> nn.Module:
 
 
 def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) -> list[dict]:
-    """One for each level, way to run and batch: how many numbers have other bits, on the rank with most."""
+    """Return one row for each level, way to run and batch: how many numbers have other bits, on the rank with most."""
     heap, sizes = int(args.heap_gib * 2**30), BATCHES[team.device.type]
     rows: list[dict] = []
     begin = time.monotonic()
@@ -119,7 +119,7 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
 
 
 def _modes(compiled: bool) -> tuple[str, ...] | None:
-    """Compiled layers from graphs only, whose first pass is eager: each mode would compile them anew."""
+    """Return graphs only for compiled layers, whose first pass is eager: each mode would compile them anew."""
     return ("graphs",) if compiled else None
 
 

@@ -89,7 +89,7 @@ class Record:
         self.written |= {"cases": [case.name for case in cases], "longest_delay_ms": LONGEST_DELAY_S * 1e3}
 
     def add(self, **figures: object) -> dict[str, int]:
-        """Collective. Returns which cases have deviated so far."""
+        """Add the figures of one step, and return which cases have deviated so far. Collective."""
         deviating = deviations(self.team, self.cases)
         self.written |= {**figures, "deviating": deviating}
         if self.team.rank == 0:
@@ -97,7 +97,7 @@ class Record:
         return deviating
 
     def repeat(self, step: Callable[[int], object], number: int, what: str, **more: int) -> None:
-        """Makes `number` steps, and stops for a mismatch or after the time limit; tells about it now and then.
+        """Make `number` steps, and stop for a mismatch or after the time limit; report progress now and then.
 
         `more`: what each step counts for beside.
         """
@@ -152,7 +152,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def record(team: Team, rows: list[Row], sizes: list[int], dtype: torch.dtype, ctx) -> list[Case]:
-    """The cases; most of the time goes to compiling their kernels, so tells about it now and then."""
+    """Record the cases; most of the time goes to compiling their kernels, so report progress now and then."""
     makers = [lambda row=row: of_row(row, team, dtype, ctx) for row in rows]
     makers += [lambda op=op, n=n: of_collective(op, n, team, dtype, ctx) for n in sizes for op in COLLECTIVES]
     cases = []
@@ -167,7 +167,7 @@ def record(team: Team, rows: list[Row], sizes: list[int], dtype: torch.dtype, ct
 
 
 def in_graph(team: Team, cases: list[Case], args: argparse.Namespace, drawn: random.Random) -> Callable[[], object]:
-    """A sequence of calls on data that changes each time, as a graph where there are GPUs."""
+    """Return a sequence of calls on data that changes each time, as a graph where there are GPUs."""
     placed = [Placed(case) for case in cases]
     order = [drawn.choice(placed) for _ in range(args.graph_calls)]
     counter = torch.zeros(1, dtype=torch.int64, device=team.device)
@@ -192,7 +192,7 @@ def in_graph(team: Team, cases: list[Case], args: argparse.Namespace, drawn: ran
 
 
 def deviations(team: Team, cases: list[Case]) -> dict[str, int]:
-    """How many calls of each case deviated, on the rank where most did; waits for the device."""
+    """Return how many calls of each case deviated, on the rank where most did; wait for the device."""
     counts = team.slowest(torch.stack([case.wrong for case in cases]).tolist())
     return {case.name: int(count) for case, count in zip(cases, counts, strict=True) if count}
 

@@ -159,23 +159,23 @@ class Iris(PeerMethods):
         platform.synchronize(self.device)
 
     def get_rank(self) -> int:
-        """This rank, from 0; also `ctx.cur_rank`."""
+        """Return this rank, from 0; also `ctx.cur_rank`."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """How many ranks the context has; also `ctx.num_ranks`."""
+        """Return how many ranks the context has; also `ctx.num_ranks`."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
-        """The device of this rank, on which its heap lies; also `ctx.device`."""
+        """Return the device of this rank, on which its heap lies; also `ctx.device`."""
         return self.device
 
     def get_device_id(self) -> int:
-        """The index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
+        """Return the index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+        """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
     @aliases.keywords(source_rank="src")
@@ -194,7 +194,7 @@ class Iris(PeerMethods):
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """`with ctx.memory_pool():` puts what torch allocates on the device in the block on the heap. Collective.
+        """Put what torch allocates on the device, inside `with ctx.memory_pool():`, on the heap. Collective.
 
         Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
         `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
@@ -247,7 +247,7 @@ class Iris(PeerMethods):
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
+        """Free the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
 
         Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
         """

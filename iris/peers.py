@@ -48,7 +48,7 @@ class PeerMethods(TensorMethods):
         return ptr - self._segment.bases[from_rank] + self._segment.bases[to_rank]
 
     def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
+        """Return `empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
 
         Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
         """

@@ -212,7 +212,7 @@ def max_shared_bytes(index: int) -> int:
 
 
 def interprets() -> bool:
-    """Whether the interpreter was on when triton was imported."""
+    """Return whether the interpreter was on when triton was imported."""
     return isinstance(standard.cdiv, interpreter.InterpretedFunction)
 
 

@@ -58,7 +58,7 @@ class Heap:
         return self.buffer[: rows * columns].view(rows, columns)
 
     def config(self, row: Row, **changes):
-        """What is planned for a row, with `changes` to its fields; where those are impossible, the error says why.
+        """Return the plan of a row, with `changes` to its fields; where those are impossible, the error says why.
 
         Of another algorithm it is the best of that one.
         """
@@ -67,7 +67,7 @@ class Heap:
         return replace(planned, **changes)
 
     def plan(self, row: Row, **changes) -> dict:
-        """For the record; a prediction is for what is planned, not for what is changed."""
+        """Return the plan for the record; a prediction is for what is planned, not for what is changed."""
         dropped = {"reasons", "prediction"} if changes else {"reasons"}
         return {name: value for name, value in asdict(self.config(row, **changes)).items() if name not in dropped}
 
@@ -77,13 +77,13 @@ class Heap:
 
 
 def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[Heap, Heap]:
-    """With all ranks, and with this one alone."""
+    """Return contexts of all ranks, and of this one alone."""
     nbytes = int(gib * 2**30)
     return Heap(team, rows, dtype, nbytes), Heap(team, rows, dtype, nbytes, alone=True)
 
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alone: Heap) -> list[Contender]:
-    """All that can run on this team's device; `rows` says how large the shared buffers have to be."""
+    """Return all that can run on this team's device; `rows` says how large the shared buffers must be."""
     blas = "cuBLAS" if team.cuda else "torch"
     entries = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *of_torch.contenders(team, rows, dtype)]
     if team.cuda:
@@ -95,7 +95,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alon
 
 
 def varied(heap: Heap, changes: dict[str, int | bool | str]) -> Contender:
-    """Ours, with another configuration than the plan's."""
+    """Return ours, with another configuration than the plan's."""
     name = "ours, " + ", ".join(f"{field} {value}" for field, value in changes.items())
     return Contender(name, RIVAL, _ours(heap, **changes), plan=functools.partial(heap.plan, **changes))
 
@@ -116,7 +116,7 @@ def _ours(heap: Heap, **changes) -> dict[str, Callable[[Inputs], Call]]:
 
 
 def _our_gemm(heap: Heap) -> Callable[[Inputs], Call]:
-    """An all-reduce among one: of our kernels the one with most choices for the product."""
+    """Return an all-reduce among one: of our kernels the one with most choices for the product."""
 
     def prepare(inputs: Inputs) -> Call:
         A = [inputs.whole_A(i) for i in range(inputs.copies)]

@@ -40,7 +40,7 @@ def is_pointer(value):
 
 @triton.constexpr_function
 def is_modifier(value):
-    """Whether `value` may be a cache modifier."""
+    """Return whether `value` may be a cache modifier."""
     return value is None or isinstance(value, str)
 
 
@@ -151,7 +151,7 @@ def store(
     cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
+    """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
     check("store", pointer, mask, from_rank, to_rank, heap_bases)
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -197,7 +197,7 @@ def put(
     copy_engine_ctx=None,
     use_copy_engine: tl.constexpr = False,
 ):
-    """Copies from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
+    """Copy from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
 
     The last two, for code written for ROCm/iris, are None and False: kernels here cannot drive a copy engine.
     """

@@ -243,7 +243,7 @@ class Tiles:
 
     @device_function
     def _in_two_shots(self, values, number, kind: tl.constexpr):
-        """Rank r sums elements r * part to (r + 1) * part. In its slot at a peer, terms come first, then the sum."""
+        """Sum elements r * part to (r + 1) * part on rank r. In its slot at a peer, terms come first, then the sum."""
         part: tl.constexpr = part_size(values.numel, self.ctx.world_size)
         in_triton: tl.constexpr = layout_of(values.type) is None
         lane = lanes(values)

@@ -138,7 +138,7 @@ def is_silu(activation: Any) -> bool:
 
 
 def is_plain(forward: Any) -> bool:
-    """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
+    """Return whether a forward of one argument is `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`"""
     if hasattr(forward, "__wrapped__"):  # its source would be the wrapped function's
         return False
     try:

@@ -41,7 +41,7 @@ class GatedNorm(nn.Module):
         self.train(norm.training)
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm `hidden_states`, gated by `gate`, both [..., channels of this rank]."""
+        """Normalise `hidden_states`, gated by `gate`, both [..., channels of this rank]."""
         x = hidden_states.float()
         opened = None if gate is None else F.silu(gate.float())
         if opened is not None and self.gate_first:

@@ -59,7 +59,7 @@ def switch_length(model: Any) -> int | None:
 
 
 def _changes(module: Any) -> bool:
-    """Whether `module` is a rotary embedding with two sets of factors."""
+    """Return whether `module` is a rotary embedding with two sets of factors."""
     kinds = getattr(module, "rope_type", None)
     return "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,))
 
