@@ -1,6 +1,6 @@
 """Measures anew what the tables show, the most telling first: `python -m benchmarks.again --budget 400`.
 
-Each step is one benchmark with its own limit, which ends early where the budget does; what was left out is printed. All
+Each step is one benchmark with its own limit, which ends early where the budget does; what was skipped is printed. All
 write JSON files to `--out`; those of `benchmarks/results/` are what `python -m benchmarks.report` renders.
 
 Rivals that are installed come from elsewhere, and a kernel of theirs that hangs would take a whole run with it. So a

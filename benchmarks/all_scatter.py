@@ -1,6 +1,6 @@
 """GEMM + all-scatter, overlapped in the ways of `examples/all_scatter`: `python -m benchmarks.all_scatter`.
 
-Every rank multiplies A (M, K) by its columns of B (K, N) and all want the whole product. On the same tensors: each
+Every rank multiplies A (M, K) by its columns of B (K, N) and all need the whole product. On the same tensors: each
 variant; `ctx.ops.matmul_all_gather`; torch's product, NCCL's all-gather and the copy that brings the parts into
 columns. Each result is checked, into poisoned output, before it is timed, and a graph's once more by a replay. Beside
 them what bounds them: the product alone (torch's and the variants' own), and the bytes over the link.

@@ -1,7 +1,7 @@
-"""Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 beside fp8.
+"""Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 against fp8.
 
 Query, key and value, and gate and up, of 8B and 70B shapes split over four ranks, as a step and as a prompt. Weights
-rotate, so that none is found in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its
+rotate, so that none is in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its
 rows, `rounding` the part of it that rounds. Each is compared with float64 first.
 
 With `--ranks` 2 or more the row-parallel ones instead, each rank with its part: bf16 and fp8 are `matmul_all_reduce`;

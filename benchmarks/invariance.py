@@ -4,9 +4,9 @@ Two halves, both with a context that promises them and one that promises nothing
 
     bits    of each product at ten numbers of rows, a few rows among others that are random or NaN, in other places,
             `out` on the heap or not: how many numbers differ from those of the first call (`invariance_case.py`)
-    times   the ops of a sample of rows, and layers' products without an exchange beside torch's, in CUDA graphs
+    times   the ops of a sample of rows, and layers' products without an exchange against torch's, in CUDA graphs
 
-Writes what was found, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
+Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
 asks the planner alone for what the promise should cost, over all rows of the benchmarks; that needs no GPU.
 """
 

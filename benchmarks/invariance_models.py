@@ -6,7 +6,7 @@ Models have the shapes of Llama-3-8B and Qwen3-32B and random weights, the same 
     ranks   contexts with "ranks", one of all ranks and one of a single rank, do so, and are compared
 
 eagerly and, on GPUs, from CUDA graphs; with `--compile` also from CUDA graphs of compiled decoder layers. Compared are
-the logits behind the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a
+the logits after the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a
 bit differs.
 """
 
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=report.numbers, help="of each model, as 32,8; default: all")
     parser.add_argument("--compile", action="store_true", help="with compiled decoder layers, too")
     parser.add_argument(
-        "--steps", type=report.at_least(1), default=STEPS, help="behind the prompt; default: %(default)s"
+        "--steps", type=report.at_least(1), default=STEPS, help="after the prompt; default: %(default)s"
     )
     args = parser.parse_args(argv)
     report.settle(args, argv, "invariance_models")

@@ -1,7 +1,7 @@
 """Whether ranks see each other's accesses in the order that is promised: `python -m benchmarks.litmus --ranks 4`.
 
 Each test is a few accesses by two to four ranks and an outcome. Whether the outcome may be seen depends on the order
-that the accesses ask for, by the acquire-release model of C++ and PTX at system scope:
+that the accesses request, by the acquire-release model of C++ and PTX at system scope:
 
     relaxed           writes are relaxed exchanges, reads relaxed loads: only coherence holds, what is seen of a single
                       variable. These runs are the control: they must show that the machine does reorder.

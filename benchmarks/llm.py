@@ -1,4 +1,4 @@
-"""Tokens per second of a whole model, ours beside others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
+"""Tokens per second of a whole model, ours and others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
 
 For each row, a batch of prompts of one length: every contender is checked first (logits of the prompts' last tokens and
 of a step, both eager and replayed: see `truth`), then all are timed in turns: the time to first token and steps, each
@@ -25,7 +25,7 @@ from benchmarks.measuring import report
 from benchmarks.tables.llm_table import render, summary
 
 EAGER_STEPS = 4
-WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, beside a first one: after a change a chip hunts
+WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, after a first one: after a change a chip hunts
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -147,10 +147,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:
-    """Measure each contender; cuBLAS + NCCL is always among them, and left out of the results unless requested."""
+    """Measure each contender; cuBLAS + NCCL is always among them, and omitted from the results unless requested."""
     from layers import Engine
 
-    length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks want whole vectors
+    length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks need whole vectors
     random = torch.Generator().manual_seed(7)
     ordered = sorted(contenders, key=lambda each: each.key != engines.NCCL)
     vocabulary = min(ordered[0].model.config.vocab_size, 30000)
@@ -296,7 +296,7 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     """Return seconds to the first token, and of one step, replayed and eager.
 
     A GPU that has computed for a while is slower than one that begins, by up to a tenth where it is at its power limit.
-    So each kind of first token is timed behind others of its kind.
+    So each kind of first token is timed after others of its kind.
     """
     contender.prepare()
     kinds = [("first_eager", engine.read)] + ([("first_graph", engine.prefill)] if len(engine.prompts) else [])
@@ -316,7 +316,7 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     steps = EAGER_STEPS if engine.graphs else output - 1
     engine.step()
 
-    def step() -> None:  # whose logits are let go of at once, as whoever serves does
+    def step() -> None:  # whose logits are dropped at once, as a server does
         for _ in range(steps):
             engine.step()
 

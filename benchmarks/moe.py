@@ -1,4 +1,4 @@
-"""A mixture of experts' two ops beside what people run otherwise: `python -m benchmarks.moe --ranks 2`.
+"""A mixture of experts' two ops against what people run otherwise: `python -m benchmarks.moe --ranks 2`.
 
 For each shape and number of tokens: `ours` is `moe_gate_up`, then `moe_down_all_reduce`; each rival is a grouped
 product and an all-reduce (`moe_rivals.py`). Everything is compared with float64 first, then timed in turns in CUDA
@@ -212,7 +212,7 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
     try:
         with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for call in calls:
-                with contextlib.suppress(Exception):  # who cannot be launched says so when it is timed
+                with contextlib.suppress(Exception):  # one that cannot be launched fails again when timed
                     call(0)
     finally:
         mixture._steps.launch = launch  # type: ignore[method-assign]
@@ -250,7 +250,7 @@ def named(config: FusedConfig) -> str:
 def tile(text: str) -> tuple:
     """Return (op, tokens, block_m, block_n, block_k, warps, stages) of `down16:16x64x128s5w4`.
 
-    The first two are None where they are left out.
+    The first two are None where omitted.
 
     Raises `ValueError`.
     """

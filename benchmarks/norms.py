@@ -1,7 +1,7 @@
-"""`matmul_all_reduce_norm` beside what ends in a whole RMSNorm: `python -m benchmarks.norms --ranks 2`.
+"""`matmul_all_reduce_norm` against what ends in a whole RMSNorm: `python -m benchmarks.norms --ranks 2`.
 
 What follows an all-reduce in a decoder: h = residual + sum over ranks of A @ B, then the RMSNorm of h. Ours leaves h,
-h * weight and the sums of its squares; the factor of a row is left to the product that follows (`rmsnorm_epilogue.py`).
+h * weight and the sums of its squares; the product that follows applies the factor of a row (`rmsnorm_epilogue.py`).
 Everybody else leaves h and the whole norm:
 
     NCCL, vLLM    torch.matmul, then the all-reduce, then residual and norm in one kernel of torch.compile

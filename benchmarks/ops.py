@@ -1,4 +1,4 @@
-"""The four fused ops beside what people run otherwise: `python -m benchmarks.ops --ranks 4`.
+"""The four fused ops against what people run otherwise: `python -m benchmarks.ops --ranks 4`.
 
 For each row: random inputs; every contender checked against the full reference, into poisoned output; then all of
 them timed in turns, as CUDA graphs and eager; graphs checked once more by a replay. A contender that raises or is

@@ -2,10 +2,10 @@
 
 Every operation between each pair of ranks alone and by all ranks at once (each with the next one), by size and by the
 number of programs; atomics as operations a second; a signal and its answer between each pair. Before a case is timed
-it runs once into poisoned memory, and the receiver compares every word and what lies behind the last.
+it runs once into poisoned memory, and the receiver compares every word and what follows the last.
 
 Timed are CUDA graphs of launches, so that small sizes show what a kernel costs that does nothing else. Prints tables,
-the link's known rates beside them, and writes `rma_<gpu>_x<ranks>.json`; `benchmarks.report` draws it.
+the link's known rates, and writes `rma_<gpu>_x<ranks>.json`; `benchmarks.report` draws it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.measuring import report
 from benchmarks.tables import rma_table
 
 POISON = -0x35014542
-GUARD = 4096  # words behind the last that must stay poisoned
+GUARD = 4096  # words after the last that must stay poisoned
 READS = ("load", "get")  # data arrives at the caller; else at the peer
 PAIR_BYTES = 64 << 20  # at which pairs are timed by programs
 ATOMIC_BYTES = 4 << 20  # at which atomics are timed between pairs and by programs

@@ -1,4 +1,4 @@
-"""Collectives with a root, and messages, beside torch.distributed's, which are NCCL's on GPUs.
+"""Collectives with a root, and messages, against torch.distributed's, which are NCCL's on GPUs.
 
     python -m benchmarks.rooted --ranks 2
 

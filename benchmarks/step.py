@@ -1,7 +1,7 @@
-"""What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours beside torch's.
+"""What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours against torch's.
 
 Products of few rows (`iris_ops/local/skinny_matmul.py`), alone and with a gate, and attention over a static cache
-(`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none is found
+(`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none lies
 in the L2 cache: weights and the filled part of caches must be read once, so what counts is GB/s. Each is compared with
 float64 first. torch's attention is there twice: with the mask that a static cache needs, and over the filled part
 alone, which a captured step cannot know. With several ranks each does the same on its GPU, and the slowest counts.

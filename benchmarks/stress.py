@@ -29,7 +29,7 @@ LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank
 CYCLES_A_SECOND = 1.8e9
 REPORTS = 20
-PROGRESS_EVERY = 8  # cases between two words about how far they are
+PROGRESS_EVERY = 8  # cases between two reports of progress
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ class Delays:
 
 
 class Record:
-    """What the run leaves behind, written anew whenever there is more of it."""
+    """The run's results, written anew whenever there is more of it."""
 
     def __init__(self, team: Team, args: argparse.Namespace, cases: list[Case]) -> None:
         self.team, self.args, self.cases = team, args, cases
@@ -99,7 +99,7 @@ class Record:
     def repeat(self, step: Callable[[int], object], number: int, what: str, **more: int) -> None:
         """Make `number` steps, and stop for a mismatch or after the time limit; report progress now and then.
 
-        `more`: what each step counts for beside.
+        `more`: what else each step counts for.
         """
         team, limit_s = self.team, self.args.time_limit
         begin, done, elapsed = time.monotonic(), 0, 0.0

@@ -1,11 +1,11 @@
-"""Collectives on tiles, inside a kernel, beside fused ops, collectives of whole tensors and torch.distributed's.
+"""Collectives on tiles, inside a kernel, against fused ops, collectives of whole tensors and torch.distributed's.
 
     python -m benchmarks.tiles --ranks 2
 
 The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
 That of `examples/tile_all_reduce_hopper.py` does so in warps of their own, for more rows than a tile has. Both are
-timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
-nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
+timed against the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
+nothing but gather or exchange tiles is timed against `ctx.ccl`. Every contender's result, into poisoned memory, is
 compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
 every row.
 """

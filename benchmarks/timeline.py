@@ -1,8 +1,8 @@
 """What each multiprocessor does in a call of a fused op: `python -m benchmarks.timeline --op rs --rows 2048,8192,7168`
 
-The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
+The op is checked, timed as it is and timed while it records itself, so that the picture shows what the recording costs.
 Then the ranks meet on the device, and one call is recorded. timeline_<gpu>_x<ranks>.json has each rank's share of time
-in products, pushes, waits, and .trace.json.gz beside it the events of all rows and ranks, all rows from time 0: for
+in products, pushes, waits, and .trace.json.gz the events of all rows and ranks, all rows from time 0: for
 ui.perfetto.dev as it is, and for `benchmarks.report`. Both are written after every row.
 """
 

@@ -16,7 +16,7 @@ from .device import sync
 from .errors import CaptureError
 from .launch import relaunch
 
-_NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel serves both
+_NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel fits both
 
 
 class DeviceBarrier:

@@ -320,7 +320,7 @@ def virtual_memory() -> Iterator[Finding]:
 
 
 def _broken(module: str) -> str:
-    """Return the reason why `module` cannot be imported, or ""."""
+    """Return the reason for which `module` cannot be imported, or ""."""
     try:
         importlib.import_module(module)
     except Exception as error:  # any error of a package that does not match the driver

@@ -1,4 +1,4 @@
-"""Ranks for tests, kept between them; `processes.py` has those of one test, `checks.py` what a test asks of an output.
+"""Keep ranks between tests; `processes.py` has those of one test, `checks.py` the checks of outputs.
 
 `run_ranks(world_size, body, *args)` calls `body(ctx, *args)` on every rank and returns the results in rank order.
 `body` is a function of a module, for it is sent by name.
@@ -7,7 +7,7 @@
   torch and triton imported, so a world costs a fraction of a second. A world in which a body failed is thrown away.
 - Under torchrun (`torchrun --nproc-per-node 4 -m pytest -m gpu`) every process is a rank with its GPU, and all of them
   run the same tests: `run_ranks` calls the body directly. Outcomes are exchanged after each body, so that all ranks
-  go on to the next test alike. `pytestmark = both` in a module says that its tests run both ways.
+  go on to the next test alike. `pytestmark = both` in a module makes its tests run both ways.
 
 Memory that a body allocates on the heap is free, and zeroed, again when the next body starts.
 """

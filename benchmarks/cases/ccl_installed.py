@@ -1,6 +1,6 @@
-"""What `benchmarks.ccl` compares with beside torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
+"""What `benchmarks.ccl` compares with besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
 
-Those of vLLM and FlashInfer where they are installed. NCCL's want input and output in memory that it has registered;
+Those of vLLM and FlashInfer where they are installed. NCCL's need input and output in memory that it has registered;
 copying it there is not counted.
 """
 

@@ -1,4 +1,4 @@
-"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, beside the one that the plan takes."""
+"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, against the one that the plan takes."""
 
 from iris_tp.bench import timing
 

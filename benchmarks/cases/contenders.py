@@ -1,4 +1,4 @@
-"""Contenders of one call beside each other, each checked and then timed: what `tiles.py` and `rooted.py` share."""
+"""Contenders of one call, each checked and then timed: what `tiles.py` and `rooted.py` share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who generates: one model, served in several ways, each behind the same `layers.Engine`.
+"""Who generates: one model, served in several ways, each through the same `layers.Engine`.
 
 ours            the layers as they are: fused ops, long prompts sequence parallel
 ours-unshared   those with `sequence_parallel=False`
@@ -64,8 +64,8 @@ class Contender:
     key: str
     model: nn.Module
     prepare: Callable[[], None]  # to be called before the model runs: it may be shared with another contender
-    context: object = None  # what the layers ask for their ops
-    heap: Callable[[], int] = lambda: 0  # bytes in use beside torch's
+    context: object = None  # from which the layers take their ops
+    heap: Callable[[], int] = lambda: 0  # bytes in use besides torch's
 
     @property
     def name(self) -> str:
@@ -202,7 +202,7 @@ def serve(model: nn.Module, ctx) -> None:
 
 
 class _Context:
-    """What layers ask of a context, with `ops` and torch's gather in place of ours. Compiled layers find it by name."""
+    """What layers use of a context, with `ops` and torch's gather in place of ours. Compiled layers know it by name."""
 
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops

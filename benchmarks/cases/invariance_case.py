@@ -1,6 +1,6 @@
 """One product of `benchmarks.invariance`: a few rows, among others of any number, and whether their bits differ.
 
-`Case` says what is multiplied, by which op and at which numbers of rows. `product_of` draws its operands. Rows are
+`Case` holds what is multiplied, by which op and at which numbers of rows. `product_of` draws its operands. Rows are
 compared on the device, and nothing waits for it: a product is one number in the end, `differing`.
 """
 
@@ -243,7 +243,7 @@ class Fused(Product):
 
 
 class Mixture(Product):
-    """The ops of a mixture of experts, one behind the other; what is scattered equals what is reduced."""
+    """The ops of a mixture of experts, one after the other; what is scattered equals what is reduced."""
 
     def __init__(self, team: Team, ctx: iris.Iris, case: Case) -> None:
         super().__init__(team, ctx, case)

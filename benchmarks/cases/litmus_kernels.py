@@ -3,12 +3,12 @@
 `threads_kernel` runs a litmus test in the usual notation, "Wx Wy | Ry Rx" for message passing: a thread is a rank, W
 writes this round's value, R reads. Every lane of every program has variables of its own. Which rank is which thread,
 and where each variable lives, differs from program to program, so all links and all distances take part. A round ends
-when every thread has told every other one that it is done, which carries what it saw to thread 0, the judge.
+when every thread has signalled every other one that it is done, which carries what it saw to thread 0, the judge.
 
 `message_kernel` passes a payload by the library's own `signal` and `wait`, to the next rank, or to the next but one
 with the rank in between passing on the signal alone. `stamp_kernel` goes with a barrier that is a kernel of its own.
 
-Rounds carry numbers that never repeat, so nothing is reset, and they start where the caller says, just below a wrap of
+Rounds carry numbers that never repeat, so nothing is reset; they start where the caller chooses, just below a wrap of
 32 bits for example. A program waits only for the same program of other ranks, and all programs are resident.
 """
 
@@ -161,8 +161,8 @@ def threads_kernel(
             for q in tl.static_range(NUM):
                 if me == q:
                     code = _thread(places, values, TEST, q, ORDER)
-            # Two halves in turn: who tells of the next round but one has the judge's signal of the next, which it
-            # sends after it has read what it was told of this one.
+            # Two halves in turn: who reports the next round but one has the judge's signal of the next, which it
+            # sends after it has read the reports of this one.
             half = reported + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
             ctx.store(half + me * LANES, code, rank_0)
             for q in tl.static_range(NUM):

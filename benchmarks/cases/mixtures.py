@@ -3,7 +3,7 @@
 A router that is drawn at random like other weights sends each expert about as many tokens. Those of trained models do
 not: the busiest of 64 to 256 experts gets some two to four times the mean, the idlest next to nothing. So the rows of a
 random router, one an expert, are scaled by exp(SPREAD * n), n normal. A row of larger norm has wider logits and is more
-often among the largest. `load` says what comes of it, and the benchmark prints it:
+often among the largest. `load` measures the effect, and the benchmark prints it:
 
     experts, of which a token takes    8, 2    32, 4    128, 8    128, 4    256, 8
     the busiest, times the mean         1.2     2.0       3.1       4.5       5.2

@@ -1,11 +1,11 @@
-"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce behind them.
+"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce after them.
 
 grouped_mm   tokens sorted by argsort, torch._grouped_mm, the activation, torch._grouped_mm, the weighted sum: as
              transformers' grouped_mm experts do it. The activation and the weighted sum are compiled where torch can.
 vLLM         its fused_experts, where vLLM is importable: the Triton kernels that vLLM takes for 16-bit weights on
              Hopper, with the tiles that vLLM has tuned for the GPU and these sizes, or else with its default ones
 
-Behind grouped_mm is NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory; behind vLLM's its own custom
+After grouped_mm comes NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory; after vLLM's its own custom
 all-reduce, or NCCL from 8 MiB on, as in vLLM without multicast.
 """
 

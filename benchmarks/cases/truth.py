@@ -1,7 +1,7 @@
 """What the logits are before rounding, and by how much a contender may miss them.
 
 Two runs in bf16 that round in other places differ by some percent of their logits, by more the deeper the model. Their
-difference alone says neither which is nearer the truth nor how much is too much. So the truth is computed: the same
+difference alone shows neither which is nearer the truth nor how much is too much. So the truth is computed: the same
 split model and weights, with everything in float32 (of float32 models in float64), products by cuBLAS without TF32,
 sums by NCCL. A decoder layer at a time is widened and dropped again, so that a model that fills the GPUs fits.
 
@@ -86,7 +86,7 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
 
     handles = []
     for part in _parts(model):
-        if type(part) is nn.Embedding and convert is as_it_is:  # its rows are wide enough; whole it may not fit beside
+        if type(part) is nn.Embedding and convert is as_it_is:  # its rows are wide enough; whole it may not fit besides
             handles.append(part.register_forward_hook(lambda _part, _inputs, rows: rows.to(dtype)))
             continue
         handles += [part.register_forward_pre_hook(widen), part.register_forward_hook(restore)]

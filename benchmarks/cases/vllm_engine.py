@@ -1,7 +1,7 @@
 """vLLM itself on the rows of `benchmarks.llm`: `--contenders ours,nccl,vllm`. It runs apart, before the ranks start.
 
 vLLM starts its own ranks. Its weights are random and its own, so its tokens can be compared with nobody's; that each
-prompt got as many tokens as it asked for is checked. It runs as it does by default, torch.compile and full CUDA graphs
+prompt yields as many tokens as requested is checked. It runs as it does by default, torch.compile and full CUDA graphs
 (of the rows' batches only, which makes its start shorter), with the fastest all-reduce that it has without multicast:
 FlashInfer's, fused with the residual and the norm, where FlashInfer is installed, else its own custom all-reduce.
 
@@ -9,7 +9,7 @@ FlashInfer's, fused with the residual and the norm, where FlashInfer is installe
                   goes on
     step          (time of 129 tokens - time of 1 token) / 128, so scheduling and sampling count
 
-Each is the median over the rounds, behind others of its kind until the chip is warm.
+Each is the median over the rounds, after others of its kind until the chip is warm.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_apart(
         config.save_pretrained(folder)
         request = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
         request |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
-        if len(invariant) > 1:  # else vLLM sees how much memory is left, but not while another takes some
+        if len(invariant) > 1:  # else vLLM sees how much memory is free, but not while another takes some
             request["cache"] = _cache_bytes(rows, config, args.ranks)
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
         every = [
@@ -134,7 +134,7 @@ def _result(code: int | None, out: Path, log: Path, limit_s: float) -> dict:
     print(log.read_text()[-8000:], file=sys.stderr, flush=True)
     if code is None:
         return {"failed": f"not ready after {limit_s:.0f} s", "late": True}
-    reasons = [text for text in log.read_text().splitlines() if "Error" in text] or ["no reason told"]
+    reasons = [text for text in log.read_text().splitlines() if "Error" in text] or ["no reason given"]
     return {"failed": reasons[-1][-160:]}
 
 

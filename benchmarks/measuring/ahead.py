@@ -49,7 +49,7 @@ class _Tensor:
 
 
 class _Forms:
-    """The forms of kernels that were asked for, and those of them that this rank has compiled."""
+    """The forms of kernels that calls need, and those of them that this rank has compiled."""
 
     def __init__(self, team: Team) -> None:
         self.team = team

@@ -1,8 +1,8 @@
 """The contenders that a benchmark measures: ours, the rivals, and the product alone.
 
-A contender says for each op that it serves how to get ready. `prepare[op](inputs)` allocates what it needs and gives
+A contender defines how to prepare each op that it supports. `prepare[op](inputs)` allocates what it needs and gives
 the call that is checked and timed: `call(i) -> out` on copy i of the inputs. All contenders read the same A and B, and
-B is the transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
+B is the transpose of an (N, K) weight for all of them. A row that a contender does not support stays blank.
 
     ours        ctx.ops, output on the symmetric heap; on request with other configurations, too
     rivals      of_torch.py: NCCL, and torch's own ops on symmetric memory; of_nccl.py: NCCL's kernels for
@@ -10,7 +10,7 @@ B is the transpose of an (N, K) weight for all of them. A row that a contender d
     alone       the product without the collective: torch's, and our kernel in a world of one; the faster one makes the
                 floor
 
-Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is asked in the form that never takes it.
+Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is called in the form that never takes it.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """FlashInfer's all-reduce (https://github.com/flashinfer-ai/flashinfer), measured where FlashInfer is installed.
 
-One kernel sums what every rank has, in one shot (Lamport: data that says by itself that it has arrived) or in two
+One kernel sums what every rank has, in one shot (Lamport: data that shows its own arrival) or in two
 (partial sums, then totals, with flags between). The same kernel can end in the residual's sum and an RMSNorm. The
 ranks reach each other by torch's symmetric memory; none of it uses multicast. Called as vLLM calls it: sums in float32,
-launched beside the kernel before, one shot for what fits.
+overlapped with the kernel before, one shot for small messages.
 """
 
 from __future__ import annotations

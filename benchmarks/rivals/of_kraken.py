@@ -9,7 +9,7 @@ Measured where `import kraken` works:
     Kraken copy engines    gemm_reduce_scatter_ce_persistent
     cuBLAS + Kraken ...    torch.matmul, then its one_shot_all_reduce or two_shot_all_reduce
 
-Each is called with its own defaults. A row of sizes for which a kernel is not made is left blank. None of them uses
+Each is called with its own defaults. A row of sizes for which a kernel is not built stays blank. None of them uses
 multicast.
 """
 

@@ -1,7 +1,7 @@
 """vLLM's custom all-reduce (https://github.com/vllm-project/vllm), measured where vLLM is installed.
 
-vLLM takes this kernel for messages of less than 8 MiB between the GPUs of one host; so are the rows that it serves
-here. It reads the peers' inputs in place. In a CUDA graph the ranks exchange the inputs' addresses once, behind the
+vLLM takes this kernel for messages of less than 8 MiB between the GPUs of one host; so are the rows that it supports
+here. It reads the peers' inputs in place. In a CUDA graph the ranks exchange the inputs' addresses once, after the
 capture (`capturing`); a call outside a graph copies its input into a shared buffer first, as in vLLM itself.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.rivals.contender import RIVAL, Contender
 NAME = "vLLM custom all-reduce"
 LIMIT = 8 << 20  # bytes: vLLM's own
 WORLDS = (2, 4, 6, 8)
-# the peers' memory is reached over NVLink, and nobody wants a line of log for each capture
+# the peers' memory is reached over NVLink, and a line of log for each capture helps nobody
 QUIET = {"VLLM_SKIP_P2P_CHECK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 

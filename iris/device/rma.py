@@ -89,7 +89,7 @@ def across(pointer, one_rank, other_rank, heap_bases):
     """
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     # Each element gets its own direction; a scalar would need a reduction over the block, whose masked elements may lie
-    # outside any heap. A hint says that all go the same way, so accesses stay wide.
+    # outside any heap. A hint promises that all go the same way, so accesses stay wide.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
     one = tl.load(heap_bases + one_rank).to(tl.int64)
     other = tl.load(heap_bases + other_rank).to(tl.int64)

@@ -40,7 +40,7 @@ _RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
 # would take twice as long. So captures take a tenth of the host's time at most.
 _REST = 9
 ENV_GRAPHS = "IRIS_OP_GRAPHS"
-_MOST = 512  # graphs that are kept; further calls get none, for no graph is known to be used less often
+_MOST = 512  # graphs that are stored; further calls get none, for no graph is known to be used less often
 
 
 def enabled() -> bool:

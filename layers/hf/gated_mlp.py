@@ -129,7 +129,7 @@ def _is_merged(module: nn.Module) -> bool:
 
 
 def is_silu(activation: Any) -> bool:
-    """Return whether it is silu, found by trying."""
+    """Return whether it is silu, by trying it."""
     x = torch.linspace(-100, 100, 401, device="cpu")
     try:
         return torch.allclose(activation(x), nn.functional.silu(x))

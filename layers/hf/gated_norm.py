@@ -70,7 +70,7 @@ class GatedNorm(nn.Module):
 
 @torch.no_grad()
 def computes_gated_norm(norm: Any, groups: int) -> bool:
-    """Return whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, found by trying."""
+    """Return whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, by trying it."""
     parameters = dict(norm.named_parameters())
     if list(parameters) != ["weight"] or not isinstance(getattr(norm, "variance_epsilon", None), float):
         return False

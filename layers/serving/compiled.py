@@ -23,7 +23,7 @@ hooks around it run unchanged. Outside, the model's `generate()` runs eagerly as
 length in the cache by one small kernel; here the lengths of all layers advance at once when the block ends.
 
 Code is compiled for one engine. An engine of other sizes or on another context has its own, and its
-recompilations count for itself. A context that is replaced in the layers is found by its name (`iris.registry`).
+recompilations count for itself. A context that is replaced in the layers is looked up by its name (`iris.registry`).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class RopeSwitch:
 
 
 def switch_length(model: Any) -> int | None:
-    """Return the length past which `generate` drops the cache of `model`, found by trying; None if it never does."""
+    """Return the length past which `generate` drops the cache of `model`, by trying; None if it never does."""
     length = getattr(model.config, "original_max_position_embeddings", None)
     if not isinstance(length, int) or not any(_changes(module) for module in model.modules()):
         return None
