@@ -56,19 +56,19 @@ def iris(
 ) -> Iris:  # fmt: skip
     """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
-    `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
-    symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
-    mapped on demand, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
-    variable IRIS_ALLOCATOR overrides it.
-    `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
-    of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
-    stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
-    (docs/concepts/determinism.md).
-    `copy_engine`: None, for code written for ROCm/iris.
+    Args:
+        heap_size: bytes on each rank, the same on all, rounded up to whole 256.
+        allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
+            (reserves addresses, maps memory on demand, imports outside tensors; also "vmem_chunked"). The environment
+            variable IRIS_ALLOCATOR overrides it.
+        group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
+            group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
+        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+            "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
+        copy_engine: None, for code written for ROCm/iris.
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
-    say), `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks, say),
+    `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine)
 

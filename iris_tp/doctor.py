@@ -302,9 +302,7 @@ def topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def virtual_memory() -> Iterator[Finding]:
-    """Check NVIDIA's bindings, by which allocator_type="vmem" maps GPU memory: required where the environment selects
-    it.
-    """
+    """Check NVIDIA's bindings, by which allocator "vmem" maps GPU memory: required where the environment selects it."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:

@@ -31,8 +31,9 @@ def atomic_cas(
 ):
     """Store `val` at `pointer` on `to_rank` if its value is `cmp`; return the old value.
 
-    `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
-    is right between ranks. The same holds for every atomic here.
+    Args:
+        sem: "acquire", "release", "acq_rel" (default) or "relaxed". This and `scope` are those of every atomic here.
+        scope: "sys" (default), "gpu" or "cta"; only "sys" is right between ranks.
     """
     check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)

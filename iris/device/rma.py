@@ -126,11 +126,10 @@ def load(
 ):
     """Return the value at `pointer` on `from_rank`; the caller is `to_rank`.
 
-    `hint`, here and in every function below: how many elements of the block are contiguous, beginning at such a
-    multiple; an integer, or a tuple for a block of several dimensions. A hint that does not hold gives wrong data.
-
-    A load that is `volatile` passes all caches. So its `cache_modifier` has no effect on NVIDIA GPUs, whose assembler
-    refuses the two together.
+    Args:
+        hint: here and in every function below, how many elements of the block are contiguous, beginning at such a
+            multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
+        volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both.
     """
     check("load", pointer, mask, to_rank, from_rank, heap_bases)
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)

@@ -87,9 +87,7 @@ def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
 
 
 def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bool) -> bool:
-    """Return whether a warp-specialised kernel may multiply `x`: it has many rows, or a compiler leaves the number
-    open.
-    """
+    """Return whether a warp-specialised kernel may multiply `x`: it has many rows, or a compiler leaves this open."""
     if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     open_ = torch.jit.is_tracing() or not statically_known_true(row_count(x) <= FEW)

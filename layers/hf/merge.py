@@ -159,9 +159,7 @@ def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
 
 
 def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
-    """Merge the split linears of `model`, named in `styles`, that share an input; return names and styles of the
-    merged.
-    """
+    """Merge the split linears of `model`, named in `styles`, that share an input; return merged names and styles."""
     merged = {}
     for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)

@@ -197,9 +197,7 @@ def _hidden_of(output: Any) -> torch.Tensor:
 
 
 def _length_dims(of: torch.Tensor) -> tuple[int, ...]:
-    """Return dims that may be a prompt's length: positions [T], [B, T], states [B, T, H], masks [B, 1, T, T or L],
-    places.
-    """
+    """Return dims that may be a prompt's length: positions [T], [B, T], states [B, T, H], masks [B, 1, T, T or L]."""
     if of.dim() == 4:
         return (3,) if is_places(of) else (2, 3) if of.dtype == torch.bool else (2,)
     return {1: (0,), 2: (1,), 3: (1,)}.get(of.dim(), ())
