@@ -29,6 +29,7 @@ from .errors import (
     CaptureError,
     IrisError,
     NotSymmetricError,
+    PeerLostError,
     PlatformError,
 )
 from .group import Ranks
@@ -57,22 +58,22 @@ def iris(
 ) -> Iris:  # fmt: skip
     """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
-    `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
-    symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
-    mapped on demand, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
-    variable IRIS_ALLOCATOR overrides it.
-    `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
-    of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
-    stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
-    (docs/concepts/determinism.md).
-    `across`: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
-    mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
-    (docs/guides/several-hosts.md).
-    `copy_engine`: None, for code written for ROCm/iris.
+    Args:
+        heap_size: bytes on each rank, the same on all, rounded up to whole 256.
+        allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
+            (reserves addresses, maps memory on demand, imports outside tensors; also "vmem_chunked"). The environment
+            variable IRIS_ALLOCATOR overrides it.
+        group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
+            group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
+        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+            "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
+        across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
+            mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+            (docs/guides/several-hosts.md).
+        copy_engine: None, for code written for ROCm/iris.
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
-    say) or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks, say)
+    or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
@@ -121,7 +122,7 @@ class Iris(PeerMethods):
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, invariant)) is not None:
+        if (joined := join(across, ranks, self.device, invariant, self.leave_for)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
@@ -169,23 +170,23 @@ class Iris(PeerMethods):
         platform.synchronize(self.device)
 
     def get_rank(self) -> int:
-        """This rank, from 0; also `ctx.cur_rank`."""
+        """Return this rank, from 0; also `ctx.cur_rank`."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """How many ranks the context has; also `ctx.num_ranks`."""
+        """Return how many ranks the context has; also `ctx.num_ranks`."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
-        """The device of this rank, on which its heap lies; also `ctx.device`."""
+        """Return the device of this rank, on which its heap lies; also `ctx.device`."""
         return self.device
 
     def get_device_id(self) -> int:
-        """The index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
+        """Return the index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+        """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
     @aliases.keywords(source_rank="src")
@@ -204,7 +205,7 @@ class Iris(PeerMethods):
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """`with ctx.memory_pool():` puts what torch allocates on the device in the block on the heap. Collective.
+        """Put what torch allocates on the device, inside `with ctx.memory_pool():`, on the heap. Collective.
 
         Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
         `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
@@ -257,7 +258,7 @@ class Iris(PeerMethods):
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
+        """Free the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
 
         Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
         """
@@ -292,6 +293,17 @@ class Iris(PeerMethods):
         self._await_thread()
         self._announce_departure(error)
         self._end()
+
+    def leave_for(self, error: PeerLostError) -> None:
+        """Make no further call on this rank: later ones raise `error` again, and the other ranks' waits end by it."""
+        if self._closed or self._record_view[0]:
+            return
+        self._announce_departure(error)
+        self._left = error
+        waiter = waits.WAITERS.index("an exchange of the hosts")
+        for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
+            self._record_view[at] = word
+        self._record_view[0] = waits.LEFT.value
 
     def _announce_departure(self, error: BaseException) -> None:
         """End the other ranks' waits for this one, which makes no further call because of `error`.

@@ -100,7 +100,7 @@ def test_retired_words_are_found_in_prose_only() -> None:
 
 
 def test_sentences_are_counted() -> None:
-    text = "# A title\n\nOne two three. Four five six seven; eight nine ten.\n\n| a |\n\n- one two three\n- four five six\n"
+    text = "# A title\n\nOne two three. Four five six seven; eight nine ten.\n\n- one two three\n- four five six\n"
     assert sentences(text) == [3, 4, 3, 3, 3]
 
 

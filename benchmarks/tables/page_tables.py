@@ -107,7 +107,7 @@ def summary(_folder: str) -> str:
         used += [run, *vllm[:1]]
     head = ["what", "GPUs", "M, N, K or batch x prompt", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     text = f'µs a call, and ms a step of a model, {GRAPHS}. {FACTOR} "vLLM H200" was measured on H200s.'
-    return f"\n{in_short(used, text)}\n\n{lines_of(head, rows, 3)}"
+    return f"{lines_of(head, rows, 3)}\n\n{in_short(used, text)}"
 
 
 def numbers(_folder: str) -> str:
