@@ -7,7 +7,7 @@ Two halves, both with a context that promises them and one that promises nothing
     times   the ops of a sample of rows, and layers' products without an exchange against torch's, in CUDA graphs
 
 Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
-asks the planner alone for what the promise should cost, over all rows of the benchmarks; that needs no GPU.
+only predicts, by the planner, what the promise costs, over all rows of the benchmarks; that needs no GPU.
 """
 
 import argparse

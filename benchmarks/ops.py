@@ -185,7 +185,7 @@ def run_row(
 
 
 def get_ready(contender: Contender, inputs: Inputs, result: dict) -> Call | None:
-    """Return the contender's call if it runs and is right on every rank; else its result says why not."""
+    """Return the contender's call if it runs and is right on every rank; else its result has the reason."""
     team = inputs.team
     call, reason = team.attempt(lambda: contender.prepare[inputs.row.op](inputs))
     if not reason:
