@@ -87,9 +87,8 @@ class Inputs:
         contenders = []
         for name in self.variants:
             variant = importlib.import_module(f"examples.all_scatter.{name}").all_scatter
-            contenders.append(
-                Contender(name, "variant", _returning(lambda i, run=variant: run(case), case.out), case.out)
-            )
+            call = _returning(lambda i, run=variant: run(case), case.out)
+            contenders.append(Contender(name, "variant", call, case.out))
         out = self.ctx.empty(*case.out.shape, dtype=A.dtype)
         op = self.ctx.ops.matmul_all_gather
         contenders.append(Contender("ctx.ops", "op", _returning(lambda i: op(out, A, weight.T), out), out))
@@ -205,7 +204,7 @@ def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argpa
 
 
 def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], object], result: dict) -> bool:
-    """Run `act` into poisoned output; return whether every rank then holds the product. If not, the result says why."""
+    """Run `act` into poisoned output; return whether every rank then holds the product. Else the result has the reason."""
 
     def step() -> float:
         inputs.poison(contender)

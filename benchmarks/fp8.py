@@ -156,9 +156,7 @@ def measure(team: Team, calls: dict, x: torch.Tensor, weights: list[torch.Tensor
         return compare.relative_error(call(0)[some], exact)
 
     result = compare.compare(team, calls, error, len(weights), budget)
-    result["wrong"] = [
-        name for name, error in result["errors"].items() if not error <= ALLOWED.get(name, ALLOWED["fp8"])
-    ]
+    result["wrong"] = [name for name, e in result["errors"].items() if not e <= ALLOWED.get(name, ALLOWED["fp8"])]
     return result
 
 

@@ -7,7 +7,7 @@ Two halves, both with a context that promises them and one that promises nothing
     times   the ops of a sample of rows, and layers' products without an exchange against torch's, in CUDA graphs
 
 Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
-asks the planner alone for what the promise should cost, over all rows of the benchmarks; that needs no GPU.
+only predicts, by the planner, what the promise costs, over all rows of the benchmarks; that needs no GPU.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch import distributed
 from torch.nn import functional as F
 
 from benchmarks.cases.invariance_case import Case, describe_random, product_of, random_case
-from benchmarks.cases.invariance_costs import LEVELS, expected, problem_for
+from benchmarks.cases.invariance_costs import LEVELS, expected, problem
 from benchmarks.measuring import models, report, shapes
 from benchmarks.measuring.ahead import compile_ahead
 from benchmarks.measuring.tables import geometric_mean
@@ -179,9 +179,7 @@ def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
     """Return microseconds of each op in a graph: with the promise and without."""
     rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.supports(team.world) and row.M <= 4096]
     machine = machine_named(torch.cuda.get_device_name(), 132) if team.cuda else machine_named("interpreter", 1)
-    other = [
-        plan(problem_for(row, team.world, torch.bfloat16, level), machine, False) for row in rows for level in LEVELS
-    ]
+    other = [plan(problem(row, team.world, torch.bfloat16, level), machine, False) for row in rows for level in LEVELS]
     differ = [a.prediction.total_us < b.prediction.total_us for a, b in zip(other[::2], other[1::2], strict=True)]  # type: ignore[union-attr]
     rows = [row for row, unlike in zip(rows, differ, strict=True) if unlike][:24] + rows[:8]
     measurements = []

@@ -109,9 +109,8 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
             return verify_ranks.read(model, ctx, numbers, args.steps, LENGTH, compiled, **more)
 
         eager = ("eager",)
-        precompile(
-            [alone, ctx], lambda: read(one, alone, False, modes=eager), lambda: read(many, ctx, False, modes=eager)
-        )
+        few, all_ranks = (partial(read, *each, False, modes=eager) for each in ((one, alone), (many, ctx)))
+        precompile([alone, ctx], few, all_ranks)
         for compiled in (False, True)[: 1 + (args.compile and team.cuda)]:
             first, readings = (read(*each, compiled, modes=_modes(compiled)) for each in ((one, alone), (many, ctx)))
             keep("ranks", compiled, verify_ranks.compared(first, [readings], team.world))

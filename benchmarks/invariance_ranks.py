@@ -105,13 +105,8 @@ def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
             if differing:
                 team.say(f"{name}, {M} rows: {differing:.0f} numbers differ")
             row: dict = {"row": str(Row("ar", M, N, K)), "layer": name, "M": M, "differing": int(differing)}
-            row["plan"] = (
-                contexts["ranks"]
-                .ops.plan(
-                    "matmul_all_reduce", M, N, layer.k_per_rank[team.rank], torch.bfloat16, depths=layer.k_per_rank
-                )
-                .kernel
-            )
+            shares, plan = layer.k_per_rank, contexts["ranks"].ops.plan
+            row["plan"] = plan("matmul_all_reduce", M, N, shares[team.rank], torch.bfloat16, depths=shares).kernel
             if team.cuda:
                 calls = {str(level): (layer.call(ctx), len(layer.weights)) for level, ctx in contexts.items()}
                 row["us"] = times_of(team, calls)

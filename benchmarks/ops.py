@@ -72,9 +72,7 @@ def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
     """Return all that support one of `rows`; prepare none of them."""
     team, dtype = Team(1, args.ranks, torch.device(args.device)), getattr(torch, args.dtype)  # rank 1 prints nothing
     candidates = everyone.contenders(team, rows, dtype, *everyone.heaps(team, rows, dtype, args.heap_gib))
-    return list(
-        dict.fromkeys(each.name for each in candidates if any(each.takes(row, team.world, dtype) for row in rows))
-    )
+    return list(dict.fromkeys(c.name for c in candidates if any(c.takes(row, team.world, dtype) for row in rows)))
 
 
 def variations(text: str) -> list[dict[str, int | bool | str]]:
@@ -187,7 +185,7 @@ def run_row(
 
 
 def get_ready(contender: Contender, inputs: Inputs, result: dict) -> Call | None:
-    """Return the contender's call if it runs and is right on every rank; else its result says why not."""
+    """Return the contender's call if it runs and is right on every rank; else its result has the reason."""
     team = inputs.team
     call, reason = team.attempt(lambda: contender.prepare[inputs.row.op](inputs))
     if not reason:

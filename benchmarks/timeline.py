@@ -170,12 +170,8 @@ def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
     whole = np.ptp(np.concatenate([events["begin"], np.maximum(events["begin"], events["end"])]))
     whole = max(1, int(whole)) * len(np.unique(events[["multiprocessor", "thread"]]))
     own = own_time(events)
-    by_activity = {
-        names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])
-    }
-    return dict(sorted(by_activity.items(), key=lambda item: -item[1])) | {
-        "nothing recorded": 1 - sum(by_activity.values())
-    }
+    parts = {names[int(kind)]: float(own[events["event"] == kind].sum() / whole) for kind in np.unique(events["event"])}
+    return dict(sorted(parts.items(), key=lambda item: -item[1])) | {"nothing recorded": 1 - sum(parts.values())}
 
 
 def main() -> None:

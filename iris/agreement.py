@@ -41,16 +41,13 @@ class Agreement:
     def compare(self, members: Sequence[int], call: str, **facts: Any) -> None:
         """Exchange this rank's `call`, and the facts that it depends on, with the `members`, in any order.
 
-        Raises `ArgumentError` on all of them alike where calls or facts differ, `PeerLostError` where one does not
-        answer.
+        Raises `ArgumentError` on all of them alike where calls or facts differ, `PeerLostError` where one is silent.
         """
         members = tuple(sorted(map(int, members)))
         self._calls[members] += 1
         number, own = self._calls[members], (call, {name: str(value) for name, value in facts.items()})
-        messages = self._ranks.exchange(
-            "a comparison of calls", own, members=members, what=f"call number {number}, {call}"
-        )
-        calls = {peer: message.value for peer, message in zip(members, messages, strict=True)}
+        sent = self._ranks.exchange("a comparison of calls", own, members=members, what=f"call number {number}, {call}")
+        calls = {peer: message.value for peer, message in zip(members, sent, strict=True)}
         if difference := _difference(call, number, calls):
             raise ArgumentError(difference)
 

@@ -97,8 +97,7 @@ class Heap:
         return [span for span in ((low, begin), (self.size - top, self.size - high)) if span[0] < span[1]]
 
     def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`, by default just
-        enough.
+        """Return an uninitialised contiguous tensor of `sizes` for a user, in a block of `nbytes`; default: enough.
 
         Its storage is its own and keeps the heap mapped. Raises `HeapExhausted`, and then nothing was taken.
         """
@@ -242,10 +241,8 @@ def first_difference(by_rank: dict[int, list[Allocation]]) -> str | None:
     if not rest:
         return None
     first = min((block.library, block.number) for block in rest)
-    differing = {
-        rank: [b for b in blocks if (b.library, b.number) == first] for rank, blocks in sorted(by_rank.items())
-    }
-    listed = ", ".join(f"{blocks[0] if blocks else 'none'} on rank {rank}" for rank, blocks in differing.items())
+    first_of = {rank: [b for b in blocks if (b.library, b.number) == first] for rank, blocks in sorted(by_rank.items())}
+    listed = ", ".join(f"{blocks[0] if blocks else 'none'} on rank {rank}" for rank, blocks in first_of.items())
     return f"{'workspace' if first[0] else 'allocation'} number {first[1]} differs between ranks: {listed}"
 
 

@@ -79,9 +79,7 @@ class TensorMethods(Rank):
             if error is not None:
                 raise type(error)(f"rank {rank}: {error}")
         if len({kind for _, _, kind in replies}) > 1:
-            raise DtypeError(
-                f"dtype differs between ranks: {[kind for _, _, kind in replies]}; expected the same on all"
-            )
+            raise DtypeError(f"dtype differs between ranks: {[r[2] for r in replies]}; expected the same on all")
         assert plan is not None  # for no rank refused
         return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in replies))
 

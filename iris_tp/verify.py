@@ -72,11 +72,9 @@ def batch(
         for size in batches:
             for place in sorted({0, size // 2, size - 1}) if thorough else [size // 2]:
                 for padding in paddings if size > 1 else (0,):
-                    prompts = torch.randint(
-                        3, vocabulary, (size, length + padding), generator=draw, device="cpu"
-                    ).tolist()
-                    prompts[place] = prompt
-                    logits, seen = run_batch(model, ctx, mode, prompts, place, room, steps, compile)
+                    rows = torch.randint(3, vocabulary, (size, length + padding), generator=draw, device="cpu").tolist()
+                    rows[place] = prompt
+                    logits, seen = run_batch(model, ctx, mode, rows, place, room, steps, compile)
                     differing = sum(unlike(a, b) for a, b in zip(alone[0], logits, strict=True))
                     first = _first(alone[1], seen) if differing and mode == "eager" else ""
                     findings.append(Finding(mode, size, place, padding, differing, first))

@@ -126,7 +126,6 @@ def main(args: argparse.Namespace) -> int:
     print(table(findings))
     differing = sum(each.differing > 0 for each in findings)
     numbers = ", ".join(map(str, args.ranks))
-    print(
-        f"{len(findings)} batches on {numbers} ranks, {differing} differ: {'no' if differing else 'yes, the same bits'}"
-    )
+    same = "no" if differing else "yes, the same bits"
+    print(f"{len(findings)} batches on {numbers} ranks, {differing} differ: {same}")
     return 1 if differing else 0

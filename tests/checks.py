@@ -1,4 +1,4 @@
-"""What a test asks of an output: error bounds from a float64 reference, poisoned memory, guard bands around it."""
+"""Check outputs: error bounds from a float64 reference, poisoned memory, guard bands around it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ LEVELS = (None, "batch")
 SETS = "facts,prefill,decode,between"
 
 
-def problem_for(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
+def problem(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
     form = None if row.op == "ar" else row.form
     return problem_asked(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level)
 
@@ -24,9 +24,7 @@ def expected(gpu: str, world: int) -> list[dict]:
     machine = machine_named(gpu, 132)
     rows = []
     for row in shapes.select(SETS, list(CALLS), world):
-        free, alike = (
-            plan(problem_for(row, world, torch.bfloat16, level), machine, explained=False) for level in LEVELS
-        )
+        free, alike = (plan(problem(row, world, torch.bfloat16, level), machine, explained=False) for level in LEVELS)
         assert free.prediction is not None and alike.prediction is not None
         us = free.prediction.total_us, alike.prediction.total_us
         rows.append(

@@ -70,9 +70,7 @@ def measure_apart(
         if len(invariant) > 1:  # else vLLM sees how much memory is free, but not while another takes some
             request["cache"] = _cache_bytes(rows, config, args.ranks)
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
-        every = [
-            {**request, "fused": fusing and not is_invariant, "invariant": is_invariant} for is_invariant in invariant
-        ]
+        every = [{**request, "fused": fusing and not each, "invariant": each} for each in invariant]
         results = _children(every, Path(folder), args.vllm_limit)
         for i, given in enumerate(every):  # FlashInfer's kernels may be missing for this model
             if given["fused"] and "rows" not in results[i] and "late" not in results[i]:

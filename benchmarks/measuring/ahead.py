@@ -4,7 +4,7 @@ A kernel takes seconds to compile, and its ranks wait for each other. Here calls
 would have launched goes to processes that see no GPU, as soon as it is known, and from there into Triton's cache on
 disk. Processes, because Triton holds Python's lock while it reads a kernel: threads of one rank keep two cores busy.
 
-Two launches need one kernel where Triton makes no difference between their arguments: of a size it asks whether it is
+Two launches need one kernel where Triton makes no difference between their arguments: of a size it tests whether it is
 1 and whether it is a multiple of 16. Each form is compiled once, by the rank that its name falls to.
 """
 
@@ -127,7 +127,7 @@ def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], N
 
 @cache
 def _kinds(kernel: triton.JITFunction) -> dict[str, Callable[[object], object]]:
-    """Return what Triton asks of each argument that is no constant."""
+    """Return how Triton classifies each argument that is no constant."""
     return {each.name: _width if each.do_not_specialize else _size for each in kernel.params if not each.is_constexpr}
 
 

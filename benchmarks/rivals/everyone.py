@@ -58,7 +58,7 @@ class Heap:
         return self.buffer[: rows * columns].view(rows, columns)
 
     def config(self, row: Row, **changes):
-        """Return the plan of a row, with `changes` to its fields; where those are impossible, the error says why.
+        """Return the plan of a row, with `changes` to its fields; where those are impossible, the error has the reason.
 
         Of another algorithm it is the best of that one.
         """
@@ -83,7 +83,7 @@ def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[
 
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alone: Heap) -> list[Contender]:
-    """Return all that can run on this team's device; `rows` says how large the shared buffers must be."""
+    """Return all that can run on this team's device; `rows` determine the size of the shared buffers."""
     blas = "cuBLAS" if team.cuda else "torch"
     entries = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *of_torch.contenders(team, rows, dtype)]
     if team.cuda:

@@ -59,7 +59,7 @@ def _even_rows(row: Row, world: int, dtype: torch.dtype) -> bool:
 
 
 class Windows:
-    """Two windows that all rows share, as large as the largest row asks; made at first use."""
+    """Two windows that all rows share, as large as the largest row needs; made at first use."""
 
     def __init__(self, team: Team, rows: list[Row], dtype: torch.dtype) -> None:
         self.team, self.dtype = team, dtype

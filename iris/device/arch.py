@@ -170,8 +170,7 @@ def has_pdl():
 def follow():
     """Wait for the end of the preceding kernel; first call of a kernel launched with `platform.beside`.
 
-    All stores of that kernel are visible then, so the work of two kernels never overlaps. Without PDL this does
-    nothing.
+    All stores of that kernel are visible then, so the work of two kernels never overlaps. A no-op without PDL.
     """
     if has_pdl():
         tl.extra.cuda.gdc_wait()

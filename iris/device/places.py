@@ -42,8 +42,7 @@ def publish_out(ctx, places, out):
 def same_places(ctx, places, step, out, waiter: tl.constexpr):
     """Return whether every other rank r, which has signalled, published our place of `out` at `places + r * step`.
 
-    Until the call has ended here, peers must be unable to enter the next one. Where it returns False, the rank's waits
-    end.
+    Until the call has ended here, peers must be unable to enter the next one. On False, the rank's waits end.
     """
     differing = -1
     for i in tl.static_range(1, ctx.world_size):

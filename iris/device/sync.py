@@ -150,8 +150,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
     """Wait until every peer has entered this call, or a later one; return whether they did.
 
-    `out`, of calls that `leave` together: also check that this rank may store into every peer's; `out_at` gives the
-    place.
+    `out`, of calls that `leave` together: also check that this rank may store into every peer's (`out_at`).
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:

@@ -186,8 +186,7 @@ class Tiles:
 
         `source`, `pointers`: blocks of pointers of one shape, of one or two dimensions, into any memory of this rank;
         the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, on every rank
-        the same. `dtype`: the type to which values are rounded before they travel, by default the source's; floating
-        point.
+        the same. `dtype`: floating point, in which values travel, by default the source's.
         """
         here = self._here()
         kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype

@@ -1,6 +1,4 @@
-"""Run work next to the user's stream: a stream for calls with `async_op=True`, and lanes for parts of an op that
-overlap.
-"""
+"""Run work next to the user's stream: a stream for calls with `async_op=True`, and lanes for overlapping parts."""
 
 from __future__ import annotations
 

@@ -151,9 +151,7 @@ def _computed_by_ops(module: Any, form: Form) -> Form | None:
     for activation in _candidates(module):
         one = Form(form.first, form.second, _INTERMEDIATE, activation, form.transposed, form.interleaved, form.gated)
         actual = [_by_ops(tiny, one, *each) for each in tried]
-        if all(
-            torch.allclose(a, b, rtol=1e-4, atol=most) for a, b, most in zip(actual, expected, allowed, strict=True)
-        ):
+        if all(torch.allclose(a, b, rtol=1e-4, atol=c) for a, b, c in zip(actual, expected, allowed, strict=True)):
             return Form(form.first, form.second, form.intermediate, activation, form.transposed, form.interleaved,
                         form.gated)  # fmt: skip
     return None

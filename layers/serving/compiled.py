@@ -186,10 +186,8 @@ def _run(
     hidden = _hidden_of(output)
     own.known = None, None
     # by its class: hooks are not guarded on
-    next_normed = (
-        step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
-    )
-    return output, hidden, next_normed
+    normed = step_norms.first_half(hidden, following.weight) if halves else type(following).forward(following, hidden)
+    return output, hidden, normed
 
 
 def _hidden_of(output: Any) -> torch.Tensor:

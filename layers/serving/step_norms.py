@@ -71,8 +71,7 @@ def _norms_a_sum(norm: fx.Node) -> bool:
 
 
 def _reduced(total: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Return (all-reduce, view of it, residual) where `total` is the sum of the latter two and the first has no other
-    user.
+    """Return (all-reduce, view of it, residual) where `total`, the sum of the latter two, alone uses the first.
 
     The three follow each other.
     """

@@ -78,10 +78,9 @@ def test_masks_of_another_shape_are_left_to_torch() -> None:
         out = attention.attend(module, q, k, v, given, 0.2)[0][:, 0]
         expected = reference(q[:, :, 0], k, v, given[:, 0, 0].expand(2, 40), 0.2)
         assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not attention._decode_supports(q, k, v, mask[:1]) and not attention._decode_supports(q, k, v, mask[..., :39])
-    assert attention._decode_supports(q, k, v, mask) and attention._decode_supports(
-        q, k, v, mask[:1].expand(2, 1, 1, 40)
-    )
+    supports = attention._decode_supports
+    assert not supports(q, k, v, mask[:1]) and not supports(q, k, v, mask[..., :39])
+    assert supports(q, k, v, mask) and supports(q, k, v, mask[:1].expand(2, 1, 1, 40))
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")

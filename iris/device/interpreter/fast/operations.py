@@ -1,6 +1,4 @@
-"""Split the operands and results of operations into arrays and the rest, so that `replay.py` repeats them on other
-arrays.
-"""
+"""Split operands and results of operations into arrays and the rest, so that `replay.py` can repeat them on others."""
 
 from __future__ import annotations
 
