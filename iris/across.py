@@ -157,7 +157,7 @@ class Across:
             return self._error(what)
         self.lost = self._agreed(peer, reason)
         if self._polls:  # what waits on the device for ever would keep all else there from ending
-            with suppress(RuntimeError):
+            with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
