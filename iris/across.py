@@ -63,8 +63,8 @@ class Across:
         self._store, self._count, self._on_loss = store_of(group), 0, on_loss
         self._polls = "nccl" in dist.get_backend(group)
         self.names = ["a host that is not known yet"] * self.size
-        self.lost: tuple[int, str] | None = None
-        """A member that this one has given up on, and why."""
+        self.lost: tuple[int | None, str] | None = None
+        """A member that this one has given up on, None where it is one of several, and why."""
         self.names = self.exchange("the hosts of a group", os.uname().nodename)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
@@ -147,33 +147,37 @@ class Across:
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             reason = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)" if late else _first_line(error)
-            raise self._loss(self._neighbour() if peer is None else peer, what, reason) from None
+            if peer is None and self.size == 2:
+                peer = 1 - self.rank
+            raise self._loss(peer, what, reason) from None
 
-    def _neighbour(self) -> int:
-        return (self.rank + 1) % self.size
-
-    def _loss(self, peer: int, what: str, reason: str) -> PeerLostError:
+    def _loss(self, peer: int | None, what: str, reason: str) -> PeerLostError:
         if self.lost is not None:
             return self._error(what)
         self.lost = self._agreed(peer, reason)
         if self._polls:  # what waits on the device for ever would keep all else there from ending
-            with suppress(RuntimeError):
+            with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
+        if self.rank == 0:  # its process may keep the store, in which the others look for a note
+            time.sleep(_NOTE_S)
         return error
 
     def _error(self, what: str) -> PeerLostError:
         assert self.lost is not None
         peer, reason = self.lost
+        others = ", ".join(name for member, name in enumerate(self.names) if member != self.rank)
+        lost = f"one of the hosts {others}"
+        if peer is not None:
+            lost = f"host {self.names[peer]} (rank {peer} of the {self.size} across hosts)"
         return PeerLostError(
-            f"host {self.names[self.rank]} lost host {self.names[peer]} (rank {peer} of the {self.size} across hosts) "
-            f"in {what}: {reason}. End all ranks and start again."
+            f"host {self.names[self.rank]} lost {lost} in {what}: {reason}. End all ranks and start again."
         )
 
-    def _agreed(self, peer: int, reason: str) -> tuple[int, str]:
+    def _agreed(self, peer: int | None, reason: str) -> tuple[int | None, str]:
         """Whom another member found lost first, else `peer`; where the store is gone, the host that kept it."""
-        found: list[tuple[int, str]] = []
+        found: list[tuple[int | None, str]] = []
 
         def ask() -> None:
             key = f"{self._name}/lost"
@@ -183,7 +187,8 @@ class Across:
                     if 0 <= int(first) < self.size and int(first) != self.rank:
                         found.append((int(first), str(text)))
                         return
-                self._store.set(key, json.dumps((peer, reason)))
+                if peer is not None:
+                    self._store.set(key, json.dumps((peer, reason)))
                 found.append((peer, reason))
 
         asking = threading.Thread(target=ask, daemon=True)
@@ -228,4 +233,5 @@ def join(
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition(". This is typically")[0]  # gloo goes on with advice

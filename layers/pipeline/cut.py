@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..serving.arguments import check_tokens
+from .chain import check_chain
 
 T = TypeVar("T")
 
@@ -138,6 +139,7 @@ def check_stages(model: Any, stages: int) -> str:
         raise StyleError(f"{name} has no embedding of tokens: 'pp' cannot divide it")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise StyleError(f"{name} has no linear head: 'pp' cannot divide it")
+    check_chain(model, stacks[0])
     return stacks[0]
 
 

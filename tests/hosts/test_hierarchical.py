@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import iris
@@ -121,7 +122,9 @@ def _refused(rank: int, world_size: int) -> None:
         assert (out == 16).all()
         ctx.ops.matmul_all_reduce(out, A, B)
         assert (out == 32).all()
+        dist.barrier()
         if rank >= 2:
+            time.sleep(1)  # until the others have left the barrier
             kill_own_host()
         with pytest.raises(PeerLostError, match="host hosta lost host hostb"):
             ctx.ops.matmul_all_reduce(out, A, B)

@@ -115,3 +115,20 @@ def test_the_first_loss_is_the_one_that_is_named() -> None:
     ends = run_hosts((1, 1, 1), _line, env=_ENV)
     assert ends[0].exitcode == 0, ends[0].traceback
     assert "host hosta lost host hostb" in ends[0].result
+
+
+def _sum_of_three(rank: int, world_size: int) -> str:
+    dist.init_process_group("gloo")
+    line = Across(dist.group.WORLD)
+    if rank == 1:
+        kill_own_host()
+    with pytest.raises(PeerLostError) as caught:
+        line.all_reduce(torch.ones(3), "a sum")
+    return str(caught.value)
+
+
+def test_a_sum_of_several_names_nobody_who_lives() -> None:
+    ends = run_hosts((1, 1, 1), _sum_of_three, env=_ENV)
+    for end in (ends[0], ends[2]):
+        assert end.exitcode == 0, end.traceback
+        assert "lost one of the hosts " in end.result and "hostb" in end.result
