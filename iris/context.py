@@ -55,24 +55,29 @@ def iris(
     heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
     copy_engine: str | None = None, across: Members = None,
 ) -> Iris:  # fmt: skip
-    """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
+    """Make the symmetric heap and return this rank's context. Collective: every rank calls it.
 
-    `heap_size`: bytes on each rank, the same on all, rounded up to whole 256. `allocator_type`: "torch" (PyTorch
-    symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem" (addresses are reserved, memory is
-    mapped on demand, outside tensors can be imported), which may also be called "vmem_chunked"; the environment
-    variable IRIS_ALLOCATOR overrides it.
-    `group`: a process group or one dimension of a DeviceMesh, whose ranks are then the world; by default the default
-    process group, else the one that torchrun's environment describes, or on one host srun's or mpirun's, else a world
-    of one. `invariant`: with "batch" a row of a result has the same bits however many rows there are and wherever it
-    stands among them, with "ranks" also on any number of ranks; None takes whatever is fastest
-    (docs/concepts/determinism.md).
-    `across`: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
-    mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
-    (docs/guides/several-hosts.md).
-    `copy_engine`: None, for code written for ROCm/iris.
+    Args:
+        heap_size: bytes on each rank, the same on all, rounded up to a multiple of 256.
+        allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
+            (reserves addresses, maps memory when it is needed, imports outside tensors). "vmem_chunked" means "vmem".
+            The environment variable IRIS_ALLOCATOR overrides it.
+        group: a process group, or one dimension of a DeviceMesh, whose ranks form the world. By default the default
+            process group, else torchrun's environment, else that of srun or mpirun on one host, else one rank.
+        invariant: "batch": a row of a result has the same bits for any number of other rows. "ranks": also on any
+            number of ranks. None: the fastest order (docs/concepts/determinism.md).
+        copy_engine: None; exists for code written for ROCm/iris.
+        across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
+            mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+            (docs/guides/several-hosts.md).
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks,
-    say) or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Returns:
+        The context. Use it in a `with` block, or call `close()`.
+
+    Raises:
+        ArgumentError: for bad arguments.
+        PlatformError: if the machine cannot run the library, for example with fewer GPUs than ranks.
+        HeapExhausted: if the memory is not available. All errors are raised on every rank.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
@@ -169,31 +174,36 @@ class Iris(PeerMethods):
         platform.synchronize(self.device)
 
     def get_rank(self) -> int:
-        """This rank, from 0; also `ctx.cur_rank`."""
+        """Return this rank's number, from 0; also `ctx.cur_rank`."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """How many ranks the context has; also `ctx.num_ranks`."""
+        """Return the number of ranks; also `ctx.num_ranks`."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
-        """The device of this rank, on which its heap lies; also `ctx.device`."""
+        """Return the device of this rank and its heap; also `ctx.device`."""
         return self.device
 
     def get_device_id(self) -> int:
-        """The index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
+        """Return the index of this rank's GPU among those that the process sees; 0 on a CPU. Also `ctx.gpu_id`."""
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """How many multiprocessors (compute units) the device has; 1 in the interpreter."""
+        """Return the number of multiprocessors (compute units) of the device; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Return rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
+        """Return rank `src`'s `value` on every rank, with its type. Collective; it waits on the host.
 
-        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is
-        ignored. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
+        Args:
+            value: a tensor, an array, a number, a list, or any object that can be pickled; ignored on other ranks. A
+                tensor arrives on the device on which `src` has it, or on this rank's GPU.
+            src: the rank that has the value.
+
+        Raises:
+            ArgumentError: for a `src` outside the ranks, or a value that cannot be pickled.
         """
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
@@ -204,11 +214,14 @@ class Iris(PeerMethods):
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """`with ctx.memory_pool():` puts what torch allocates on the device in the block on the heap. Collective.
+        """Put what torch allocates on the device in a `with` block on the heap. Collective.
 
-        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
-        `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
-        on other ranks.
+        Every rank makes the same allocations in the block, from one thread (docs/guides/memory.md).
+
+        Raises:
+            HeapExhausted: if the heap is full.
+            NotSymmetricError: at the end of the block, if the ranks' tensors have different offsets.
+            CaptureError: while a CUDA graph is captured.
         """
         self.check()
         if platform.is_capturing(self.device):
@@ -229,37 +242,41 @@ class Iris(PeerMethods):
             )
 
     def trim(self) -> int:
-        """Return memory of the heap without allocations to the system; return how many bytes. Collective.
+        """Return heap memory without allocations to the system. Collective.
 
-        Allocator "torch", whose memory is one piece, returns 0.
+        Returns:
+            The number of bytes; 0 with the allocator "torch", whose memory is one allocation.
         """
         self.barrier()  # no peer may still use the unmapped memory
         return self.heap.trim()
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        """Return the fused ops (`iris_ops.ops.Ops`)."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """The collectives of `iris.ccl`."""
+        """Return the collectives (`iris.ccl.collectives.Collectives`)."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of what programs do inside kernels (`iris.tracing.Tracing`)."""
         self.check()
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Frees the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
+        """Free the heap. Collective; later calls on the context raise `ClosedError`. A second `close` does nothing.
 
-        Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
+        It waits for a `generate` in another thread.
+
+        Raises:
+            ThreadError: if the context belongs to another thread that is still running.
         """
         if self._closed:
             return
@@ -330,19 +347,19 @@ class Iris(PeerMethods):
         )
 
     def debug(self, message: str) -> None:
-        """Print `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
+        """Log `[rank/world] message` at level DEBUG (`iris.set_logger_level`)."""
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Log `[rank/world] message` at level INFO, the default."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:
-        """Print such a line unless the level is ERROR."""
+        """Log `[rank/world] message` at level WARNING."""
         self.log.warning(message)
 
     def error(self, message: str) -> None:
-        """Print such a line at every level. It raises nothing."""
+        """Log `[rank/world] message` at level ERROR. Raises nothing."""
         self.log.error(message)
 
     def _device_name(self) -> str | None:
