@@ -1,6 +1,6 @@
 """Measure the library on a machine, and what its users would run otherwise.
 
-Each module of this folder is a command, `python -m benchmarks.NAME`; `--help` says what it asks for. Among them:
+Each module of this folder is a command, `python -m benchmarks.NAME`; `--help` lists its options. Among them:
 
     ops       the four fused ops, against cuBLAS + NCCL and torch's own overlapped ops
     ccl       the collectives of a context

@@ -1,6 +1,6 @@
 """Measures anew what the tables show, the most telling first: `python -m benchmarks.again --budget 400`.
 
-Each step is one benchmark with its own limit, which ends early where the budget does; what was left out is printed. All
+Each step is one benchmark with its own limit, which ends early where the budget does; what was skipped is printed. All
 write JSON files to `--out`; those of `benchmarks/results/` are what `python -m benchmarks.report` renders.
 
 Rivals that are installed come from elsewhere, and a kernel of theirs that hangs would take a whole run with it. So a
@@ -80,7 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def line_of(step: Step, gpu: str, ranks: int, out: Path, limit_s: float) -> list[str]:
-    """The command of a step."""
+    """Return the command of a step."""
     name = step.name or f"{step.line.split()[0]}_{{gpu}}"
     command = [sys.executable, "-m", f"benchmarks.{step.line.split()[0]}", *step.line.split()[1:]]
     named = ["--name", f"{name.format(gpu=gpu)}_x{ranks}"]
@@ -88,7 +88,7 @@ def line_of(step: Step, gpu: str, ranks: int, out: Path, limit_s: float) -> list
 
 
 def run(line: list[str], timeout_s: float) -> bool:
-    """Whether the command came through; with its children it is killed behind `timeout_s`."""
+    """Run the command; return whether it succeeded. Kill it, with its children, after `timeout_s`."""
     began = time.monotonic()
     with subprocess.Popen(line, start_new_session=True) as child:
         try:
@@ -101,7 +101,7 @@ def run(line: list[str], timeout_s: float) -> bool:
 
 
 def probe(ranks: int, out: Path) -> None:
-    """Leaves the rivals out, by the environment, with which a few rows do not come through."""
+    """Leave out, through the environment, the rivals with which a few rows fail."""
     for without in ("", "flashinfer", "flashinfer,vllm"):
         os.environ["IRIS_WITHOUT"] = without
         probe = PROBE.split()

@@ -1,6 +1,6 @@
 """GEMM + all-scatter, overlapped in the ways of `examples/all_scatter`: `python -m benchmarks.all_scatter`.
 
-Every rank multiplies A (M, K) by its columns of B (K, N) and all want the whole product. On the same tensors: each
+Every rank multiplies A (M, K) by its columns of B (K, N) and all need the whole product. On the same tensors: each
 variant; `ctx.ops.matmul_all_gather`; torch's product, NCCL's all-gather and the copy that brings the parts into
 columns. Each result is checked, into poisoned output, before it is timed, and a graph's once more by a replay. Beside
 them what bounds them: the product alone (torch's and the variants' own), and the bytes over the link.
@@ -120,7 +120,7 @@ class Inputs:
         self.team.synchronize()
 
     def error(self, contender: Contender) -> float:
-        """The largest error in units of what is allowed; infinite where nothing was written."""
+        """Return the largest error in units of what is allowed; infinite where nothing was written."""
         self.team.synchronize()
         self.team.barrier()
         expected = self.expected[:, self.columns] if contender.kind == ALONE else self.expected
@@ -205,7 +205,7 @@ def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argpa
 
 
 def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], object], result: dict) -> bool:
-    """Runs `act` into poisoned output; whether every rank then holds the product. If not, the result says why."""
+    """Run `act` into poisoned output; return whether every rank then holds the product. If not, the result says why."""
 
     def step() -> float:
         inputs.poison(contender)

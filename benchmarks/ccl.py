@@ -1,4 +1,4 @@
-"""The collectives of `ctx.ccl` beside those of NCCL, torch, vLLM and FlashInfer: `python -m benchmarks.ccl --ranks 4`.
+"""The collectives of `ctx.ccl` against those of NCCL, torch, vLLM and FlashInfer: `python -m benchmarks.ccl --ranks 4`.
 
 Sizes are what nccl-tests counts: bytes of the input of all_reduce, reduce_scatter and all_to_all, of the output of
 all_gather; so bytes on the link are 2 (w - 1) / w of them for all_reduce and (w - 1) / w for the others.

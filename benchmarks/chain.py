@@ -1,7 +1,7 @@
 """A model's all-reduces one after the other: `python -m benchmarks.chain --ranks 4`.
 
 Each layer's two row-parallel products, all on weights of their own, as one CUDA graph (on CPUs one by one): how long
-that takes beside the same calls of each product by themselves. More than their sum would be gaps between the ops, or
+that takes against the same calls of each product by themselves. More than their sum would be gaps between the ops, or
 ranks that wait for each other. The host is seen too: the same calls issued one by one.
 """
 
@@ -47,7 +47,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def run_row(rows: list[Row], team: Team, heap: everyone.Heap, dtype: torch.dtype, layers: int) -> dict:
-    """Times one M; raises where a result is wrong."""
+    """Time one M; raise where a result is wrong."""
     calls = []
     for row in rows:
         inputs = Inputs(row, team, dtype, copies=layers)

@@ -1,7 +1,7 @@
-"""Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 beside fp8.
+"""Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 against fp8.
 
 Query, key and value, and gate and up, of 8B and 70B shapes split over four ranks, as a step and as a prompt. Weights
-rotate, so that none is found in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its
+rotate, so that none is in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its
 rows, `rounding` the part of it that rounds. Each is compared with float64 first.
 
 With `--ranks` 2 or more the row-parallel ones instead, each rank with its part: bf16 and fp8 are `matmul_all_reduce`;
@@ -86,7 +86,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 def calls_of(
     ctx, outputs: torch.Tensor | None, x: torch.Tensor, weights: list[torch.Tensor], rounded: list[tuple]
 ) -> dict[str, Callable]:
-    """What is measured; the argument says which weight. `outputs`: with a context, room for a result on its heap."""
+    """Return the calls to measure, by the number of a weight. `outputs`: with a context, room for a result there."""
     size = len(x), len(weights[0])
     out = outputs[: math.prod(size)].view(size) if ctx else None
 
@@ -111,7 +111,7 @@ def calls_of(
 
 
 def rivals_of(team: Team, largest: int, x: torch.Tensor, rounded: list[tuple]) -> dict[str, Callable]:
-    """torch's product in eight bits, and whose all-reduce follows it. `largest`: elements of any row's result."""
+    """Return torch's fp8 product, and whose all-reduce follows it. `largest`: elements of any row's result."""
     size = len(x), len(rounded[0][1])
     out = x.new_empty(size)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import iris  # noqa: F401  # before triton
+from iris.machines import Machine, machine_named
 from iris_ops.planning.asked import asked, planned
 from iris_ops.planning.hosts import Network, plan_all_reduce
-from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.product_model import local_problem, product_us
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER
 import torch

@@ -4,9 +4,9 @@ Two halves, both with a context that promises them and one that promises nothing
 
     bits    of each product at ten numbers of rows, a few rows among others that are random or NaN, in other places,
             `out` on the heap or not: how many numbers differ from those of the first call (`invariance_case.py`)
-    times   the ops of a sample of rows, and layers' products without an exchange beside torch's, in CUDA graphs
+    times   the ops of a sample of rows, and layers' products without an exchange against torch's, in CUDA graphs
 
-Writes what was found, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
+Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
 asks the planner alone for what the promise should cost, over all rows of the benchmarks; that needs no GPU.
 """
 
@@ -20,8 +20,8 @@ import sys
 import time
 
 import iris
+from iris.machines import machine_named
 from iris_ops.local import matmul
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import part_of
 from iris_tp.bench.rows import CALLS, Row
@@ -79,7 +79,7 @@ def print_expected(gpu: str, world: int) -> None:
 
 
 def print_table(record: dict) -> None:
-    """The rows of `docs/concepts/determinism.md`: what was measured, and what the promise cost."""
+    """Print the rows of `docs/concepts/determinism.md`: what was measured, and what the promise cost."""
     versions = ", ".join(
         f"{name} {version}" for name, version in record["versions"].items() if name in ("torch", "triton")
     )
@@ -92,7 +92,7 @@ def print_table(record: dict) -> None:
 
 
 def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
-    """One product after the other: first the layers of models."""
+    """Yield one product after the other: first the layers of models."""
     known = {(row.op, row.N, row.K, row.form) for row in shapes.select("prefill,decode", list(CALLS), team.world)}
     rng = random.Random(args.seed)
     layers = sorted(known) if team.cuda and not args.random else []
@@ -107,7 +107,7 @@ def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
 
 
 def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, record: dict, write: Callable) -> None:
-    """Compares `args.products` products, or as many as there is time for, and counts them in `found`.
+    """Compare `args.products` products, or as many as there is time for, and count them in `record`.
 
     The first of them are computed with nothing promised, too, so that it is seen that the comparison finds something.
     The kernels of all random products are compiled before the first.
@@ -137,7 +137,7 @@ def differing_bits(team: Team, args: argparse.Namespace, contexts: dict, record:
 
 
 def results(team: Team, contexts: dict, cases: list[Case], unpromised: int) -> list[tuple[str, Case, torch.Tensor]]:
-    """Computes cases with the promise, the first `beside` also without: (level, case, what differs, on the device)."""
+    """Compute cases with the promise, the first `unpromised` also without: (level, case, differences on the device)."""
     lent: dict[str | None, list[torch.Tensor]] = {level: [] for level in contexts}
 
     def compute() -> list[tuple[str, Case, torch.Tensor]]:
@@ -160,7 +160,7 @@ def results(team: Team, contexts: dict, cases: list[Case], unpromised: int) -> l
 
 
 def count_differing(team: Team, contexts: dict, cases: list[Case], unpromised: int, record: dict) -> None:
-    """Computes some cases and counts in `found`. The host waits once for all of them."""
+    """Compute some cases and count them in `record`. The host waits once for all of them."""
     every = results(team, contexts, cases, unpromised)
     counts = torch.stack([differing for *_, differing in every])
     distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
@@ -176,7 +176,7 @@ def count_differing(team: Team, contexts: dict, cases: list[Case], unpromised: i
 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
-    """Microseconds of each op in a graph: with the promise and without."""
+    """Return microseconds of each op in a graph: with the promise and without."""
     rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.supports(team.world) and row.M <= 4096]
     machine = machine_named(torch.cuda.get_device_name(), 132) if team.cuda else machine_named("interpreter", 1)
     other = [
@@ -216,7 +216,7 @@ def column_shapes(world: int) -> list[tuple[int, int]]:
 
 
 def op_call(team: Team, ctx: iris.Iris, row: Row):
-    """A call of `ctx.ops` on one of two inputs."""
+    """Return a call of `ctx.ops` on one of two inputs."""
     a, w = row.a_shape(team.rank, team.world), row.w_shape(team.world)
     As, Ws = ([torch.randn(*s, device=team.device).to(torch.bfloat16) for _ in range(2)] for s in (a, w))
     rows, columns = row.M, row.N

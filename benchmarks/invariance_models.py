@@ -6,7 +6,7 @@ Models have the shapes of Llama-3-8B and Qwen3-32B and random weights, the same 
     ranks   contexts with "ranks", one of all ranks and one of a single rank, do so, and are compared
 
 eagerly and, on GPUs, from CUDA graphs; with `--compile` also from CUDA graphs of compiled decoder layers. Compared are
-the logits behind the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a
+the logits after the prompt and of each step, bit by bit, and so the tokens. Writes a JSON file. Exits with 1 where a
 bit differs.
 """
 
@@ -38,7 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=report.numbers, help="of each model, as 32,8; default: all")
     parser.add_argument("--compile", action="store_true", help="with compiled decoder layers, too")
     parser.add_argument(
-        "--steps", type=report.at_least(1), default=STEPS, help="behind the prompt; default: %(default)s"
+        "--steps", type=report.at_least(1), default=STEPS, help="after the prompt; default: %(default)s"
     )
     args = parser.parse_args(argv)
     report.settle(args, argv, "invariance_models")
@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def whole_model(name: str, depth: int | None, device: torch.device) -> nn.Module:
-    """A model with random weights, the same in each process."""
+    """Return a model with random weights, the same in each process."""
     from transformers import AutoModelForCausalLM
 
     config = whole_models.config_of(name, depth)
@@ -73,7 +73,7 @@ def split(whole: nn.Module, ctx: iris.Iris) -> nn.Module:
 
 
 def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) -> list[dict]:
-    """One for each level, way to run and batch: how many numbers have other bits, on the rank with most."""
+    """Return one row for each level, way to run and batch: how many numbers have other bits, on the rank with most."""
     heap, sizes = int(args.heap_gib * 2**30), BATCHES[team.device.type]
     rows: list[dict] = []
     begin = time.monotonic()
@@ -119,7 +119,7 @@ def verdicts(team: Team, args: argparse.Namespace, name: str, whole: nn.Module) 
 
 
 def _modes(compiled: bool) -> tuple[str, ...] | None:
-    """Compiled layers from graphs only, whose first pass is eager: each mode would compile them anew."""
+    """Return graphs only for compiled layers, whose first pass is eager: each mode would compile them anew."""
     return ("graphs",) if compiled else None
 
 

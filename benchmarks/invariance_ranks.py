@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def layers(team: Team) -> list[tuple[str, int, int]]:
-    """(name, N, all ranks' K)."""
+    """Return (name, N, all ranks' K) of each layer."""
     if not team.cuda:
         return [("small", 80, 640)]
     model = models.LLAMA_8B
@@ -63,7 +63,7 @@ class Layer:
         self.rows = self.A[:, self.own].contiguous()
 
     def result(self, ctx: iris.Iris) -> torch.Tensor:
-        """By a context of all ranks, or of this one alone."""
+        """Compute the result by a context of all ranks, or of this one alone."""
         out = ctx.zeros(self.M, self.N, dtype=torch.bfloat16)
         if ctx.num_ranks == 1:
             ctx.ops.matmul_all_reduce(out, self.A, self.W.t())

@@ -1,7 +1,7 @@
 """Whether ranks see each other's accesses in the order that is promised: `python -m benchmarks.litmus --ranks 4`.
 
 Each test is a few accesses by two to four ranks and an outcome. Whether the outcome may be seen depends on the order
-that the accesses ask for, by the acquire-release model of C++ and PTX at system scope:
+that the accesses request, by the acquire-release model of C++ and PTX at system scope:
 
     relaxed           writes are relaxed exchanges, reads relaxed loads: only coherence holds, what is seen of a single
                       variable. These runs are the control: they must show that the machine does reorder.
@@ -100,7 +100,7 @@ class Result:
 
 
 def wrapped(number: int) -> int:
-    """As int32."""
+    """Wrap to int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -108,7 +108,7 @@ class Bench:
     """A context, and the heap memory that all cases share."""
 
     def __init__(self, ctx: iris.Iris, programs: int | None = None) -> None:
-        """`programs` of a grid: at most as many as are resident."""
+        """Allocate for `programs` of a grid: at most as many as are resident."""
         self.ctx, self.world = ctx, ctx.num_ranks
         resident = ctx.get_cu_count() if self.cuda else 2
         self.programs = min(programs or resident, resident)
@@ -126,13 +126,13 @@ class Bench:
         return torch.zeros(*shape, dtype=torch.int64, device=self.ctx.device)
 
     def total(self, counts: torch.Tensor) -> list[int]:
-        """Summed over ranks."""
+        """Sum over ranks."""
         counts = counts.clone()
         torch.distributed.all_reduce(counts)
         return counts.tolist()
 
     def rendezvous(self) -> None:
-        """Devices idle, then all ranks here; not by the barrier that is tested."""
+        """Wait until devices idle, then until all ranks are here; not by the barrier that is tested."""
         if self.cuda:
             torch.cuda.synchronize()
         torch.distributed.barrier()
@@ -145,7 +145,7 @@ class KernelCase:
     warps = 1
 
     def call(self, bench: Bench, counts: torch.Tensor, rounds: int) -> tuple:
-        """(kernel, arguments, constants)"""
+        """Return (kernel, arguments, constants)."""
         raise NotImplementedError
 
     def counters(self, bench: Bench) -> torch.Tensor:
@@ -156,7 +156,7 @@ class KernelCase:
         kernel.warmup(*args, grid=(1,), num_warps=self.warps, **constants)
 
     def run(self, bench: Bench, rounds: int) -> Result:
-        """At least `rounds` rounds, spread over all programs."""
+        """Run at least `rounds` rounds, spread over all programs."""
         each = -(-rounds // bench.programs)
         counts = self.counters(bench)
         bench.flags.fill_(wrapped(self.first - 1))
@@ -273,7 +273,7 @@ FAMILIES = ("threads", "messages", "barrier")
 
 
 def cases(family: str, world: int) -> list:
-    """What a family runs among `world` ranks."""
+    """Return what a family runs among `world` ranks."""
     if family == "threads":
         tests = [test for test in TESTS if test.threads.count("|") < world]
         return [Threads(test, order) for test in tests for order in range(len(ORDERS))]
@@ -350,7 +350,7 @@ def line(result: Result) -> str:
 
 
 def render(measured: dict) -> str:
-    """Markdown: a table a family, the outcome in question, whether the order forbids it, how often it was seen."""
+    """Return Markdown: a table a family, the outcome in question, whether the order forbids it, how often it was."""
     parts = [f"{report.headline(measured)} `{measured['command']}`"]
     for family in dict.fromkeys(result["family"] for result in measured["results"]):
         lines = []

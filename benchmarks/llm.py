@@ -1,4 +1,4 @@
-"""Tokens per second of a whole model, ours beside others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
+"""Tokens per second of a whole model, ours and others: `python -m benchmarks.llm --model llama-3-8b --ranks 4`.
 
 For each row, a batch of prompts of one length: every contender is checked first (logits of the prompts' last tokens and
 of a step, both eager and replayed: see `truth`), then all are timed in turns: the time to first token and steps, each
@@ -25,7 +25,7 @@ from benchmarks.measuring import report
 from benchmarks.tables.llm_table import render, summary
 
 EAGER_STEPS = 4
-WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, beside a first one: after a change a chip hunts
+WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, after a first one: after a change a chip hunts
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,7 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """(batch, prompt length)."""
+    """Return (batch, prompt length) of each row."""
     rows = [(batch, args.prompts[0]) for batch in args.batches]
     return list(dict.fromkeys(rows + [(args.batches[0], prompt) for prompt in args.prompts]))
 
@@ -147,10 +147,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:
-    """One result a contender; cuBLAS + NCCL is among `found`, and left out of the results if nobody asked for it."""
+    """Measure each contender; cuBLAS + NCCL is always among them, and omitted from the results unless requested."""
     from layers import Engine
 
-    length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks want whole vectors
+    length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks need whole vectors
     random = torch.Generator().manual_seed(7)
     ordered = sorted(contenders, key=lambda each: each.key != engines.NCCL)
     vocabulary = min(ordered[0].model.config.vocab_size, 30000)
@@ -237,7 +237,7 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
 def find_truth(
     team: Team, contender, tokens: torch.Tensor, length: int, convert: truth.Convert = truth.as_it_is
 ) -> tuple[dict, dict]:
-    """The row as far as it is known, and the true logits of its first prompts."""
+    """Return the row as far as it is known, and the true logits of its first prompts."""
     batch, prompt = len(tokens), tokens.shape[1] - 1
     compared, began = truth.rows_compared(batch, prompt), time.monotonic()
 
@@ -255,7 +255,7 @@ def find_truth(
 
 
 def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4) -> None:
-    """Prints rank 0's kernels by the time they take, of the prompts and of some steps."""
+    """Print rank 0's kernels by the time they take, of the prompts and of some steps."""
     kinds = torch.profiler.ProfilerActivity
     contender.prepare()
     for title, work in (
@@ -274,7 +274,7 @@ def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4
 
 
 def check(engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits of the prompts (`tokens` without the last), and of a step on the last, run eagerly and replayed."""
+    """Compare logits of the prompts (`tokens` without the last), and of a step on the last, eager and replayed."""
     prompts, last = tokens[:, :-1].contiguous(), tokens[:, -1]
     logits = {}
     for kind in ("eager", "graph") if engine.graphs else ("eager",):
@@ -293,10 +293,10 @@ def check(engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int) -> dict[str, float]:
-    """Seconds to the first token, and of one step, replayed and eager.
+    """Return seconds to the first token, and of one step, replayed and eager.
 
     A GPU that has computed for a while is slower than one that begins, by up to a tenth where it is at its power limit.
-    So each kind of first token is timed behind others of its kind.
+    So each kind of first token is timed after others of its kind.
     """
     contender.prepare()
     kinds = [("first_eager", engine.read)] + ([("first_graph", engine.prefill)] if len(engine.prompts) else [])
@@ -316,7 +316,7 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     steps = EAGER_STEPS if engine.graphs else output - 1
     engine.step()
 
-    def step() -> None:  # whose logits are let go of at once, as whoever serves does
+    def step() -> None:  # whose logits are dropped at once, as a server does
         for _ in range(steps):
             engine.step()
 
@@ -325,7 +325,7 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
 
 
 def clock(team: Team, work: Callable[[], object]) -> float:
-    """Seconds until the device has done `work`, begun by all ranks together."""
+    """Return seconds until the device has done `work`, begun by all ranks together."""
     team.barrier()
     team.synchronize()
     start = time.perf_counter()
@@ -335,7 +335,7 @@ def clock(team: Team, work: Callable[[], object]) -> float:
 
 
 def same_everywhere(team: Team, engine) -> bool:
-    """Whether all ranks made the same tokens."""
+    """Return whether all ranks made the same tokens."""
     tokens = engine.output.double()
     places = torch.arange(1, tokens.numel() + 1, device=tokens.device).view_as(tokens)
     digest = ((tokens * places) % 65521).sum().item()
@@ -353,7 +353,7 @@ def allocated(team: Team, peak: bool = False) -> int:
 
 
 def measure_vllm(args: argparse.Namespace) -> dict[str, dict]:
-    """What vLLM takes, by contender, if it is asked for: before the ranks start, for it wants the GPUs for itself."""
+    """Return what vLLM takes, by contender, if requested: measured before the ranks start, for it needs all GPUs."""
     keys = [key for key in engines.APART if key in args.contenders]
     if not keys:
         return {}

@@ -1,4 +1,4 @@
-"""A mixture of experts' two ops beside what people run otherwise: `python -m benchmarks.moe --ranks 2`.
+"""A mixture of experts' two ops against what people run otherwise: `python -m benchmarks.moe --ranks 2`.
 
 For each shape and number of tokens: `ours` is `moe_gate_up`, then `moe_down_all_reduce`; each rival is a grouped
 product and an all-reduce (`moe_rivals.py`). Everything is compared with float64 first, then timed in turns in CUDA
@@ -24,11 +24,11 @@ import time
 
 import iris
 from iris import platform
+from iris.machines import Machine, machine_of
 from iris_ops import FusedConfig
-from iris_ops.planning.machine import Machine, machine_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import need_sorting
-from iris_ops.planning.plan import plan, weigh
+from iris_ops.planning.plan import WAYS, plan, weigh
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -97,7 +97,7 @@ def late(team: Team, begin: float, args: argparse.Namespace) -> bool:
 
 
 def copied(team: Team) -> float:
-    """GB/s that a copy reads and writes."""
+    """Return the GB/s that a copy reads and writes."""
     source = torch.empty(256 << 20, dtype=torch.uint8, device=team.device)
     target = torch.empty_like(source)
     result = compare.compare(team, {"copy": lambda i: target.copy_(source)}, lambda *_: 0.0, 1, compare.QUICK)
@@ -107,7 +107,7 @@ def copied(team: Team) -> float:
 def ours(
     ctx: iris.Iris, layer: Layer, first: FusedConfig | None = None, second: FusedConfig | None = None
 ) -> tuple[Callable[[int], torch.Tensor], Callable[[int], torch.Tensor], Callable[[int], torch.Tensor]]:
-    """(both ops, the first alone, the second alone on what the first has left)."""
+    """Return both ops, the first alone, and the second alone on the first's result."""
     shape, tokens = layer.shape, len(layer.A)
     middle = layer.A.new_empty(tokens * shape.top_k, layer.width)
     out = layer.A.new_empty(tokens, shape.hidden)
@@ -178,7 +178,7 @@ def problems_of(ctx: iris.Iris, layer: Layer) -> tuple[MoeProblem, MoeProblem]:
 
 
 def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tiles: list[tuple] | None) -> dict:
-    """Microseconds of each configuration, by op; of `tiles` only, as `tile` gives them, where there are such."""
+    """Return microseconds of each configuration, by op; of `tiles` only, as `tile` gives them, where there are such."""
     rows = {}
     exact = layer.exact()
     dist.all_reduce(exact)
@@ -202,7 +202,7 @@ def tuned(team: Team, ctx: iris.Iris, layer: Layer, budget: compare.Budget, tile
 
 
 def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) -> None:
-    """Compiles what `calls` launch, many kernels at a time, and launches nothing."""
+    """Compile what `calls` launch, many kernels at a time, and launch nothing."""
     mixture, options = ctx.ops._mixture, platform.launch_options(ctx.device)
     launch = mixture._steps.launch
 
@@ -213,7 +213,7 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
     try:
         with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for call in calls:
-                with contextlib.suppress(Exception):  # who cannot be launched says so when it is timed
+                with contextlib.suppress(Exception):  # one that cannot be launched fails again when timed
                     call(0)
     finally:
         mixture._steps.launch = launch  # type: ignore[method-assign]
@@ -221,8 +221,8 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
 
 
 def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:
-    """What the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
-    known = [each.config for each in weigh(problem, machine).candidates]
+    """Return what the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
+    known = [each.config for each in weigh(WAYS, problem, machine).candidates]
     mean = problem.pairs / layer.described()["touched"]
     tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
     if given is not None:
@@ -249,9 +249,9 @@ def named(config: FusedConfig) -> str:
 
 
 def tile(text: str) -> tuple:
-    """(op, tokens, block_m, block_n, block_k, warps, stages) of `down16:16x64x128s5w4`.
+    """Return (op, tokens, block_m, block_n, block_k, warps, stages) of `down16:16x64x128s5w4`.
 
-    The first two are None where they are left out.
+    The first two are None where omitted.
 
     Raises `ValueError`.
     """
@@ -263,7 +263,7 @@ def tile(text: str) -> tuple:
 
 
 def compare_error(team: Team, call: Callable[[int], torch.Tensor], exact: torch.Tensor) -> float:
-    """How far a call is from the truth on any rank; without end where it raises."""
+    """Return a call's distance from the truth on any rank; infinite where it raises."""
     error, _ = team.attempt(lambda: compare.relative_error(call(0)[:CHECKED], exact))
     return team.slowest([float("inf") if error is None else error])[0]
 

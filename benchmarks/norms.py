@@ -1,7 +1,7 @@
-"""`matmul_all_reduce_norm` beside what ends in a whole RMSNorm: `python -m benchmarks.norms --ranks 2`.
+"""`matmul_all_reduce_norm` against what ends in a whole RMSNorm: `python -m benchmarks.norms --ranks 2`.
 
 What follows an all-reduce in a decoder: h = residual + sum over ranks of A @ B, then the RMSNorm of h. Ours leaves h,
-h * weight and the sums of its squares; the factor of a row is left to the product that follows (`rmsnorm_epilogue.py`).
+h * weight and the sums of its squares; the product that follows applies the factor of a row (`rmsnorm_epilogue.py`).
 Everybody else leaves h and the whole norm:
 
     NCCL, vLLM    torch.matmul, then the all-reduce, then residual and norm in one kernel of torch.compile
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def sizes(team: Team) -> list[tuple[int, int]]:
-    """(N, K) of the row-parallel layers of two models."""
+    """Return (N, K) of the row-parallel layers of two models."""
     if not team.cuda:
         return [(128, 48)]
     served = (models.LLAMA_8B, models.LLAMA_70B)
@@ -74,7 +74,7 @@ class NormInputs(Inputs):
         return torch.stack([h, norm])
 
     def pair(self) -> torch.Tensor:
-        """Room for h and its norm: [2, M, N]."""
+        """Return room for h and its norm: [2, M, N]."""
         return self.new(2, *self.out_shape)
 
 
@@ -162,7 +162,7 @@ class _Halves:
 
 
 def _add_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, pair: torch.Tensor) -> None:
-    """Writes h = total + residual, rounded, and its norm."""
+    """Write h = total + residual, rounded, and its norm."""
     h = total + residual
     pair[0] = h
     wide = h.float()
@@ -171,12 +171,12 @@ def _add_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
 
 @functools.cache
 def _finishing(cuda: bool) -> Callable:
-    """`_add_norm`, on GPUs as one kernel."""
+    """Return `_add_norm`, on GPUs as one kernel."""
     return torch.compile(_add_norm, dynamic=True, fullgraph=True) if cuda else _add_norm
 
 
 def _ended(inputs: Inputs, partial_sums: torch.Tensor, reduce: Callable[[], torch.Tensor]) -> Call:
-    """Torch's product into `partial_sums`, the all-reduce, residual and norm."""
+    """Return a call of torch's product into `partial_sums`, the all-reduce, residual and norm."""
     assert isinstance(inputs, NormInputs)
     pair, finish = inputs.pair(), _finishing(inputs.team.cuda)
 

@@ -1,4 +1,4 @@
-"""The four fused ops beside what people run otherwise: `python -m benchmarks.ops --ranks 4`.
+"""The four fused ops against what people run otherwise: `python -m benchmarks.ops --ranks 4`.
 
 For each row: random inputs; every contender checked against the full reference, into poisoned output; then all of
 them timed in turns, as CUDA graphs and eager; graphs checked once more by a replay. A contender that raises or is
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
-    """All that serve one of `rows`; none of them is made ready."""
+    """Return all that support one of `rows`; prepare none of them."""
     team, dtype = Team(1, args.ranks, torch.device(args.device)), getattr(torch, args.dtype)  # rank 1 prints nothing
     candidates = everyone.contenders(team, rows, dtype, *everyone.heaps(team, rows, dtype, args.heap_gib))
     return list(
@@ -78,7 +78,7 @@ def names_of_contenders(args: argparse.Namespace, rows: list[Row]) -> list[str]:
 
 
 def variations(text: str) -> list[dict[str, int | bool | str]]:
-    """All combinations of "field=value,value;field=value"; raises ValueError for what is no field."""
+    """Return all combinations of "field=value,value;field=value"; raise ValueError for an unknown field."""
     if not text:
         return []
     from iris_ops import FusedConfig  # here, so that rivals can be measured where the library cannot start
@@ -187,7 +187,7 @@ def run_row(
 
 
 def get_ready(contender: Contender, inputs: Inputs, result: dict) -> Call | None:
-    """The contender's call if it runs and is right on every rank; else its result says why not."""
+    """Return the contender's call if it runs and is right on every rank; else its result says why not."""
     team = inputs.team
     call, reason = team.attempt(lambda: contender.prepare[inputs.row.op](inputs))
     if not reason:
@@ -211,7 +211,7 @@ def time_mode(
     results: dict[str, dict],
     budget: timing.Budget,
 ) -> None:
-    """Times all calls in turns and writes the figures into their results."""
+    """Time all calls in turns and write the figures into their results."""
     team, copies = inputs.team, inputs.copies
     batches: dict[str, timing.Batch] = {}
     outputs: dict[str, torch.Tensor] = {}
@@ -264,7 +264,7 @@ def replayed_error(inputs: Inputs, batch: timing.Batch, out: torch.Tensor, alone
 
 
 def main() -> None:
-    """With `--shapes moe` the ops are those of mixtures: `benchmarks.moe` takes the other arguments."""
+    """Run the benchmark; with `--shapes moe`, of mixtures' ops: `benchmarks.moe` takes the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--shapes")
     chosen, remaining = parser.parse_known_args()

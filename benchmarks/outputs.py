@@ -63,7 +63,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def calls(inputs: Inputs, ctx: iris.Iris, on_heap: torch.Tensor) -> dict[str, Call]:
-    """What is compared, by name; a call with `copied` in its name has its output in ordinary memory."""
+    """Return what is compared, by name; a call with `copied` in its name has its output in ordinary memory."""
     row, world = inputs.row, inputs.team.world
     rows = [layers.RowParallelLinear(row.K * world, row.N, bias=False, ctx=ctx, dtype=inputs.dtype) for _ in inputs.W]
     for layer, weight in zip(rows, inputs.W, strict=True):
@@ -89,7 +89,7 @@ def calls(inputs: Inputs, ctx: iris.Iris, on_heap: torch.Tensor) -> dict[str, Ca
 
 
 def run_row(row: Row, team: Team, ctx: iris.Iris, dtype: torch.dtype) -> dict:
-    """Times one row; raises where a result is wrong."""
+    """Time one row; raise where a result is wrong."""
     inputs = Exact(row, team, dtype)
     on_heap = ctx.empty(row.M, row.N, dtype=dtype)
     by_name = calls(inputs, ctx, on_heap)

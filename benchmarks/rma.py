@@ -2,10 +2,10 @@
 
 Every operation between each pair of ranks alone and by all ranks at once (each with the next one), by size and by the
 number of programs; atomics as operations a second; a signal and its answer between each pair. Before a case is timed
-it runs once into poisoned memory, and the receiver compares every word and what lies behind the last.
+it runs once into poisoned memory, and the receiver compares every word and what follows the last.
 
 Timed are CUDA graphs of launches, so that small sizes show what a kernel costs that does nothing else. Prints tables,
-the link's known rates beside them, and writes `rma_<gpu>_x<ranks>.json`; `benchmarks.report` draws it.
+the link's known rates, and writes `rma_<gpu>_x<ranks>.json`; `benchmarks.report` draws it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.measuring import report
 from benchmarks.tables import rma_table
 
 POISON = -0x35014542
-GUARD = 4096  # words behind the last that must stay poisoned
+GUARD = 4096  # words after the last that must stay poisoned
 READS = ("load", "get")  # data arrives at the caller; else at the peer
 PAIR_BYTES = 64 << 20  # at which pairs are timed by programs
 ATOMIC_BYTES = 4 << 20  # at which atomics are timed between pairs and by programs
@@ -56,13 +56,13 @@ class Case:
         return self.nbytes // WORD_BYTES
 
     def partner(self, rank: int, world: int) -> int | None:
-        """With whom `rank` works, if it does."""
+        """Return the rank with which `rank` works, if it does."""
         if self.caller is None:
             return (rank + 1) % world
         return self.peer if rank == self.caller else None
 
     def sender(self, rank: int, world: int) -> int | None:
-        """The caller whose work ends in `rank`'s memory, if any does."""
+        """Return the caller whose work ends in `rank`'s memory, if any does."""
         if self.op in READS:
             return rank if self.caller in (None, rank) else None
         if self.caller is None:
@@ -70,7 +70,7 @@ class Case:
         return self.caller if rank == self.peer else None
 
     def calls(self) -> int:
-        """Launches of a batch: about 0.4 ms of them."""
+        """Return the launches of a batch: about 0.4 ms of them."""
         guess_us = 2.5 + self.nbytes / (1e3 * min(300, 25 * self.programs))
         return max(1, min(50, int(400 / guess_us)))
 
@@ -91,7 +91,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def sizes(args: argparse.Namespace) -> list[int]:
-    """Bytes: 4 KiB to 1 GiB, each four times the one before."""
+    """Return bytes: 4 KiB to 1 GiB, each four times the one before."""
     nbytes = [4 << (10 + 2 * i) for i in range(10)]
     if args.device == "cpu":
         return nbytes[:3:2]
@@ -99,12 +99,12 @@ def sizes(args: argparse.Namespace) -> list[int]:
 
 
 def program_counts(most: int) -> list[int]:
-    """1, 2, 4 ... and all."""
+    """Return 1, 2, 4 ... and all."""
     return sorted({most, *(1 << i for i in range(most.bit_length()))})
 
 
 def cases(args: argparse.Namespace, world: int, most: int) -> list[list[Case]]:
-    """What is timed in turns, group by group; those that all ranks take part in first."""
+    """Return what is timed in turns, group by group; those that all ranks take part in first."""
     everything, counts = sizes(args), program_counts(most)
     largest = everything[-1]
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
@@ -159,7 +159,7 @@ class Memory:
         self.ctx.barrier()
 
     def start(self, case: Case, warmup: bool = False) -> None:
-        """Launches the kernel, or compiles it."""
+        """Launch the kernel, or compile it."""
         partner = case.partner(self.team.rank, self.team.world)
         context = self.ctx.get_device_context()
         args = (context, self.src, self.dst, self.sums, case.words, 0 if partner is None else partner)
@@ -170,12 +170,12 @@ class Memory:
             move_kernel[(case.programs,)](*args, **how)
 
     def compile(self, ops: list[str], words: int) -> None:
-        """Each rank compiles some of the kernels; after that all find all of them in the cache on disk."""
+        """Compile some of the kernels on each rank; after that all find all of them in the cache on disk."""
         for op in ops[self.team.rank :: self.team.world] if self.team.cuda else []:
             self.start(Case(op, words * WORD_BYTES, 1), warmup=True)
 
     def wrong_words(self, case: Case) -> int:
-        """Runs `case` once into poisoned memory: how many words are not what they must be."""
+        """Run `case` once into poisoned memory; return how many words are not what they must be."""
         n, rank, device = case.words, self.team.rank, self.team.device
         self.dst[: n + GUARD].fill_(POISON)
         self.sums.zero_()
@@ -214,7 +214,7 @@ class Memory:
         return timing.graph_batch(call, case.calls(), 1)[0]
 
     def round_trips(self) -> list[dict]:
-        """A signal and its answer, between every two ranks, by whoever begins."""
+        """Time a signal and its answer, between every two ranks, by whoever begins."""
         rounds = ROUND_TRIPS if self.team.cuda else 5
         trips, first = [], 1
         for a in range(self.team.world):
@@ -266,7 +266,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def run_group(team: Team, memory: Memory, group: list[Case]) -> list[dict]:
-    """Each case's result: its time on the slowest rank that took part, or what is wrong with it."""
+    """Return each case's result: its time on the slowest rank that took part, or what is wrong with it."""
     results: dict[Case, dict] = {}
     batches: dict[Case, timing.Batch] = {}
     for case in group:

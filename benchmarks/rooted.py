@@ -1,4 +1,4 @@
-"""Collectives with a root, and messages, beside torch.distributed's, which are NCCL's on GPUs.
+"""Collectives with a root, and messages, against torch.distributed's, which are NCCL's on GPUs.
 
     python -m benchmarks.rooted --ranks 2
 
@@ -65,13 +65,13 @@ Case = tuple[Contender, Contender, torch.Tensor | None]
 
 
 def _values(team: Team, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-    """Every rank's tensor, [w, n], n a multiple of w."""
+    """Return every rank's tensor, [w, n], n a multiple of w."""
     n = max(1, nbytes // dtype.itemsize // team.world) * team.world
     return torch.randn(team.world, n, generator=torch.Generator().manual_seed(nbytes)).to(team.device, dtype)
 
 
 def rooted(team: Team, ctx: iris.Iris, dtype: torch.dtype, op: str, nbytes: int) -> Case:
-    """To or from the last rank."""
+    """Return the calls to or from the last rank."""
     w, root, values = team.world, team.world - 1, _values(team, dtype, nbytes)
     n, at_root = values.shape[1], team.rank == root
     given = values[team.rank, : n // w].clone() if op == "gather" else values[team.rank].clone()
@@ -99,7 +99,7 @@ def rooted(team: Team, ctx: iris.Iris, dtype: torch.dtype, op: str, nbytes: int)
 
 
 def messages(team: Team, ctx: iris.Iris, dtype: torch.dtype, op: str, nbytes: int) -> Case:
-    """From rank 0 to rank 1; round the ring; or from each rank to all others, a part each."""
+    """Return messages from rank 0 to rank 1; round the ring; or from each rank to all others, a part each."""
     w, rank, values = team.world, team.rank, _values(team, dtype, nbytes)
     after, before = (rank + 1) % w, (rank - 1) % w
     given, outs = values[rank].clone(), [torch.empty_like(values[rank]) for _ in NAMES]

@@ -1,7 +1,7 @@
-"""What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours beside torch's.
+"""What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours against torch's.
 
 Products of few rows (`iris_ops/local/skinny_matmul.py`), alone and with a gate, and attention over a static cache
-(`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none is found
+(`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none lies
 in the L2 cache: weights and the filled part of caches must be read once, so what counts is GB/s. Each is compared with
 float64 first. torch's attention is there twice: with the mask that a static cache needs, and over the filled part
 alone, which a captured step cannot know. With several ranks each does the same on its GPU, and the slowest counts.
@@ -88,12 +88,12 @@ def sizes(team: Team) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 
 def poison(like: torch.Tensor, dtype: str) -> None:
-    """Leaves NaN where a result is allocated next, for a kernel that writes too little to be seen."""
+    """Leave NaN where a result is allocated next, for a kernel that writes too little to be seen."""
     torch.full(like.shape, math.nan, dtype=getattr(torch, dtype), device=like.device)
 
 
 def rotated(bytes_each: int, device: torch.device) -> int:
-    """How many inputs there are, so that together they do not fit into a cache."""
+    """Return how many inputs there are, so that together they do not fit into a cache."""
     return max(2, min(MOST_COPIES, -(-ROTATED_BYTES // bytes_each))) if device.type == "cuda" else 2
 
 
@@ -157,7 +157,7 @@ def attention_case(
 
 
 def attention_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """In float64: q [heads, D] over k, v [kv_heads, filled, D]."""
+    """Compute attention in float64: q [heads, D] over k, v [kv_heads, filled, D]."""
     grouped = q.double().unflatten(0, (len(k), -1))
     chances = (grouped @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1)
     return (chances @ v.double()).flatten(0, 1)

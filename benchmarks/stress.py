@@ -29,7 +29,7 @@ LONGEST_DELAY_S = 0.010
 PAUSE_S = 200e-6  # inside a graph, once on each rank
 CYCLES_A_SECOND = 1.8e9
 REPORTS = 20
-PROGRESS_EVERY = 8  # cases between two words about how far they are
+PROGRESS_EVERY = 8  # cases between two reports of progress
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ class Delays:
 
 
 class Record:
-    """What the run leaves behind, written anew whenever there is more of it."""
+    """The run's results, written anew whenever there is more of it."""
 
     def __init__(self, team: Team, args: argparse.Namespace, cases: list[Case]) -> None:
         self.team, self.args, self.cases = team, args, cases
@@ -89,7 +89,7 @@ class Record:
         self.written |= {"cases": [case.name for case in cases], "longest_delay_ms": LONGEST_DELAY_S * 1e3}
 
     def add(self, **figures: object) -> dict[str, int]:
-        """Collective. Returns which cases have deviated so far."""
+        """Add the figures of one step, and return which cases have deviated so far. Collective."""
         deviating = deviations(self.team, self.cases)
         self.written |= {**figures, "deviating": deviating}
         if self.team.rank == 0:
@@ -97,9 +97,9 @@ class Record:
         return deviating
 
     def repeat(self, step: Callable[[int], object], number: int, what: str, **more: int) -> None:
-        """Makes `number` steps, and stops for a mismatch or after the time limit; tells about it now and then.
+        """Make `number` steps, and stop for a mismatch or after the time limit; report progress now and then.
 
-        `more`: what each step counts for beside.
+        `more`: what else each step counts for.
         """
         team, limit_s = self.team, self.args.time_limit
         begin, done, elapsed = time.monotonic(), 0, 0.0
@@ -152,7 +152,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def record(team: Team, rows: list[Row], sizes: list[int], dtype: torch.dtype, ctx) -> list[Case]:
-    """The cases; most of the time goes to compiling their kernels, so tells about it now and then."""
+    """Record the cases; most of the time goes to compiling their kernels, so report progress now and then."""
     makers = [lambda row=row: of_row(row, team, dtype, ctx) for row in rows]
     makers += [lambda op=op, n=n: of_collective(op, n, team, dtype, ctx) for n in sizes for op in COLLECTIVES]
     cases = []
@@ -167,7 +167,7 @@ def record(team: Team, rows: list[Row], sizes: list[int], dtype: torch.dtype, ct
 
 
 def in_graph(team: Team, cases: list[Case], args: argparse.Namespace, drawn: random.Random) -> Callable[[], object]:
-    """A sequence of calls on data that changes each time, as a graph where there are GPUs."""
+    """Return a sequence of calls on data that changes each time, as a graph where there are GPUs."""
     placed = [Placed(case) for case in cases]
     order = [drawn.choice(placed) for _ in range(args.graph_calls)]
     counter = torch.zeros(1, dtype=torch.int64, device=team.device)
@@ -192,7 +192,7 @@ def in_graph(team: Team, cases: list[Case], args: argparse.Namespace, drawn: ran
 
 
 def deviations(team: Team, cases: list[Case]) -> dict[str, int]:
-    """How many calls of each case deviated, on the rank where most did; waits for the device."""
+    """Return how many calls of each case deviated, on the rank where most did; wait for the device."""
     counts = team.slowest(torch.stack([case.wrong for case in cases]).tolist())
     return {case.name: int(count) for case, count in zip(cases, counts, strict=True) if count}
 

@@ -1,11 +1,11 @@
-"""Collectives on tiles, inside a kernel, beside fused ops, collectives of whole tensors and torch.distributed's.
+"""Collectives on tiles, inside a kernel, against fused ops, collectives of whole tensors and torch.distributed's.
 
     python -m benchmarks.tiles --ranks 2
 
 The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
 That of `examples/tile_all_reduce_hopper.py` does so in warps of their own, for more rows than a tile has. Both are
-timed beside the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
-nothing but gather or exchange tiles is timed beside `ctx.ccl`. Every contender's result, into poisoned memory, is
+timed against the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
+nothing but gather or exchange tiles is timed against `ctx.ccl`. Every contender's result, into poisoned memory, is
 compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
 every row.
 """
@@ -41,7 +41,7 @@ def move_tiles_kernel(
     ctx_ptr, space, x, out, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXCHANGE: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [w * M, N]: all ranks' x [M, N]; with EXCHANGE, out [M, w * N] as `ctx.ccl.all_to_all` of x [M, w * N]."""
+    """Gather x. out [w * M, N]: all ranks' x [M, N]; with EXCHANGE, [M, w * N], as by `ctx.ccl.all_to_all`."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
     across = tl.cdiv(N, COLUMNS)
@@ -86,7 +86,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(M: int, dtype: torch.dtype) -> Blocks:
-    """Few rows: many loads under way. Many: two programs on a multiprocessor, one multiplies while the other stores."""
+    """Return block sizes. Few rows: many loads under way. Many: of two programs a multiprocessor, one multiplies."""
     if dtype.itemsize == 4:
         return Blocks(16, 64, 64, 4, 3, 1) if M <= 16 else Blocks(64, 64, 32, 4, 3, 1)
     if M <= 64:
@@ -95,7 +95,7 @@ def blocks(M: int, dtype: torch.dtype) -> Blocks:
 
 
 def list_of_blocks(text: str) -> Blocks:
-    """The type of --blocks."""
+    """Parse --blocks."""
     rows, columns, depth, warps, stages, programs = report.numbers(text)
     return Blocks(rows, columns, depth, warps, stages, programs)
 
@@ -185,7 +185,7 @@ def products(
 
 
 def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) -> dict:
-    """`nbytes`: of what a rank has after it."""
+    """Time the moves; `nbytes`: of what a rank has after it."""
     w, rank, exchange = team.world, team.rank, op == "all_to_all"
     N = 1024 if team.cuda else 32
     M = max(1, nbytes // (w * N * dtype.itemsize))

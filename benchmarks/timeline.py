@@ -1,8 +1,8 @@
 """What each multiprocessor does in a call of a fused op: `python -m benchmarks.timeline --op rs --rows 2048,8192,7168`
 
-The op is checked, timed as it is and timed while it records itself, so that the picture says what the recording costs.
+The op is checked, timed as it is and timed while it records itself, so that the picture shows what the recording costs.
 Then the ranks meet on the device, and one call is recorded. timeline_<gpu>_x<ranks>.json has each rank's share of time
-in products, pushes, waits, and .trace.json.gz beside it the events of all rows and ranks, all rows from time 0: for
+in products, pushes, waits, and .trace.json.gz the events of all rows and ranks, all rows from time 0: for
 ui.perfetto.dev as it is, and for `benchmarks.report`. Both are written after every row.
 """
 
@@ -75,12 +75,12 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 
 def is_recorded(config: FusedConfig) -> bool:
-    """Whether calls of this configuration leave events (docs/guides/tracing.md)."""
+    """Return whether calls of this configuration leave events (docs/guides/tracing.md)."""
     return config.warp_specialised or config.algorithm not in WITH_TORCH
 
 
 def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_events: int) -> tuple[dict, list[dict]]:
-    """One call's figures, and on rank 0 the events of all ranks in Chrome's trace format."""
+    """Return one call's figures, and on rank 0 the events of all ranks in Chrome's trace format."""
     inputs, ctx = Inputs(row, team, dtype), heap.ctx
     out = heap.out(*inputs.out_shape)
     op = getattr(ctx.ops, CALLS[row.op])
@@ -90,7 +90,7 @@ def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_ev
         return out
 
     def measure() -> float:
-        """Microseconds of a call that gives the right result."""
+        """Return microseconds of a call that gives the right result."""
         error = team.slowest([inputs.check(call)])[0]
         if error > 1:
             raise RuntimeError(f"{row}: wrong result, {error:.3g} times the allowed error")
@@ -132,14 +132,14 @@ def record(row: Row, team: Team, heap: everyone.Heap, dtype: torch.dtype, max_ev
 
 
 def span_us(written: list[dict]) -> float | None:
-    """From the first event of a trace to the end of the last; None where there is none, on ranks that do not write."""
+    """Return the time from a trace's first event to the end of its last; None without one, on ranks not writing."""
     begins = [event["ts"] for event in written if event["ph"] == "X"]
     ends = [event["ts"] + event["dur"] for event in written if event["ph"] == "X"]
     return max(ends) - min(begins) if begins else None
 
 
 def in_trace(events: list[dict], row: Row, number: int, world: int) -> list[dict]:
-    """A call's events as a part of the trace of all rows: rank r of row n becomes process n * world + r."""
+    """Return a call's events as a part of the trace of all rows: rank r of row n becomes process n * world + r."""
     placed = [event | {"pid": number * world + event["pid"]} for event in events]
     for event in placed:
         if event["name"] == "process_name":
@@ -148,7 +148,7 @@ def in_trace(events: list[dict], row: Row, number: int, world: int) -> list[dict
 
 
 def own_time(events: np.ndarray) -> np.ndarray:
-    """For each event, in order of time, ns without those of the events inside it."""
+    """Return for each event, in order of time, ns without those of the events inside it."""
     lasted = np.maximum(0, events["end"] - events["begin"])
     own = lasted.copy()
     open_: dict[tuple, list[int]] = {}  # of the warps that do the same: the events that enclose what comes next
@@ -163,7 +163,7 @@ def own_time(events: np.ndarray) -> np.ndarray:
 
 
 def shares(events: np.ndarray, names: dict[int, str]) -> dict[str, float]:
-    """Of the time from the first event to the last on all multiprocessors that have any, how much went into what.
+    """Return what share of the time from the first event to the last, on all multiprocessors that have any, went where.
 
     Where warps are specialised, of the time of both kinds.
     """

@@ -10,6 +10,7 @@ For Hopper GPUs, in Gluon, which has no interpreter:
 import iris
 from iris import platform
 from iris.device import arch
+from iris.machines import machine_of
 from iris_ops.kernels.arguments import Pipeline, Tile, TileEpilogue
 from iris_ops.kernels.hopper.mma import MMA_WARPS, Mma
 from iris_ops.kernels.hopper.operands import described, layouts
@@ -28,7 +29,6 @@ from iris_ops.kernels.hopper.pipeline import (
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import PartTiles
 from iris_ops.kernels.tiles import Matrix, start_in_turn
-from iris_ops.planning.machine import machine_of
 from iris_tp import launch
 import torch
 from triton.experimental import gluon

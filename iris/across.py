@@ -11,6 +11,7 @@ because of the first loss, reads it and names the same host.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,16 +50,17 @@ class Rate:
 class Across:
     """The members of a process group, one on each of several hosts. Making it is collective.
 
-    `rank`, `size`: in the group; `names`: the host of each member. Raises `PeerLostError` where one does not come.
+    `rank`, `size`: in the group; `names`: the host of each member. `on_loss`: is called with the error of the first
+    loss. Raises `PeerLostError` where a member does not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, on_loss: Callable[[PeerLostError], None] = lambda _: None) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._limit_s = platform.timeout_s()
         self._limit = timedelta(seconds=self._limit_s)
         _made[group.group_name] += 1
         self._name = f"iris/across/{group.group_name}/{_made[group.group_name]}"
-        self._store, self._count, self._tag = store_of(group), 0, 0
+        self._store, self._count, self._on_loss = store_of(group), 0, on_loss
         self._polls = "nccl" in dist.get_backend(group)
         self.names = ["a host that is not known yet"] * self.size
         self.lost: tuple[int, str] | None = None
@@ -151,9 +153,15 @@ class Across:
         return (self.rank + 1) % self.size
 
     def _loss(self, peer: int, what: str, reason: str) -> PeerLostError:
-        if self.lost is None:
-            self.lost = self._agreed(peer, reason)
-        return self._error(what)
+        if self.lost is not None:
+            return self._error(what)
+        self.lost = self._agreed(peer, reason)
+        if self._polls:  # what waits on the device for ever would keep all else there from ending
+            with suppress(RuntimeError):
+                self.group.abort()
+        error = self._error(what)
+        self._on_loss(error)
+        return error
 
     def _error(self, what: str) -> PeerLostError:
         assert self.lost is not None
@@ -186,7 +194,9 @@ class Across:
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
 
-def join(across: Members, ranks: Ranks, device: torch.device, invariant: str | None) -> tuple[Across, Rate] | None:
+def join(
+    across: Members, ranks: Ranks, device: torch.device, invariant: str | None, on_loss: Callable[[PeerLostError], None]
+) -> tuple[Across, Rate] | None:
     """The line through the hosts on which this rank of a context stands, and its rate; None without one. Collective.
 
     Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
@@ -204,7 +214,7 @@ def join(across: Members, ranks: Ranks, device: torch.device, invariant: str | N
         raise ArgumentError(
             f"invariant is {invariant!r} with across: expected None, for the order of sums across hosts is not ours"
         )
-    line = Across(group)
+    line = Across(group, on_loss)
     places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
     told = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
     if len(set(told)) > 1 or not told[0][2]:

@@ -56,7 +56,7 @@ class Agreement:
 
 
 def _difference(call: str, number: int, calls: dict[int, tuple[str, dict[str, str]]]) -> str | None:
-    """Return how the ranks' calls differ, in the same words on all of them; None if they agree."""
+    """Return how the ranks' calls differ, in the same text on all of them; None if they agree."""
     names = {peer: name for peer, (name, _) in calls.items()}
     if len(set(names.values())) > 1:
         return f"ranks differ in their call number {number}: {by_rank(names)}; {_EXPECTED}"

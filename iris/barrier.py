@@ -16,7 +16,7 @@ from .device import sync
 from .errors import CaptureError
 from .launch import relaunch
 
-_NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel serves both
+_NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel fits both
 
 
 class DeviceBarrier:
@@ -39,7 +39,7 @@ class DeviceBarrier:
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, int, Callable[[], bool] | None]] = {}
 
     def __call__(self, members: tuple[int, ...], digest: int = _NO_DIGEST) -> None:
-        """Launches a barrier of the ranks `members` in the current stream; fails if their `digest`s differ."""
+        """Launch a barrier of the ranks `members` in the current stream; fail if their `digest`s differ."""
         table, before, again = self._known.get(members, (None, digest, None))
         if table is None:
             if platform.is_capturing(self._device):

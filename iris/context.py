@@ -29,6 +29,7 @@ from .errors import (
     CaptureError,
     IrisError,
     NotSymmetricError,
+    PeerLostError,
     PlatformError,
 )
 from .group import Ranks
@@ -55,29 +56,24 @@ def iris(
     heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
     copy_engine: str | None = None, across: Members = None,
 ) -> Iris:  # fmt: skip
-    """Make the symmetric heap and return this rank's context. Collective: every rank calls it.
+    """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
     Args:
-        heap_size: bytes on each rank, the same on all, rounded up to a multiple of 256.
+        heap_size: bytes on each rank, the same on all, rounded up to whole 256.
         allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
-            (reserves addresses, maps memory when it is needed, imports outside tensors). "vmem_chunked" means "vmem".
-            The environment variable IRIS_ALLOCATOR overrides it.
-        group: a process group, or one dimension of a DeviceMesh, whose ranks form the world. By default the default
-            process group, else torchrun's environment, else that of srun or mpirun on one host, else one rank.
-        invariant: "batch": a row of a result has the same bits for any number of other rows. "ranks": also on any
-            number of ranks. None: the fastest order (docs/concepts/determinism.md).
-        copy_engine: None; exists for code written for ROCm/iris.
+            (reserves addresses, maps memory on demand, imports outside tensors; also "vmem_chunked"). The environment
+            variable IRIS_ALLOCATOR overrides it.
+        group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
+            group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
+        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+            "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
             mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
             (docs/guides/several-hosts.md).
+        copy_engine: None, for code written for ROCm/iris.
 
-    Returns:
-        The context. Use it in a `with` block, or call `close()`.
-
-    Raises:
-        ArgumentError: for bad arguments.
-        PlatformError: if the machine cannot run the library, for example with fewer GPUs than ranks.
-        HeapExhausted: if the memory is not available. All errors are raised on every rank.
+    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks, say)
+    or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
@@ -126,7 +122,7 @@ class Iris(PeerMethods):
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, invariant)) is not None:
+        if (joined := join(across, ranks, self.device, invariant, self.leave_for)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
@@ -174,15 +170,15 @@ class Iris(PeerMethods):
         platform.synchronize(self.device)
 
     def get_rank(self) -> int:
-        """Return this rank's number, from 0; also `ctx.cur_rank`."""
+        """Return this rank, from 0; also `ctx.cur_rank`."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """Return the number of ranks; also `ctx.num_ranks`."""
+        """Return how many ranks the context has; also `ctx.num_ranks`."""
         return self.num_ranks
 
     def get_device(self) -> torch.device:
-        """Return the device of this rank and its heap; also `ctx.device`."""
+        """Return the device of this rank, on which its heap lies; also `ctx.device`."""
         return self.device
 
     def get_device_id(self) -> int:
@@ -190,20 +186,15 @@ class Iris(PeerMethods):
         return self.gpu_id
 
     def get_cu_count(self) -> int:
-        """Return the number of multiprocessors (compute units) of the device; 1 in the interpreter."""
+        """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
         return platform.num_programs(self.device)
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Return rank `src`'s `value` on every rank, with its type. Collective; it waits on the host.
+        """Return rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
 
-        Args:
-            value: a tensor, an array, a number, a list, or any object that can be pickled; ignored on other ranks. A
-                tensor arrives on the device on which `src` has it, or on this rank's GPU.
-            src: the rank that has the value.
-
-        Raises:
-            ArgumentError: for a `src` outside the ranks, or a value that cannot be pickled.
+        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is
+        ignored. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
         """
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
@@ -214,14 +205,11 @@ class Iris(PeerMethods):
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """Put what torch allocates on the device in a `with` block on the heap. Collective.
+        """Put what torch allocates on the device, inside `with ctx.memory_pool():`, on the heap. Collective.
 
-        Every rank makes the same allocations in the block, from one thread (docs/guides/memory.md).
-
-        Raises:
-            HeapExhausted: if the heap is full.
-            NotSymmetricError: at the end of the block, if the ranks' tensors have different offsets.
-            CaptureError: while a CUDA graph is captured.
+        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
+        `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
+        on other ranks.
         """
         self.check()
         if platform.is_capturing(self.device):
@@ -242,41 +230,37 @@ class Iris(PeerMethods):
             )
 
     def trim(self) -> int:
-        """Return heap memory without allocations to the system. Collective.
+        """Return memory of the heap without allocations to the system; return how many bytes. Collective.
 
-        Returns:
-            The number of bytes; 0 with the allocator "torch", whose memory is one allocation.
+        Allocator "torch", whose memory is one piece, returns 0.
         """
         self.barrier()  # no peer may still use the unmapped memory
         return self.heap.trim()
 
     @property
     def ops(self) -> Ops:
-        """Return the fused ops (`iris_ops.ops.Ops`)."""
+        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """Return the collectives (`iris.ccl.collectives.Collectives`)."""
+        """The collectives of `iris.ccl`."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Return the recorder of what programs do inside kernels (`iris.tracing.Tracing`)."""
+        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 
     def close(self) -> None:
-        """Free the heap. Collective; later calls on the context raise `ClosedError`. A second `close` does nothing.
+        """Free the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
 
-        It waits for a `generate` in another thread.
-
-        Raises:
-            ThreadError: if the context belongs to another thread that is still running.
+        Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
         """
         if self._closed:
             return
@@ -309,6 +293,17 @@ class Iris(PeerMethods):
         self._await_thread()
         self._announce_departure(error)
         self._end()
+
+    def leave_for(self, error: PeerLostError) -> None:
+        """Make no further call on this rank: later ones raise `error` again, and the other ranks' waits end by it."""
+        if self._closed or self._record_view[0]:
+            return
+        self._announce_departure(error)
+        self._left = error
+        waiter = waits.WAITERS.index("an exchange of the hosts")
+        for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
+            self._record_view[at] = word
+        self._record_view[0] = waits.LEFT.value
 
     def _announce_departure(self, error: BaseException) -> None:
         """End the other ranks' waits for this one, which makes no further call because of `error`.
@@ -347,19 +342,19 @@ class Iris(PeerMethods):
         )
 
     def debug(self, message: str) -> None:
-        """Log `[rank/world] message` at level DEBUG (`iris.set_logger_level`)."""
+        """Print `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Log `[rank/world] message` at level INFO, the default."""
+        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:
-        """Log `[rank/world] message` at level WARNING."""
+        """Print such a line unless the level is ERROR."""
         self.log.warning(message)
 
     def error(self, message: str) -> None:
-        """Log `[rank/world] message` at level ERROR. Raises nothing."""
+        """Print such a line at every level. It raises nothing."""
         self.log.error(message)
 
     def _device_name(self) -> str | None:

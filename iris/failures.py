@@ -11,6 +11,7 @@ from .errors import PeerLostError
 from .group import Ranks
 from .heap import Heap, first_difference
 
+_REASON_S = 0.2  # for the words of a peer that has left, sent before its waits ended
 _SAID_S = 10.0  # for a peer that has found a difference, too, to say what it has allocated
 
 
@@ -26,6 +27,16 @@ def lost(kind: int, waiter: int, rank: int, peer: int, expected: int, seen: int)
         f"rank {rank} lost {whom}: {call} waited for its signal {expected} and saw {seen} until the process ended or "
         f"{platform.timeout_s():g} s (IRIS_TIMEOUT) had passed{platform.serialised()}. {void}"
     )
+
+
+def left(ranks: Ranks, waiter: int, peer: int) -> str:
+    """Of a peer that left its context by an exception, with that exception, which it has sent; empty if it has not."""
+    try:
+        ranks.hear(peer, waits.WAITERS[waiter], _REASON_S)
+    except PeerLostError as error:
+        text = str(error)
+        return text if "left by" in text else ""
+    return ""
 
 
 def bad_expert(waiter: int, experts: int, seen: int) -> str:

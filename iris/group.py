@@ -205,7 +205,7 @@ def store_of(group: dist.ProcessGroup) -> Any:
 class _Pickler(pickle.Pickler):
     """Takes a tensor's elements where pickle would take its whole storage: for a tensor on the heap, the heap.
 
-    And where torch writes what it cannot read again, as of dtypes of eight bits: these go as bytes.
+    And where torch writes what it cannot read again, as of one-byte floats: these go as bytes.
     """
 
     def reducer_override(self, value: Any) -> Any:

@@ -48,7 +48,7 @@ class PeerMethods(TensorMethods):
         return ptr - self._segment.bases[from_rank] + self._segment.bases[to_rank]
 
     def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
+        """Return `empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
 
         Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
         """
@@ -63,11 +63,13 @@ class PeerMethods(TensorMethods):
     ) -> None:  # fmt: skip
         """Copy `src_tensor` into `dst_tensor` of rank `dst_rank`, in the order of the current stream.
 
-        `dst_tensor`: this rank's tensor on the heap whose copy at `dst_rank` is written, of as many elements and the
-        same dtype; by default `src_tensor`. `wait_flag`: an int32 of this rank's on the heap that must have reached
-        `wait_value` before the copy; `dst_rank` adds to it. `signal_flag`: an int32 on the heap to which
-        `signal_value` is added at `dst_rank` after the copy. With `async_op` the host does not wait; `quiet` does.
-        `channel` and `use_copy_engine`, for code written for ROCm/iris, make no difference.
+        Args:
+            dst_tensor: this rank's tensor on the heap whose copy at `dst_rank` is written, of as many elements and the
+                same dtype. Default: `src_tensor`.
+            wait_flag: int32 of this rank on the heap that must have reached `wait_value` before; `dst_rank` adds to it.
+            signal_flag: int32 on the heap to which `signal_value` is added at `dst_rank` after the copy.
+            async_op: the host does not wait; `quiet` does.
+            channel: no effect, nor has `use_copy_engine`; for code written for ROCm/iris.
 
         Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments, and a later call
         raises `PeerLostError` where the flag is not reached in time.

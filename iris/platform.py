@@ -75,21 +75,21 @@ def keep_addresses_whole() -> None:
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter in this process."""
+    """Return whether kernels run in Triton's interpreter in this process."""
     from .triton_private import interprets  # by now the interpreter has been set up, or not
 
     return interprets()
 
 
 def name() -> str:
-    """`"cpu"` under the interpreter, else `"hip"` or `"cuda"`."""
+    """Return `"cpu"` under the interpreter, else `"hip"` or `"cuda"`."""
     if interpreting():
         return "cpu"
     return "hip" if torch.version.hip else "cuda"
 
 
 def sharing_gpus() -> bool:
-    """Whether several ranks may have the same GPU (environment variable IRIS_SHARE_GPUS).
+    """Return whether several ranks may have the same GPU (environment variable IRIS_SHARE_GPUS).
 
     To develop and to test with fewer GPUs than ranks. The driver gives the ranks' processes a GPU in turn, some
     milliseconds each, so a kernel that waits for a peer waits for its turn: right, but slow.
@@ -101,7 +101,7 @@ def sharing_gpus() -> bool:
 
 
 def device(rank: int, num_ranks: int) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Raises `PlatformError` when there are fewer GPUs than ranks on this host, unless ranks share them.
     """
@@ -151,7 +151,7 @@ def compute_capability(dev: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def has_warp_specialisation(dev: torch.device) -> bool:
-    """Whether warps of a program can be given different work: NVIDIA Hopper."""
+    """Return whether warps of a program can be given different work: NVIDIA Hopper."""
     return compute_capability(dev)[0] == HOPPER[0]
 
 
@@ -208,22 +208,22 @@ def serialised() -> str:
 
 
 def timeout_ticks() -> int:
-    """`timeout_s` in ticks of the device clock."""
+    """Return `timeout_s` in ticks of the device clock."""
     return ticks(timeout_s())
 
 
 def ticks(seconds: float) -> int:
-    """A time in ticks of the device clock that kernels read."""
+    """Return a time in ticks of the device clock that kernels read."""
     return int(seconds * _CLOCK_HZ[name()])
 
 
 def is_capturing(dev: torch.device) -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
+    """Return whether the current stream is being captured into a CUDA graph."""
     return dev.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def synchronize(dev: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-    """Waits on the host until the device, or one stream of it, is idle."""
+    """Wait on the host until the device, or one stream of it, is idle."""
     if dev.type == "cuda":
         (stream or torch.cuda).synchronize()
 

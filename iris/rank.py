@@ -75,7 +75,8 @@ class Rank:
     _barrier: DeviceBarrier
     _closed: bool
     _thread: int
-    _difference: str  # between heaps, once it is known
+    _difference: str  # between heaps, or why a peer left, once it is known
+    _left: PeerLostError | None = None  # why this rank makes no further call
     _handed_out: int  # the lowest offset of what the library hands out for results
 
     def __init__(self) -> None:
@@ -300,6 +301,12 @@ class Rank:
                     self.hosts, self.heap, self._refused, kind, waiter, peer, expected
                 )
             raise NotSymmetricError(self._difference)
+        if kind == waits.LEFT.value and peer == self.cur_rank and self._left is not None:
+            raise PeerLostError(str(self._left))
+        if kind == waits.LEFT.value and not self._difference and threading.get_ident() == self._thread:
+            self._difference = failures.left(self.hosts, waiter, peer)
+        if kind == waits.LEFT.value and self._difference:
+            raise PeerLostError(self._difference)
         if kind == waits.BAD_EXPERT.value:
             raise ExpertError(failures.bad_expert(waiter, expected, seen))
         raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))

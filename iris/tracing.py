@@ -254,7 +254,7 @@ class Tracing:
 
 
 def align(events: np.ndarray, before: Offset, after: Offset) -> np.ndarray:
-    """`events` in order of time, in ns on rank 0's clock, from the offsets measured before and after them."""
+    """Return `events` in order of time, in ns on rank 0's clock, by the offsets measured before and after them."""
     aligned = events[np.lexsort((-events["end"], events["begin"]))]
     drift = (after.ticks - before.ticks) / max(1, after.at - before.at)
     begin = aligned["begin"] - before.ticks
@@ -286,7 +286,7 @@ class _Part:
 
 
 def chrome_trace(parts: list[_Part], names: dict[int, str], start: int) -> dict[str, Any]:
-    """Chrome's trace format of several ranks' aligned events; time 0 is `start` ns."""
+    """Return Chrome's trace format of several ranks' aligned events; time 0 is `start` ns."""
     written: list[dict] = []
     for part in parts:
         label = {"name": f"rank {part.rank}: {part.device}"}

@@ -178,7 +178,7 @@ def name_kernels_alike() -> None:
     """Give a kernel the same name in triton's cache on disk in each process, as triton 3.9 does by itself.
 
     The name depends on the constants that a kernel and its functions read. Before 3.9, triton read those of a function
-    that it had not parsed yet, and got none. So the name depended on what a process had compiled before, and another
+    that it had not parsed yet, in vain. So the name depended on what a process had compiled before, and another
     process compiled the kernel once more.
     """
     finder = jit.DependenciesFinder
@@ -212,7 +212,7 @@ def max_shared_bytes(index: int) -> int:
 
 
 def interprets() -> bool:
-    """Whether the interpreter was on when triton was imported."""
+    """Return whether the interpreter was on when triton was imported."""
     return isinstance(standard.cdiv, interpreter.InterpretedFunction)
 
 
@@ -253,7 +253,7 @@ def compile_hooks(kernel: Any) -> Iterator[None]:
     """Run no compile hook of an application while a Gluon kernel compiles.
 
     Triton describes the kernel to a hook in JSON, and a Gluon kernel's layouts cannot be written so: with vLLM's hook,
-    which reports what compiles while it serves, the launch would raise.
+    which reports what compiles while it runs, the launch would raise.
     """
     runtime = getattr(triton, "knobs", SimpleNamespace()).__dict__.get("runtime")
     if runtime is None or not isinstance(kernel, GluonFunction):

@@ -16,6 +16,7 @@ from iris.errors import ArgumentError, IrisError, ShapeError
 from iris.heap import check_memory, span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
+from iris.machines import machine_of
 import torch
 
 from . import steps
@@ -25,7 +26,6 @@ from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .launch import steps_of
 from .operands import Operands
-from .planning.machine import machine_of
 from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
 from .planning.way import Sizes

@@ -49,7 +49,7 @@ class FusedConfig:
 
         field                       what it decides
         block_m, block_n, block_k   the tile of the product, powers of two from 16, in the interpreter also fewer rows;
-                                    in eight bits a block is twice as deep
+                                    of one-byte operands a block is twice as deep
         group_m                     how many row blocks neighbouring programs share, which then lie in the L2 cache
         num_warps, num_stages       warps of a program, and stages of its ring of operands in shared memory
         num_programs                size of the persistent grid, at most the chip's multiprocessors; 0 takes them all

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from iris import platform
 from iris.errors import ArgumentError, CaptureError, ShapeError
+from iris.machines import machine_of
 import torch
 from torch.nn import functional
 
 from .ops import Ops
 from .planning.hosts import SCATTER, HostsPlan, Network, plan_all_reduce, plan_reduce_scatter
-from .planning.machine import machine_of
 from .problem import ALL_REDUCE, REDUCE_SCATTER
 
 if TYPE_CHECKING:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from iris.machines import machine_of
+
 from .config import FusedConfig
+from .named import named
 from .operands import Operands
-from .planning.machine import machine_of
 from .planning.needs import GATE, NORM
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem
-from .steps import BiasTogether, CopyBack, Gate, Halves, Kernel, Norm, PartOfNothing, Several, Step, named
+from .steps import BiasTogether, CopyBack, Gate, Halves, Kernel, Norm, PartOfNothing, Several, Step
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -7,18 +7,12 @@ in the kernel that loads them, because a stand-in sends the same values to the s
 from __future__ import annotations
 
 from .config import FusedConfig
-from .fp8 import weight_stream
 from .kernels.descriptors import as_stored
 from .kernels.hopper import operands
 from .kernels.matmul_reduce import column_step
 from .operands import Operands
 from .planning.needs import GATE, PLAIN
 from .problem import Problem, part_of
-
-
-def streams(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `fp8/lamport_stream.py`."""
-    return weight_stream.supports(tensors.A, tensors.B)
 
 
 def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:

@@ -10,7 +10,7 @@ import torch
 class Operands(NamedTuple):
     """`out = A @ B + bias`, spread over ranks; shapes as the op's docstring has them.
 
-    `scale`: float32, one for each column of a B in eight bits; None where B is in A's dtype.
+    `scale`: float32, one for each column of a B in another format; None where B is in A's dtype.
     """
 
     out: torch.Tensor

@@ -6,16 +6,15 @@
     CopyBack                      of what peers wrote elsewhere, to `out`
     Gate, Norm                    what follows in kernels of their own
 
-A format of weights has steps of its own before the product (`fp8/steps.py`). A call whose steps are all `repeatable`
-can be repeated by its launches alone.
+A format of weights has steps of its own before the product (`WeightFormat.operands`). A call whose steps are all
+`repeatable` can be repeated by its launches alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -27,6 +26,7 @@ from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .local import gating
+from .named import named
 from .operands import Operands
 from .planning.way import Way
 from .problem import Problem
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
     from .workspace import Workspace
-
-
-def named(where: str) -> Callable[..., Any]:
-    """The function `module:function` below `iris_ops`, or of an absolute module where the name begins with one."""
-    module, _, function = where.partition(":")
-    package = module if module.startswith("tests.") else f"iris_ops.{module}"
-    return getattr(import_module(package), function)
 
 
 class Step(Protocol):

@@ -13,7 +13,7 @@ returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and two without a pro
 operator is functional: its result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for
 ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
 different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
-`all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in eight bits, which all take but
+`all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in another format, which all take but
 `matmul_all_gather`. `depths`: of sums with `invariant="ranks"`, each rank's K; then no `mean_part` is looked at.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.

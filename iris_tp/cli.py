@@ -105,8 +105,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     if args.K is None:
         return 2, "the following arguments are required: op, M, N, K (or --html FILE)"
     from iris.errors import ArgumentError
+    from iris.machines import machine_named
     from iris_ops.planning.asked import asked
-    from iris_ops.planning.machine import machine_named
     from iris_ops.planning.plan import plan
     from iris_ops.planning.weights import BY_FLAG
     import torch

@@ -302,9 +302,7 @@ def topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def virtual_memory() -> Iterator[Finding]:
-    """Check NVIDIA's bindings, by which allocator_type="vmem" maps GPU memory: required where the environment selects
-    it.
-    """
+    """Check NVIDIA's bindings, by which allocator "vmem" maps GPU memory: required where the environment selects it."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
@@ -320,7 +318,7 @@ def virtual_memory() -> Iterator[Finding]:
 
 
 def _broken(module: str) -> str:
-    """Return the reason why `module` cannot be imported, or ""."""
+    """Return the reason for which `module` cannot be imported, or ""."""
     try:
         importlib.import_module(module)
     except Exception as error:  # any error of a package that does not match the driver

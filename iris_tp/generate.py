@@ -29,7 +29,7 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class _RefusedError(Exception):
-    """The reason why no rank was started."""
+    """The reason for which no rank was started."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 import zlib
 
-from iris_ops.planning.machine import machine_named
+from iris.machines import machine_named
 from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS, MoeProblem, moe_problem_asked
-from iris_ops.planning.plan import weigh
+from iris_ops.planning.plan import WAYS, weigh
 from iris_ops.problem import OPS, problem_asked
 import torch
 
@@ -106,7 +106,7 @@ def _tenths(us: float) -> int:
 
 
 def _point(problem: Any, machine: Any, texts: Callable[[str], int]) -> list[Any]:
-    weighed = weigh(problem, machine)
+    weighed = weigh(WAYS, problem, machine)
     best: dict[str, list[int]] = {}  # of each way, in the order of the plan
     for each in weighed.candidates:
         if each.way.name not in best:

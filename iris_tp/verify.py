@@ -39,7 +39,7 @@ LONGER = 7
 @dataclass(frozen=True)
 class Finding:
     """One batch. `differing`: numbers of the row's logits whose bits differ from those alone. `first`: the module and
-    op that differs first, if it was found.
+    op that differs first, if known.
     """
 
     mode: str

@@ -33,7 +33,7 @@ _Outputs = list[tuple[str, str, torch.Tensor]]  # module, op, its output
 @dataclass(frozen=True)
 class Finding:
     """One batch on so many ranks. `differing`: numbers of the logits that have other bits than on the first number of
-    ranks, on the rank with most of them. `first`: the module and op that differs first, if it was found.
+    ranks, on the rank with most of them. `first`: the module and op that differs first, if known.
     """
 
     mode: str

@@ -6,7 +6,9 @@
 
 Reading order: `shard` says which part is whose, `sharded` and `linear` are the layers. `hf/` carries out a model's own
 plan: `styles`, `heads` and `parallelize` split it, and `verify/` runs the split on a copy without weights and refuses a
-wrong one. `checkpoint/` loads and saves; `serving/` has the engine, its cache, its prompts and its graphs.
+wrong one. `checkpoint/` loads and saves; `formats/` knows how quantised weights are stored, `weight_storage` how a
+layer keeps its own. `serving/` has the engine, its cache, its prompts and its graphs.
+`pipeline/` divides a model's layers between hosts.
 """
 
 from .checkpoint.load import from_pretrained

@@ -10,7 +10,7 @@ import torch
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills with what no result has: NaN, or the smallest integer. Returns `tensor`."""
+    """Fill `tensor` with what no result has, NaN or the smallest integer, and return it."""
     if tensor.dtype.is_floating_point:
         return tensor.fill_(float("nan"))
     return tensor.fill_(torch.iinfo(tensor.dtype).min)
@@ -19,7 +19,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 def assert_close_to_reference(
     out: torch.Tensor, ref64: torch.Tensor, torch_out: torch.Tensor, magnitude: float | None = None
 ) -> None:
-    """`out` is at most twice as far from the float64 reference as torch's own op in that dtype, or as rounding, is.
+    """Check that `out` is at most twice as far from the float64 reference as torch's own op in that dtype, or rounding.
 
     Measured as the largest error and as the norm of the error. Where torch happens to be exact, one fp32 rounding of
     the largest sum of absolute values that an element was summed from, `magnitude`, is allowed beside it; without it,
@@ -62,7 +62,7 @@ class Guarded:
     """A tensor on the heap inside a larger buffer, whose bytes around it must stay as they are."""
 
     def __init__(self, ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad: int = 0) -> None:
-        """`row_pad`: elements between the end of a row and the next one's beginning, guarded too."""
+        """Guard `row_pad` elements, too, between the end of a row and the next one's beginning."""
         around = 1024 // dtype.itemsize
         *outer, last = sizes
         pitch = last + row_pad
@@ -77,7 +77,7 @@ class Guarded:
         self._outside = ~inside.repeat_interleave(dtype.itemsize)
 
     def check(self) -> None:
-        """Raises AssertionError when a byte outside `tensor` was written."""
+        """Raise AssertionError when a byte outside `tensor` was written."""
         touched = self._outside & (self._bytes != _GUARD_BYTE)
         assert not touched.any(), (
             f"{int(touched.sum())} guard bytes around a tensor {tuple(self.tensor.shape)} were overwritten, the first "
@@ -86,12 +86,12 @@ class Guarded:
 
 
 def guarded(ctx: iris.Iris, sizes: tuple[int, ...], dtype: torch.dtype, row_pad: int = 0) -> Guarded:
-    """A poisoned tensor on the heap, `.tensor`, with guard bands that `.check()` looks at."""
+    """Return a poisoned tensor on the heap, `.tensor`, with guard bands that `.check()` looks at."""
     return Guarded(ctx, tuple(sizes), dtype, row_pad)
 
 
 def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
-    """On a busy GPU: three calls neither wait for it nor allocate."""
+    """Check on a busy GPU that three calls neither wait for it nor allocate."""
     used, allocated = ctx.heap.used, torch.cuda.memory_stats()["allocation.all.allocated"]
     busy = torch.cuda.Event()
     torch.cuda._sleep(1_000_000_000)  # about half a second
@@ -108,7 +108,7 @@ def assert_only_launches(ctx: iris.Iris, call: Callable[[], object]) -> None:
 
 
 def scales_rows(device: str = "cpu") -> bool:
-    """Whether torch's product in eight bits takes a scale for each row there: on some CPUs torch 2.11's does not."""
+    """Return whether torch's fp8 product takes a scale for each row there: on some CPUs torch 2.11's does not."""
     rows, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
     try:
         torch._scaled_mm(rows, rows.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Ranks for tests, kept between them; `processes.py` has those of one test, `checks.py` what a test asks of an output.
+"""Keep ranks between tests; `processes.py` has those of one test, `checks.py` the checks of outputs.
 
 `run_ranks(world_size, body, *args)` calls `body(ctx, *args)` on every rank and returns the results in rank order.
 `body` is a function of a module, for it is sent by name.
@@ -7,7 +7,7 @@
   torch and triton imported, so a world costs a fraction of a second. A world in which a body failed is thrown away.
 - Under torchrun (`torchrun --nproc-per-node 4 -m pytest -m gpu`) every process is a rank with its GPU, and all of them
   run the same tests: `run_ranks` calls the body directly. Outcomes are exchanged after each body, so that all ranks
-  go on to the next test alike. `pytestmark = both` in a module says that its tests run both ways.
+  go on to the next test alike. `pytestmark = both` in a module makes its tests run both ways.
 
 Memory that a body allocates on the heap is free, and zeroed, again when the next body starts.
 """
@@ -57,7 +57,7 @@ _GPU_HEAP = int(os.environ.get("IRIS_TEST_HEAP", 16 << 30))
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:
-    """Results of `body(ctx, *args)` in rank order; raises what a rank raised, or `TimeoutError` after `timeout` s."""
+    """Return results of `body(ctx, *args)` in rank order; raise a rank's error, or `TimeoutError` after `timeout` s."""
     if UNDER_TORCHRUN:
         return _run_directly(world_size, body, args)
     return _pool(world_size).run(body, args, timeout)
@@ -74,7 +74,7 @@ class _Renewable:
         self._used = ctx.heap.used
 
     def renew(self) -> None:
-        """The heap as it was at first. Every rank has ended its body, and none begins the next before all are here."""
+        """Restore the heap. Every rank has ended its body, and none begins the next before all are here."""
         self.ctx._kept.clear()
         self.ctx.on_change.clear()
         self.ctx.recording, self.ctx.invariant = False, None
@@ -184,7 +184,7 @@ class _Pool:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in texts if path.exists())
 
     def end(self) -> None:
-        """Workers that wait for a body end themselves, so that what watches them can write; others are killed."""
+        """Let workers that wait for a body end themselves, so that what watches them can write; kill the others."""
         for pipe in self.pipes:
             pipe.close()
         deadline = time.monotonic() + _ENDS_S
@@ -217,7 +217,7 @@ def _discard(pool: _Pool) -> None:
 
 @atexit.register
 def close_pools() -> None:
-    """Ends all workers."""
+    """End all workers."""
     while _pools:
         _pools.popitem()[1].end()
 
@@ -228,7 +228,7 @@ _session: dict[str, Any] = {}
 
 
 def agreed(value: Any) -> Any:
-    """Rank 0's `value` on every rank under torchrun, once all have come here; elsewhere there is one process a test."""
+    """Return rank 0's `value` on every rank under torchrun, once all are here; elsewhere a test has one process."""
     if not UNDER_TORCHRUN:
         return value
     box = [value]
@@ -237,13 +237,13 @@ def agreed(value: Any) -> Any:
 
 
 def once(work: Callable[[], Any]) -> Any:
-    """The result of `work()`, which under torchrun rank 0 does while the others wait: to write what all ranks read."""
+    """Return `work()`, which under torchrun rank 0 calls while the others wait: to write what all ranks read."""
     first = not UNDER_TORCHRUN or os.environ["RANK"] == "0"
     return agreed(work() if first else None)
 
 
 def _control() -> Any:
-    """The group through which the ranks of torchrun tell each other about tests."""
+    """Return the group through which the ranks of torchrun agree on tests."""
     if "control" not in _session:
         os.environ.setdefault("IRIS_TIMEOUT", "60")
         if not dist.is_initialized():

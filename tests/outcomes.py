@@ -63,7 +63,7 @@ class Failure:
 
 
 def attempt(body: Callable[..., Any], *args: Any) -> Any:
-    """What `body` returns, or its `Failure`."""
+    """Return what `body` returns, or its `Failure`."""
     try:
         return body(*args)
     except (KeyboardInterrupt, SystemExit):
@@ -73,7 +73,7 @@ def attempt(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def raise_first(outcomes: list[Any]) -> None:
-    """Raises what a rank raised; a lost peer only if no rank says more, for it is the consequence.
+    """Raise what a rank raised; a lost peer only if no rank knows more, for it is the consequence.
 
     The cause tells what the other ranks raised, too.
     """

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def forkserver() -> Any:
-    """The multiprocessing context whose server has imported what every rank needs."""
+    """Return the multiprocessing context whose server has imported what every rank needs."""
     for name, value in _child_environment().items():
         os.environ.setdefault(name, value)
     context = mp.get_context(os.environ.get(ENV_START, "forkserver"))
@@ -51,12 +51,12 @@ def forkserver() -> Any:
 
 
 def patient(seconds: float) -> float:
-    """How long to wait for what takes `seconds` at most on a machine of its own: longer where others keep it busy."""
+    """Return how long to wait for what takes at most `seconds` on a machine of its own: longer on a busy one."""
     return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def python_path() -> str:
-    """PYTHONPATH by which a process in any folder finds what is in this one."""
+    """Return PYTHONPATH by which a process in any folder finds what is in this one."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -69,7 +69,7 @@ def _child_environment() -> dict[str, str]:
 
 
 def prepare_process(stacks: str | None = None) -> None:
-    """One thread, no orphans, and on SIGUSR1 a report of where the process stands."""
+    """End this process with its parent, limit it to one thread, and report its stacks on SIGUSR1."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     save_time()
     if stacks:
@@ -77,7 +77,7 @@ def prepare_process(stacks: str | None = None) -> None:
 
 
 def save_time() -> None:
-    """Garbage is sought seldom, and threads do not wait for each other: cores are few."""
+    """Collect garbage seldom, and let threads not wait for each other: cores are few."""
     gc.set_threshold(20_000, 10, 10)
     torch.set_num_threads(1)
 
@@ -99,7 +99,7 @@ def run_fresh(
     env: dict[str, str | None] | None = None,
     timeout: float = 60.0,
 ) -> list[Ended]:
-    """`body(rank, world_size, *args)` in new processes without a context; how each ended, and raises nothing.
+    """Run `body(rank, world_size, *args)` in new processes without a context; return how each ended, and raise nothing.
 
     The environment is torchrun's for that rank, changed by `env` (None removes a variable).
     """
@@ -174,7 +174,7 @@ def run_apart(
 
 
 def run_benchmark(name: str, world_size: int, *arguments: str, timeout: float = 300.0) -> str:
-    """What rank 0 prints of `python -m benchmarks.NAME ARGUMENTS` under torchrun on CPUs; all ranks must end well.
+    """Return rank 0's output of `python -m benchmarks.NAME ARGUMENTS` under torchrun on CPUs; all ranks must end well.
 
     In processes forked from the server: starting Python for each would take most of the time.
     """

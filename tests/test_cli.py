@@ -9,8 +9,8 @@ import re
 import subprocess
 import sys
 
+from iris.machines import machine_named
 from iris_ops.ops import Ops
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, moe_problem_asked
 from iris_ops.planning.plan import WAYS, plan
 from iris_ops.problem import problem_asked

@@ -11,7 +11,7 @@ from iris_tp.bench.team import Team
 import pytest
 import torch
 
-from benchmarks.cases.invariance_case import _EIGHT_BITS, _OPS, EXPERTS, Case, product_of, random_case
+from benchmarks.cases.invariance_case import _FP8, _OPS, EXPERTS, Case, product_of, random_case
 from tests.harness import WORLDS, run_ranks
 
 NUMBERS = (1, 3, 5, 9, 18)
@@ -39,7 +39,7 @@ def differing(ctx: iris.Iris, case: Case, spoil: str = "") -> int:
 @pytest.mark.parametrize(("op", "form"), _OPS)
 def test_each_kind_of_product_keeps_its_bits(world_size: int, op: str, form: str) -> None:
     kinds = [case_of(op, form), case_of(op, form, dtype=torch.float16)]
-    if (op, form) in _EIGHT_BITS:
+    if (op, form) in _FP8:
         kinds += [replace(case_of(op, form, fp8=True), bias=bias) for bias in (False, True)]
     for case in kinds:
         assert run_ranks(world_size, differing, case) == [0] * world_size, case

@@ -8,8 +8,8 @@ import re
 import shutil
 import subprocess
 
-from iris_ops.planning.machine import machine_named
-from iris_ops.planning.plan import plan, weigh
+from iris.machines import machine_named
+from iris_ops.planning.plan import WAYS, plan, weigh
 from iris_ops.problem import problem_asked
 from iris_tp import cli
 from iris_tp.plan_page import GPUS, Grid, MixtureGrid, page, survey, unpacked
@@ -48,7 +48,7 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
             row = next(line for line in told.splitlines() if line.startswith(f"{label} ") or line == label)
             assert row.endswith(f"product {gemm}, link {link}, together {total}"), (row, way)
         assert words[ways[0][0]].split()[0].rstrip(",") == chosen.kernel
-        kernels = {each.way.kernel for each in weigh(problem, machine).candidates}
+        kernels = {each.way.kernel for each in weigh(WAYS, problem, machine).candidates}
         assert {words[way[0]].split()[0].rstrip(",") for way in ways} == kernels
         said = [f"rejected {words[kernel]}: {words[reason]}" for kernel, reason in rejected]
         assert said == [line for line in told.splitlines() if line.startswith("rejected ")]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import json
 from pathlib import Path
 
-from iris_ops.planning.machine import machine_named
+from iris.machines import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import problem_asked
 import pytest

@@ -41,6 +41,18 @@ def test_it_exits_with_whether_bits_differ(
     assert said in printed.out
 
 
+def test_load_compares_weights_with_the_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    forkserver()
+    tiny.build("llama").save_pretrained(tmp_path)
+    assert cli.main(["verify", "load", "--model", str(tmp_path), "--ranks", "2", "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.layers.0.mlp.down_proj.weight (float32 to bfloat16)" in printed
+    assert "2 ranks loaded what the files hold" in printed
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["verify", "load", "--model", str(tmp_path), "--ranks", "2"]) == 2
+    assert "iris-tp verify: CheckpointError: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_model_of_one_length_is_compared_without_padding(tmp_path: Path) -> None:
     result = verified(tmp_path, "bart", "batch", "--ranks", "2")

@@ -48,7 +48,7 @@ class Case:
 
     @functools.cache  # noqa: B019  a case is short-lived
     def expected(self, copy: int) -> torch.Tensor:
-        """By torch.distributed; sums in float32."""
+        """Compute the result by torch.distributed; sums in float32."""
         reduces = self.op in ("all_reduce", "reduce_scatter")
         given = self.inputs[copy].float() if reduces else self.inputs[copy]
         out = torch.empty(self.out_shape, dtype=given.dtype, device=given.device)
@@ -72,7 +72,7 @@ class Case:
         return out
 
     def error(self, out: torch.Tensor, copy: int) -> float:
-        """1 is the limit: for sums, of rounding at every one of them; for copies, bits."""
+        """Return the error, 1 being the limit: for sums, of rounding at every one of them; for copies, bits."""
         expected = self.expected(copy)
         if self.op in ("all_gather", "all_to_all"):
             return 0.0 if torch.equal(out.view_as(expected), expected) else math.inf
@@ -84,7 +84,7 @@ class Case:
         return worst if math.isfinite(worst) else math.inf
 
     def poison(self, out: torch.Tensor) -> None:
-        """NaN everywhere, and no rank goes on before all have done so."""
+        """Fill with NaN; no rank goes on before all have done so."""
         out.fill_(float("nan"))
         self.team.synchronize()
         self.team.barrier()

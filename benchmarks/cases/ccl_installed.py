@@ -1,6 +1,6 @@
-"""What `benchmarks.ccl` compares with beside torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
+"""What `benchmarks.ccl` compares with besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
 
-Those of vLLM and FlashInfer where they are installed. NCCL's want input and output in memory that it has registered;
+Those of vLLM and FlashInfer where they are installed. NCCL's need input and output in memory that it has registered;
 copying it there is not counted.
 """
 
@@ -107,7 +107,7 @@ def _nbytes(case: Case) -> int:
 
 
 def as_matrix(elements: int, world: int) -> tuple[int, int]:
-    """Rows and columns of so many elements: columns as of a model's hidden states, but more rows than ranks."""
+    """Return rows and columns of so many elements: columns as in a model's hidden states, but more rows than ranks."""
     columns = math.gcd(elements, of_flashinfer.HIDDEN)
     while columns % 2 == 0 and elements // columns <= world:
         columns //= 2

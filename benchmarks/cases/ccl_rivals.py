@@ -51,7 +51,7 @@ def torch_distributed(team: Team) -> Contender:
 
 
 def symmetric_memory(team: Team, nbytes: int, dtype: torch.dtype) -> list[Contender]:
-    """Torch's one-shot and two-shot. Their input has to lie in symmetric memory; copying it there is not counted."""
+    """Return torch's one-shot and two-shot. Input must lie in symmetric memory; copying it there is not counted."""
     memory = partial(memory_of_all, nbytes // dtype.itemsize + team.world**2, dtype, team.device)
     group = dist.group.WORLD.group_name
 

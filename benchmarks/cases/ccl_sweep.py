@@ -1,4 +1,4 @@
-"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, beside the one that the plan takes."""
+"""`benchmarks.ccl --sweep`: all our variants over programs and blocks, against the one that the plan takes."""
 
 from iris_tp.bench import timing
 
@@ -11,7 +11,7 @@ BRIEF = timing.Budget(batch_ms=0.5, longest_ms=4.0, measure_ms=4.0, calls=(4, 20
 
 
 def sweep(case: Case, ours: Ours, row: dict) -> None:
-    """Every variant of ours with every number of programs and every block, as graphs; each checked."""
+    """Time every variant of ours with every number of programs and every block, as graphs; check each."""
     from iris.ccl import Config
 
     team = case.team

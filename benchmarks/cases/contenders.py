@@ -1,4 +1,4 @@
-"""Contenders of one call beside each other, each checked and then timed: what `tiles.py` and `rooted.py` share."""
+"""Contenders of one call, each checked and then timed: what `tiles.py` and `rooted.py` share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Contender:
 
 
 def timed(team: Team, contenders: dict[str, Contender], exact: torch.Tensor | None, allowed: float) -> dict:
-    """Microseconds of each call, as graphs on GPUs, and why those failed that did, whose time is none.
+    """Return microseconds of each call, as graphs on GPUs, and the reasons of those that failed, whose time is none.
 
     A result, into poisoned memory, may be off by `allowed` of the largest value of `exact`, before and after it is
     timed; it is not looked at on a rank where `exact` is None.
@@ -50,7 +50,7 @@ def timed(team: Team, contenders: dict[str, Contender], exact: torch.Tensor | No
 
 
 def progress(team: Team, text: str) -> None:
-    """One line of rank 0's, where the results are not printed."""
+    """Print one line on rank 0, where the results are not printed."""
     if team.rank == 0:
         print(text, file=sys.stderr, flush=True)
 
@@ -80,7 +80,7 @@ def _refuted(team: Team, contender: Contender, act: Callable, exact: torch.Tenso
 
 
 def render(written: dict, ours: str, names: tuple[str, ...]) -> str:
-    """The rows as a table: what `ours` takes, and in the last column the best of the other `names` over it."""
+    """Return the rows as a table: what `ours` takes, and in the last column the best of the other `names` over it."""
     lines, notes = [], []
     for row in written["rows"]:
         us, mine = row["us"], row["us"].get(ours)

@@ -1,4 +1,4 @@
-"""Who generates: one model, served in several ways, each behind the same `layers.Engine`.
+"""Who generates: one model, served in several ways, each through the same `layers.Engine`.
 
 ours            the layers as they are: fused ops, long prompts sequence parallel
 ours-unshared   those with `sequence_parallel=False`
@@ -64,8 +64,8 @@ class Contender:
     key: str
     model: nn.Module
     prepare: Callable[[], None]  # to be called before the model runs: it may be shared with another contender
-    context: object = None  # what the layers ask for their ops
-    heap: Callable[[], int] = lambda: 0  # bytes in use beside torch's
+    context: object = None  # from which the layers take their ops
+    heap: Callable[[], int] = lambda: 0  # bytes in use besides torch's
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class NcclOps(mixtures.GroupedOps):
     outputs = NewTensors()
 
     def plan(self, *_: object, **options: object) -> None:
-        """Nothing to choose."""
+        """Do nothing: there is nothing to choose."""
 
     def matmul_all_reduce(self, out, A, B, bias=None, config=None) -> None:
         torch.matmul(A, B, out=out)
@@ -164,7 +164,7 @@ def contenders(team: Team, ctx, model: nn.Module, requested: list[str]) -> tuple
 
 
 def invariant(model: nn.Module, ctx, key: str, level: str) -> Contender:
-    """The model split by a context of its own, whose results have the same bits in every batch or on all ranks.
+    """Return the model split by a context of its own, with the same bits in every batch or on any number of ranks.
 
     Raises `ValueError` where it is split otherwise than `model`, whose weights it shares.
     """
@@ -180,14 +180,14 @@ def invariant(model: nn.Module, ctx, key: str, level: str) -> Contender:
 
 
 def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:
-    """The model, for a contender whose ops there are on GPUs only."""
+    """Return the model, for a contender whose ops run on GPUs only."""
     if ctx.device.type == "cpu":
         raise PlatformError("needs GPUs: torch has no symmetric memory on CPUs")
     return model()
 
 
 def serve(model: nn.Module, ctx) -> None:
-    """Makes the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours."""
+    """Make the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours."""
     from layers.experts import SplitExperts
     from layers.sharded import ShardedLinear
 
@@ -202,7 +202,7 @@ def serve(model: nn.Module, ctx) -> None:
 
 
 class _Context:
-    """What layers ask of a context, with `ops` and torch's gather in place of ours. Compiled layers find it by name."""
+    """What layers use of a context, with `ops` and torch's gather in place of ours. Compiled layers know it by name."""
 
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops
@@ -219,7 +219,7 @@ _FEW = 4  # tokens from which on ranks share them on CPUs, where prompts are sho
 
 
 def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
-    """The same model split as `ctx` splits it by default; it shares its weights with `split`.
+    """Return the same model split as `ctx` splits it by default; it shares its weights with `split`.
 
     Raises `ValueError` where ranks have other parts of them.
     """
@@ -244,7 +244,7 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
 
 
 def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
-    """The same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
+    """Return the same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
     from iris_ops.fp8 import scaled_matmul
     import layers
     from layers.checkpoint.load import _compute_buffers
@@ -265,7 +265,7 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
 
 
 def takes_fp8(module: nn.Module) -> bool:
-    """Whether `in_fp8` rounds the weight of this module of a split model."""
+    """Return whether `in_fp8` rounds the weight of this module of a split model."""
     from layers.sharded import ShardedLinear
     from layers.weight_storage import WITH_FP8
 
@@ -273,7 +273,7 @@ def takes_fp8(module: nn.Module) -> bool:
 
 
 def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `in_fp8` makes of a parameter of a split model, in `dtype`."""
+    """Return a parameter of a split model as `in_fp8` rounds it, in `dtype`."""
     from iris_ops.fp8 import scaled_matmul
 
     rounded = name == "weight" and takes_fp8(module)
@@ -281,7 +281,7 @@ def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torc
 
 
 def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
-    """The same model by transformers' tensor parallelism; it shares its weights with `split`."""
+    """Return the same model by transformers' tensor parallelism; it shares its weights with `split`."""
     from layers.checkpoint.load import _compute_buffers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -310,6 +310,6 @@ def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:
 
 
 def local_part(split: nn.Module, name: str) -> torch.Tensor:
-    """This rank's part of the parameter that the unsplit model calls `name`."""
+    """Return this rank's part of the parameter that the unsplit model calls `name`."""
     parent, _, key = name.rpartition(".")
     return getattr(split.get_submodule(parent), key).detach()

@@ -1,6 +1,6 @@
 """One product of `benchmarks.invariance`: a few rows, among others of any number, and whether their bits differ.
 
-`Case` says what is multiplied, by which op and at which numbers of rows. `product_of` draws its operands. Rows are
+`Case` holds what is multiplied, by which op and at which numbers of rows. `product_of` draws its operands. Rows are
 compared on the device, and nothing waits for it: a product is one number in the end, `differing`.
 """
 
@@ -66,7 +66,7 @@ class Case:
 
 
 def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int, ...]) -> Case:
-    """dtype and bias go together, for each kernel is compiled with a bias or without; with B in eight bits, either."""
+    """Draw a case. dtype and bias go together, for each kernel is compiled with or without bias; for fp8 B, either."""
     ((op, form),) = rng.choices(list(_OPS), list(_OPS.values()))
     step, (least, most) = 16 * world, SIZES[device]
     N, K = (rng.randrange(max(step, least), most + 1, step) for _ in range(2))
@@ -82,7 +82,7 @@ def random_case(rng: random.Random, world: int, device: str, numbers: tuple[int,
 
 
 def describe_random(world: int, device: str, all_of_them: bool) -> str:
-    """How products are drawn, for those who read what was found."""
+    """Return how products are drawn, for readers of the results."""
     least, most = SIZES[device]
     which = "all products" if all_of_them else "products behind those of models' layers"
     return (
@@ -125,12 +125,12 @@ class Product(ABC):
         self.whole, self.part = self._on_device(places, parts)
 
     def _part(self, M: int) -> range:
-        """This rank's rows of M."""
+        """Return this rank's rows of M."""
         begin = self.team.rank * part_size(M, self.team.world)
         return range(begin, begin + part_of(M, self.team.world, self.team.rank))
 
     def _on_device(self, *every: list[list[tuple[int, int]]]) -> list[list[_Seen]]:
-        """By one copy."""
+        """Copy to the device, in one copy."""
         counts, flat = [], []
         for placed in every:
             known: set[int] = set()
@@ -152,7 +152,7 @@ class Product(ABC):
         return torch.randn(*size, generator=generator, device=self.team.device, dtype=self.case.dtype).mul_(scale)
 
     def among(self, i: int, probes: torch.Tensor, fillers: torch.Tensor) -> torch.Tensor:
-        """As many rows as call number `i` has: the probes in their places, and others, or NaN."""
+        """Return as many rows as call number `i` has: the probes in their places, and others, or NaN."""
         rows = fillers[: self.case.numbers[i]].clone()
         if self.nan[i] and rows.is_floating_point():
             rows.fill_(math.nan)
@@ -166,16 +166,16 @@ class Product(ABC):
         return out.fill_(math.nan)
 
     def run(self) -> None:
-        """All calls. Counts in `differing`, for each, the numbers that differ from the first call's, or are none."""
+        """Make all calls; count in `differing`, for each, numbers that differ from the first call's, or are none."""
         for i in range(len(self.case.numbers)):
             self.call(i)
 
     @abstractmethod
     def call(self, i: int) -> None:
-        """The op, at the case's i-th number of rows."""
+        """Call the op at the case's i-th number of rows."""
 
     def compare(self, name: str, i: int, rows: torch.Tensor, seen: _Seen) -> None:
-        """`rows`: what the ranks, or this one, have of a result: [rows, ...]."""
+        """Compare `rows`, what the ranks, or this one, have of a result: [rows, ...]."""
         probed = rows.flatten(1).index_select(0, seen.rows)
         if name not in self._first:
             self._first[name] = probed.new_zeros(PROBES, probed.shape[1])
@@ -243,7 +243,7 @@ class Fused(Product):
 
 
 class Mixture(Product):
-    """The ops of a mixture of experts, one behind the other; what is scattered equals what is reduced."""
+    """The ops of a mixture of experts, one after the other; what is scattered equals what is reduced."""
 
     def __init__(self, team: Team, ctx: iris.Iris, case: Case) -> None:
         super().__init__(team, ctx, case)

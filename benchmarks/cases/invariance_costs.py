@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from iris_ops.planning.machine import machine_named
+from iris.machines import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import Problem, problem_asked
 from iris_tp.bench.rows import CALLS, Row
@@ -20,7 +20,7 @@ def problem_for(row: Row, world: int, dtype: torch.dtype, level: str | None) -> 
 
 
 def expected(gpu: str, world: int) -> list[dict]:
-    """What the planner expects of each row of the benchmarks, with the promise and without."""
+    """Return what the planner expects of each row of the benchmarks, with the promise and without."""
     machine = machine_named(gpu, 132)
     rows = []
     for row in shapes.select(SETS, list(CALLS), world):

@@ -3,12 +3,12 @@
 `threads_kernel` runs a litmus test in the usual notation, "Wx Wy | Ry Rx" for message passing: a thread is a rank, W
 writes this round's value, R reads. Every lane of every program has variables of its own. Which rank is which thread,
 and where each variable lives, differs from program to program, so all links and all distances take part. A round ends
-when every thread has told every other one that it is done, which carries what it saw to thread 0, the judge.
+when every thread has signalled every other one that it is done, which carries what it saw to thread 0, the judge.
 
 `message_kernel` passes a payload by the library's own `signal` and `wait`, to the next rank, or to the next but one
 with the rank in between passing on the signal alone. `stamp_kernel` goes with a barrier that is a kernel of its own.
 
-Rounds carry numbers that never repeat, so nothing is reset, and they start where the caller says, just below a wrap of
+Rounds carry numbers that never repeat, so nothing is reset; they start where the caller chooses, just below a wrap of
 32 bits for example. A program waits only for the same program of other ranks, and all programs are resident.
 """
 
@@ -32,7 +32,7 @@ ORDERS = ("relaxed", "release-acquire", "acq_rel")
 
 @triton.constexpr_function
 def steps(test, thread):
-    """("W", 0), ("R", 1) ... of "Wx Ry": what a thread does with which variable."""
+    """Return ("W", 0), ("R", 1) ... for "Wx Ry": what a thread does with which variable."""
     return [(word[0], "xyz".index(word[1])) for word in test.split("|")[thread].split()]
 
 
@@ -58,7 +58,7 @@ def variable(test, thread, step):
 
 @triton.constexpr_function
 def read_number(test, thread, step):
-    """How many reads come before this one, in the threads' order."""
+    """Return how many reads come before this one, in the threads' order."""
     before = [kind for other in range(thread) for kind, _ in steps(test, other)]
     before += [kind for kind, _ in steps(test, thread)[:step]]
     return before.count("R")
@@ -66,7 +66,7 @@ def read_number(test, thread, step):
 
 @triton.constexpr_function
 def wrote_before(test, thread, step):
-    """Whether the thread itself has written what it reads."""
+    """Return whether the thread itself has written what it reads."""
     return ("W", steps(test, thread)[step][1]) in steps(test, thread)[:step]
 
 
@@ -93,7 +93,7 @@ def _read(pointers, values, ORDER: tl.constexpr):
 
 @device_function
 def _thread(places, values, TEST: tl.constexpr, THREAD: tl.constexpr, ORDER: tl.constexpr):
-    """Does a thread's accesses; a bit for each of its reads: whether it saw another thread's value of this round."""
+    """Do a thread's accesses; return a bit for each read: whether it saw another thread's value of this round."""
     seen = ()
     for s in tl.static_range(num_steps(TEST, THREAD)):
         if is_write(TEST, THREAD, s):
@@ -119,7 +119,7 @@ def _thread(places, values, TEST: tl.constexpr, THREAD: tl.constexpr, ORDER: tl.
 
 @device_function
 def _stagger(number):
-    """Up to a microsecond, so that threads meet in every order."""
+    """Wait up to a microsecond, so that threads meet in every order."""
     if not arch.INTERPRET:
         delay = (number * 40503 >> 7) & 1023
         begin = arch.clock()
@@ -132,8 +132,8 @@ def threads_kernel(
     ctx_ptr, variables, reported, flags, counts, first, rounds,
     TEST: tl.constexpr, ORDER: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """variables: int32 [programs, 3, LANES, SPACING], all `4 * (first - 1)`. told: int32 [programs, 2, 4, LANES].
-    flags: int32 [programs, 4], all `first - 1`. counts: int64 [programs, OUTCOMES], of the judge's programs.
+    """Run one litmus test. variables: int32 [programs, 3, LANES, SPACING], all `4 * (first - 1)`. reported: int32
+    [programs, 2, 4, LANES]. flags: int32 [programs, 4], all `first - 1`. counts: int64 [programs, OUTCOMES], of judges.
     """
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     program = tl.program_id(0)
@@ -161,8 +161,8 @@ def threads_kernel(
             for q in tl.static_range(NUM):
                 if me == q:
                     code = _thread(places, values, TEST, q, ORDER)
-            # Two halves in turn: who tells of the next round but one has the judge's signal of the next, which it
-            # sends after it has read what it was told of this one.
+            # Two halves in turn: who reports the next round but one has the judge's signal of the next, which it
+            # sends after it has read the reports of this one.
             half = reported + ((program * 2 + i % 2) * MOST_THREADS) * LANES + lanes
             ctx.store(half + me * LANES, code, rank_0)
             for q in tl.static_range(NUM):
@@ -207,7 +207,7 @@ def message_kernel(
     ctx_ptr, inbox, flags, counts, n, first, rounds,
     HOPS: tl.constexpr, ORDERED: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program sends n words, a multiple of BLOCK, to the rank HOPS further on, and checks what it receives.
+    """Send n words, a multiple of BLOCK, from every program to the rank HOPS further on, and check what it receives.
 
     inbox: int32 [programs, n]. flags: int32 [programs, 4], all `first - 1`. counts: int64 [programs, 2], rounds in
     which the whole payload was there, and rounds in which some of it was not.
@@ -250,7 +250,7 @@ def message_kernel(
 
 @triton.jit
 def stamp_kernel(ctx_ptr, stamps, number, counts, WORLD_SIZE: tl.constexpr):
-    """After a barrier: every rank's stamp of the round is here; then this rank's of the next, to every rank.
+    """Stamp every rank after a barrier: first read all ranks' stamps of the round, then write this rank's next one.
 
     stamps: int32 [2, world] on the heap. number: int32, the round. counts: int64 [2], rounds in which all stamps held
     the round's number, and in which some did not. Two sets of stamps in turn: a peer that stamps the next round but one

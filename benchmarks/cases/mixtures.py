@@ -3,7 +3,7 @@
 A router that is drawn at random like other weights sends each expert about as many tokens. Those of trained models do
 not: the busiest of 64 to 256 experts gets some two to four times the mean, the idlest next to nothing. So the rows of a
 random router, one an expert, are scaled by exp(SPREAD * n), n normal. A row of larger norm has wider logits and is more
-often among the largest. `load` says what comes of it, and the benchmark prints it:
+often among the largest. `load` measures the effect, and the benchmark prints it:
 
     experts, of which a token takes    8, 2    32, 4    128, 8    128, 4    256, 8
     the busiest, times the mean         1.2     2.0       3.1       4.5       5.2
@@ -53,7 +53,7 @@ _TINY = dict(vocab_size=128, hidden_size=32, intermediate_size=48, moe_intermedi
 
 
 def tiny(sizes: dict) -> dict:
-    """`sizes` of a shape with every number as small as it may be."""
+    """Return `sizes` of a shape with every number as small as it may be."""
     small = {key: _TINY.get(key, value) for key, value in sizes.items()}
     if "kv_lora_rank" in sizes:  # latent attention has a key head for each query head
         small["num_key_value_heads"] = small["num_attention_heads"]
@@ -64,7 +64,7 @@ SHAPES |= {f"tiny-{name}": (architecture, tiny(sizes)) for name, (architecture, 
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` that choose experts, by name."""
+    """Yield the modules of `model` that choose experts, by name."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if type(module).__name__.lower().endswith("router") and weight is not None and weight.dim() == 2:
@@ -73,7 +73,7 @@ def routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def make_uneven(model: nn.Module, seed: int = 3) -> None:
-    """Scales the rows of each router of a drawn model, alike on all ranks."""
+    """Scale the rows of each router of a drawn model, alike on all ranks."""
     random = torch.Generator().manual_seed(seed)
     for _, router in routers(model):
         scale = torch.exp(SPREAD * torch.randn(router.weight.shape[0], 1, generator=random))
@@ -81,13 +81,13 @@ def make_uneven(model: nn.Module, seed: int = 3) -> None:
 
 
 def top_k_of(model: nn.Module) -> int:
-    """How many experts a token goes to; 0 where there are none."""
+    """Return how many experts a token goes to; 0 where there are none."""
     return int(getattr(model.config, "num_experts_per_tok", None) or 0)
 
 
 @torch.no_grad()
 def load(model: nn.Module, top_k: int, tokens: int = 4096) -> tuple[float, float] | None:
-    """Of normal random tokens: what the busiest and the idlest expert gets of the mean, as a mean over the layers."""
+    """Return what the busiest and the idlest expert get of the mean, for normal random tokens; means over layers."""
     highest, lowest, count = 0.0, 0.0, 0
     random = torch.Generator().manual_seed(5)
     for _, router in routers(model):
@@ -131,7 +131,7 @@ class GroupedOps:
 
 
 def grouped(A: torch.Tensor, B: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Row i of A times B[chosen[i]], `chosen` in order: torch's grouped product in bf16 on a GPU, else one by one."""
+    """Return row i of A times B[chosen[i]], `chosen` in order: torch's grouped bf16 product on GPUs, else singly."""
     counts = torch.bincount(chosen, minlength=len(B)) if not A.is_cuda else None
     if counts is None and A.dtype == torch.bfloat16:
         edges = torch.arange(1, len(B) + 1, device=A.device)

@@ -63,7 +63,7 @@ class Layer:
         self.calls = max(4, copies)
 
     def _drawn(self, rows: int, cols: int) -> torch.Tensor:
-        """[E, rows, cols], stored as the model does."""
+        """Draw [E, rows, cols], stored as the model does."""
         size = (rows, cols) if self.shape.gpt_oss else (cols, rows)
         matrix = torch.empty(self.shape.experts, *size, dtype=torch.bfloat16, device=self.device)
         matrix.normal_(std=rows**-0.5)
@@ -76,7 +76,7 @@ class Layer:
         return [(a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()) for a, b in pairs]
 
     def tokens(self, count: int) -> None:
-        """Draws so many tokens, and for each call where they go."""
+        """Draw so many tokens, and for each call where they go."""
         shape, generator = self.shape, torch.Generator().manual_seed(count)
         rows = torch.randn(count, shape.hidden, generator=generator)
         self.A = rows.to(self.device, torch.bfloat16)
@@ -93,14 +93,14 @@ class Layer:
         return self.gate_up[call % len(self.gate_up)], self.down[call % len(self.down)]
 
     def described(self) -> dict:
-        """Of the routings: how many experts have tokens, and how many times the mean the busiest has; means."""
+        """Return how many experts have tokens, and how many times the mean the busiest has: means over the routings."""
         counts = torch.stack([each.flatten().bincount(minlength=self.shape.experts) for each in self.chosen]).float()
         touched = (counts > 0).sum(1).float().mean().item()
         load = (counts.max(1).values / counts.mean(1)).mean().item()
         return {"touched": touched, "load": load, "nbytes": touched * 3 * self.shape.hidden * self.width * 2}
 
     def exact(self) -> torch.Tensor:
-        """The first tokens of call 0 in float64, this rank's part of the sum."""
+        """Return the first tokens of call 0 in float64, this rank's part of the sum."""
         gate_up, down = self.weights_of(0)
         total = torch.zeros(min(CHECKED, len(self.A)), self.shape.hidden, dtype=torch.float64, device=self.device)
         for t in range(len(total)):
@@ -114,7 +114,7 @@ class Layer:
 
 
 def activated(both: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """What rivals and the truth put between the products; [..., 2 I] -> [..., I]."""
+    """Apply what rivals and the truth put between the products; [..., 2 I] -> [..., I]."""
     if not shape.gpt_oss:
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -1,11 +1,11 @@
-"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce behind them.
+"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce after them.
 
 grouped_mm   tokens sorted by argsort, torch._grouped_mm, the activation, torch._grouped_mm, the weighted sum: as
              transformers' grouped_mm experts do it. The activation and the weighted sum are compiled where torch can.
 vLLM         its fused_experts, where vLLM is importable: the Triton kernels that vLLM takes for 16-bit weights on
              Hopper, with the tiles that vLLM has tuned for the GPU and these sizes, or else with its default ones
 
-Behind grouped_mm is NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory; behind vLLM's its own custom
+After grouped_mm comes NCCL, or torch's one-shot or two-shot all-reduce on symmetric memory; after vLLM's its own custom
 all-reduce, or NCCL from 8 MiB on, as in vLLM without multicast.
 """
 
@@ -28,7 +28,7 @@ Captures = dict[str, Callable[[], AbstractContextManager]]
 
 
 def has_vllm(team: Team) -> bool:
-    """Whether vLLM's kernels can be loaded on all ranks; says so where not."""
+    """Return whether vLLM's kernels can be loaded on all ranks; say so where not."""
     if not team.cuda or not of_vllm.installed(team):
         return False
     _, reason = team.attempt(_load_vllm)
@@ -45,7 +45,7 @@ def _load_vllm() -> None:
 def rivals_of(
     team: Team, layer: Layer, largest: int, compiled: bool, with_vllm: bool
 ) -> tuple[dict[str, Product], Captures]:
-    """(calls by name, what some are to be captured in). `largest`: elements of any result of this layer."""
+    """Return calls by name, and what some are to be captured in. `largest`: elements of any result of this layer."""
     if not hasattr(torch, "_grouped_mm") or not team.cuda:
         product = plainly(layer)
         return {"torch + NCCL": _nccl(product), "torch alone": product}, {}
@@ -94,7 +94,7 @@ def _symmetric(product: Product, shared: torch.Tensor, two_shot: bool) -> Produc
 
 
 def grouped(layer: Layer, compiled: bool) -> Product:
-    """By torch._grouped_mm."""
+    """Return the product by torch._grouped_mm."""
     shape = layer.shape
 
     def between(both: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def grouped(layer: Layer, compiled: bool) -> Product:
 
 
 def plainly(layer: Layer) -> Product:
-    """On CPUs: an expert after the other."""
+    """Return the product on CPUs, one expert after the other."""
 
     def call(i: int) -> torch.Tensor:
         gate_up, down = layer.weights_of(i)
@@ -150,7 +150,7 @@ def plainly(layer: Layer) -> Product:
 
 
 def vllm(layer: Layer) -> Product:
-    """vLLM's fused_experts, as its unquantized layers call it on Hopper."""
+    """Return vLLM's fused_experts, as its unquantized layers call it on Hopper."""
     from vllm.model_executor.layers.fused_moe import fused_experts  # type: ignore[import-not-found]
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # type: ignore[import-not-found]
     from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config  # type: ignore[import-not-found]
@@ -172,7 +172,7 @@ def vllm(layer: Layer) -> Product:
 
 
 def vllm_tiles(layer: Layer) -> str:
-    """Which tiles vLLM takes for this layer: "tuned" for this GPU, or its "default" ones."""
+    """Return which tiles vLLM takes for this layer: "tuned" for this GPU, or its "default" ones."""
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
     return "default" if get_moe_configs(layer.shape.experts, layer.width, None) is None else "tuned"

@@ -23,12 +23,12 @@ RANK_STEP = tl.constexpr(0x01234567)
 
 
 def block_words(op: str) -> int:
-    """Words that a program moves at a time; sizes of `atomic_cas`, which knows no mask, are multiples of it."""
+    """Return words that a program moves at a time; sizes of `atomic_cas`, which knows no mask, are multiples of it."""
     return 1024 if op == "atomic_cas" else 4096 if op in ATOMICS else 16384
 
 
 def options(op: str, device: torch.device) -> dict:
-    """1024 threads; blocks ahead where the hardware copies into shared memory by itself and has enough of it."""
+    """Return the constants of `op`: 1024 threads, and blocks ahead where hardware copies them and has enough memory."""
     threads = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     stages = 3 if platform.name() == "cuda" and op in ("load", "get", "put", "copy") else 1
     return dict(OP=op, BLOCK=block_words(op), STAGES=stages, num_warps=1024 // threads)
@@ -36,7 +36,7 @@ def options(op: str, device: torch.device) -> dict:
 
 @device_function
 def word(offsets, rank):
-    """The word of `rank` at each place; `benchmarks.rma.pattern` is the same in torch."""
+    """Return the word of `rank` at each place; `benchmarks.rma.pattern` is the same in torch."""
     return offsets.to(tl.int32) * STEP + rank * RANK_STEP
 
 
@@ -53,7 +53,7 @@ def move_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """src, dst: int32 [n or more] on the heap. sums: int64 [programs], what `load` has read."""
+    """Move words. src, dst: int32 [n or more] on the heap. sums: int64 [programs], what `load` has read."""
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     total = tl.zeros((BLOCK,), tl.int32)
     for block in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0), num_stages=STAGES):
@@ -91,7 +91,7 @@ def move_kernel(
 
 @triton.jit(do_not_specialize=["first", "rounds", "peer", "begins"])
 def round_trip_kernel(ctx_ptr, flag, ticks, first, rounds, peer, begins, WORLD_SIZE: tl.constexpr):
-    """A signal to `peer` and its answer, `rounds` times. flag: int32 on the heap; ticks: int64, how long it took."""
+    """Signal `peer` and await its answer, `rounds` times. flag: int32 on the heap; ticks: int64, the time taken."""
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     begin = arch.clock()
     for i in range(rounds):

@@ -115,7 +115,7 @@ class Placed:
         self.places = [[torch.empty_like(stack[0]) for stack in self.stacks] for _ in range(PLACES)]
 
     def _kinds(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """For each argument its variants, and the results'."""
+        """Yield the variants of each argument, and those of the results."""
         yield from zip(*self.case.inputs, strict=True)
         yield tuple(self.case.recorded)
 

@@ -1,7 +1,7 @@
 """What the logits are before rounding, and by how much a contender may miss them.
 
 Two runs in bf16 that round in other places differ by some percent of their logits, by more the deeper the model. Their
-difference alone says neither which is nearer the truth nor how much is too much. So the truth is computed: the same
+difference alone shows neither which is nearer the truth nor how much is too much. So the truth is computed: the same
 split model and weights, with everything in float32 (of float32 models in float64), products by cuBLAS without TF32,
 sums by NCCL. A decoder layer at a time is widened and dropped again, so that a model that fills the GPUs fits.
 
@@ -50,7 +50,7 @@ def rows_compared(batch: int, prompt: int) -> int:
 def true_logits(
     model: nn.Module, tokens: torch.Tensor, length: int, convert: Convert = as_it_is
 ) -> dict[str, torch.Tensor]:
-    """Logits after all but the last of `tokens` [rows, n], and after all; `length`: of the cache, more than n.
+    """Return logits after all but the last of `tokens` [rows, n], and after all; `length`: of the cache, more than n.
 
     `convert` makes a wider parameter of each.
     """
@@ -71,7 +71,7 @@ def true_logits(
 
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -> Iterator[None]:
-    """Inside, each part of `model` has its parameters in `dtype` while it runs, and only then."""
+    """Give each part of `model` parameters in `dtype` while it runs, inside the block, and only then."""
     saved: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
     def widen(part: nn.Module, _inputs) -> None:
@@ -86,7 +86,7 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
 
     handles = []
     for part in _parts(model):
-        if type(part) is nn.Embedding and convert is as_it_is:  # its rows are wide enough; whole it may not fit beside
+        if type(part) is nn.Embedding and convert is as_it_is:  # its rows are wide enough; whole it may not fit besides
             handles.append(part.register_forward_hook(lambda _part, _inputs, rows: rows.to(dtype)))
             continue
         handles += [part.register_forward_pre_hook(widen), part.register_forward_hook(restore)]
@@ -101,7 +101,7 @@ def widened(model: nn.Module, dtype: torch.dtype, convert: Convert = as_it_is) -
 
 @contextmanager
 def repeated_heads(model: nn.Module) -> Iterator[None]:
-    """Inside, kv heads are repeated before torch's attention: for grouped ones in float32 it would store all scores.
+    """Repeat kv heads before torch's attention, inside the block: grouped ones in float32 would store all scores.
 
     A model that attends in a way of its own, as one with sinks does, keeps it.
     """
@@ -128,7 +128,7 @@ def repeated_heads(model: nn.Module) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers, one by one, and what stands beside them."""
+    """Yield the layers, one by one, and the parts around them."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -139,7 +139,7 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def errors(team: Team, logits: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Root mean square of what a contender's logits miss, over that of the true ones; the worst rank counts."""
+    """Return the root mean square error of a contender's logits, over that of the true ones; the worst rank counts."""
     relative = {}
     for name, value in logits.items():
         expected = truth[name.partition(",")[0]]
@@ -149,6 +149,6 @@ def errors(team: Team, logits: dict[str, torch.Tensor], truth: dict[str, torch.T
 
 
 def limit(yardstick: dict[str, float], dtype: torch.dtype, fp8: bool = False, mixture: bool = False) -> float:
-    """The largest error that is accepted beside cuBLAS + NCCL's own ones."""
+    """Return the largest error accepted, given cuBLAS + NCCL's own."""
     accepted = ALLOWED * max(yardstick.values()) + FLOOR * torch.finfo(dtype).eps
     return min(MOST_FP8, FP8 * accepted) if fp8 else min(MOST_MIXTURE if mixture else MOST, accepted)

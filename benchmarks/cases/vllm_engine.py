@@ -1,7 +1,7 @@
 """vLLM itself on the rows of `benchmarks.llm`: `--contenders ours,nccl,vllm`. It runs apart, before the ranks start.
 
 vLLM starts its own ranks. Its weights are random and its own, so its tokens can be compared with nobody's; that each
-prompt got as many tokens as it asked for is checked. It runs as it does by default, torch.compile and full CUDA graphs
+prompt yields as many tokens as requested is checked. It runs as it does by default, torch.compile and full CUDA graphs
 (of the rows' batches only, which makes its start shorter), with the fastest all-reduce that it has without multicast:
 FlashInfer's, fused with the residual and the norm, where FlashInfer is installed, else its own custom all-reduce.
 
@@ -9,7 +9,7 @@ FlashInfer's, fused with the residual and the norm, where FlashInfer is installe
                   goes on
     step          (time of 129 tokens - time of 1 token) / 128, so scheduling and sampling count
 
-Each is the median over the rounds, behind others of its kind until the chip is warm.
+Each is the median over the rounds, after others of its kind until the chip is warm.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Rows = list[tuple[int, int]]
 def measure_apart(
     args: argparse.Namespace, rows: Rows, config: Any, invariant: Sequence[bool] = (False,)
 ) -> list[dict]:
-    """What vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}.
+    """Return what vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}.
 
     `invariant`: for each that is measured, whether with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree
     on one channel. Several start at once, for a start takes a minute, and are timed one after the other.
@@ -67,7 +67,7 @@ def measure_apart(
         config.save_pretrained(folder)
         request = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
         request |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
-        if len(invariant) > 1:  # else vLLM sees how much memory is left, but not while another takes some
+        if len(invariant) > 1:  # else vLLM sees how much memory is free, but not while another takes some
             request["cache"] = _cache_bytes(rows, config, args.ranks)
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
         every = [
@@ -81,7 +81,7 @@ def measure_apart(
 
 
 def _cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
-    """Of a rank's keys and values, with a fifth to spare."""
+    """Return the bytes of a rank's keys and values, with a fifth to spare."""
     heads = -(-config.num_key_value_heads // ranks)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = max(batch * (prompt + STEPS + 64) for batch, prompt in rows)
@@ -89,7 +89,7 @@ def _cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
 
 
 def _children(every: list[dict], folder: Path, limit_s: float) -> list[dict]:
-    """Starts an engine for each that is asked for, and lets them measure in turn once all are ready."""
+    """Start an engine for each request, and let them measure in turn once all are ready."""
     began = time.monotonic()
     with ExitStack() as ending:
         children = []
@@ -134,7 +134,7 @@ def _result(code: int | None, out: Path, log: Path, limit_s: float) -> dict:
     print(log.read_text()[-8000:], file=sys.stderr, flush=True)
     if code is None:
         return {"failed": f"not ready after {limit_s:.0f} s", "late": True}
-    reasons = [text for text in log.read_text().splitlines() if "Error" in text] or ["no reason told"]
+    reasons = [text for text in log.read_text().splitlines() if "Error" in text] or ["no reason given"]
     return {"failed": reasons[-1][-160:]}
 
 
@@ -172,7 +172,7 @@ def measure(request: dict) -> dict:
 
 
 def wait_for_turn(request: dict) -> None:
-    """Says that the engine is ready, and waits until no other is timed."""
+    """Announce that the engine is ready, and wait until no other is timed."""
     Path(request["ready"]).touch()
     end = time.monotonic() + request["limit_s"]
     while not Path(request["go"]).exists():
@@ -200,7 +200,7 @@ def _row(llm: Any, vllm: Any, batch: int, prompt: int, rounds: int) -> dict[str,
 
 
 def _from_full_queue(llm: Any, prompts: list, options: Any) -> tuple[list, float]:
-    """What came of all prompts, and the time since the scheduler could see them all."""
+    """Return the results of all prompts, and the time since the scheduler could see them all."""
     core = llm.llm_engine.engine_core
     core.call_utility("pause_scheduler", "keep", False)
     llm.enqueue(prompts, options, use_tqdm=False)
@@ -218,7 +218,7 @@ def _warm_median(once: Callable[[], float], rounds: int) -> float:
 
 
 def result_of(engine_result: dict, batch: int, prompt: int) -> dict:
-    """vLLM's entry of a row, as `benchmarks.llm` writes those of the others."""
+    """Return vLLM's entry of a row, as `benchmarks.llm` writes those of the others."""
     (row,) = [row for row in engine_result["rows"] if (row["batch"], row["prompt"]) == (batch, prompt)] or [None]
     is_invariant = engine_result.get("invariant", False)
     name = f"vLLM {engine_result['version']}" + (", VLLM_BATCH_INVARIANT=1" if is_invariant else "")

@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[str, dict]] = {
 
 
 def config_of(name: str, depth: int | None = None):
-    """The configuration of a shape by name, or of a checkpoint's folder, with `depth` layers if given."""
+    """Return the configuration of a shape by name, or of a checkpoint's folder, with `depth` layers if given."""
     import transformers
 
     if name in SHAPES:
@@ -48,7 +48,7 @@ def config_of(name: str, depth: int | None = None):
 
 
 def config_for_others(name: str, depth: int | None = None):
-    """`config_of`, as other engines read it from a folder: with the name of the model's class."""
+    """Return `config_of`, as other engines read it from a folder: with the name of the model's class."""
     config = config_of(name, depth)
     if name in SHAPES:
         config.architectures = [f"{SHAPES[name][0]}ForCausalLM"]
@@ -56,7 +56,7 @@ def config_for_others(name: str, depth: int | None = None):
 
 
 def build(name: str, depth: int | None, ctx, dtype: torch.dtype) -> nn.Module:
-    """A split model without sequence parallelism: random weights for a shape, the checkpoint's for a folder."""
+    """Build a split model without sequence parallelism: random weights for a shape, the checkpoint's for a folder."""
     import layers
     from layers.checkpoint.load import _compute_buffers
 
@@ -80,7 +80,7 @@ def empty_model(config, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def draw(model: nn.Module, ctx) -> None:
-    """Allocates and fills the parameters of an empty split model: matrices at random, norms with ones, biases zero."""
+    """Allocate and fill the parameters of an empty split model: matrices at random, norms with ones, biases zero."""
     from layers.sharded import ShardedLinear, part_of
 
     alike, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (1, 2 + ctx.cur_rank))
@@ -105,7 +105,7 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def share_buffers(model: nn.Module, split: nn.Module) -> None:
-    """Gives `model` those buffers of `split` that are stored."""
+    """Give `model` those buffers of `split` that are stored."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     for name in [name for name, _ in model.named_buffers() if name not in computed]:
         set_buffer(model, name, split.get_buffer(name))

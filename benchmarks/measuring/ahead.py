@@ -49,7 +49,7 @@ class _Tensor:
 
 
 class _Forms:
-    """The forms of kernels that were asked for, and those of them that this rank has compiled."""
+    """The forms of kernels that calls need, and those of them that this rank has compiled."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
@@ -59,7 +59,7 @@ class _Forms:
         self.pool = ProcessPoolExecutor(processes, get_context("spawn"), compile_without_gpu, (compile_target(),))
 
     def add(self, kernel: triton.JITFunction, *args: object, grid: object, warmup: bool = False, **given: Any) -> None:
-        """In place of `JITFunction.run`."""
+        """Record a form, in place of `JITFunction.run`."""
         given |= dict(zip(kernel.arg_names, args, strict=False))
         described = {name: _described(value) for name, value in given.items()}
         kinds = _kinds(kernel)
@@ -74,7 +74,7 @@ class _Forms:
         self.compiled[form] = self.pool.submit(_compile, *self.known[form])
 
     def share(self) -> int:
-        """Has what fell to a rank that does not know it compiled by one that does. Returns how many forms there are."""
+        """Compile forms that nobody has, each on the first rank that knows it; return how many forms all ranks know."""
         every: list[tuple[list[str], list[str]] | None] = [None] * self.team.world
         distributed.all_gather_object(every, (list(self.known), list(self.compiled)))
         done = {form for _, compiled in every for form in compiled}  # type: ignore[misc]
@@ -85,13 +85,13 @@ class _Forms:
         return len({form for known, _ in every for form in known})  # type: ignore[misc]
 
     def wait(self) -> None:
-        """Raises what a kernel's compilation raised."""
+        """Raise what a kernel's compilation raised."""
         for future in self.compiled.values():
             future.result()
 
 
 def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
-    """Compiles what `calls` of the `contexts` would launch, and launches nothing. Returns how many kernels that is.
+    """Compile what `calls` of the `contexts` would launch, and launch nothing. Return how many kernels that is.
 
     What the calls do otherwise, by torch's products or by copy engines, happens. Raises where a kernel cannot be
     compiled.
@@ -109,7 +109,7 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
 
 
 def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
-    """Makes `calls`, which launch nothing."""
+    """Make `calls`, which launch nothing."""
 
     def launch(kernels, device, kernel, grid, args, moving=(), **options):
         forms.add(kernel, grid=grid, **args, **(FUSED | options))
@@ -127,7 +127,7 @@ def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], N
 
 @cache
 def _kinds(kernel: triton.JITFunction) -> dict[str, Callable[[object], object]]:
-    """What Triton asks of each argument that is no constant."""
+    """Return what Triton asks of each argument that is no constant."""
     return {each.name: _width if each.do_not_specialize else _size for each in kernel.params if not each.is_constexpr}
 
 
@@ -148,7 +148,7 @@ def _width(value: object) -> object:
 
 
 def _described(value: object) -> object:
-    """An argument as another process is told of it."""
+    """Return an argument as another process can rebuild it."""
     if isinstance(value, torch.Tensor):
         return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
     if isinstance(value, (TensorDescriptor, GluonDescriptor)):

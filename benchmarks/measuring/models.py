@@ -23,11 +23,11 @@ class Model:
         return self.attention + 2 * self.kv
 
     def row_linears(self, world: int) -> list[tuple[int, int]]:
-        """(N, K) of one rank."""
+        """Return (N, K) of one rank."""
         return [(self.hidden, part(k, world)) for k in (self.attention, self.mlp) if k]
 
     def column_linears(self, world: int) -> list[tuple[int, int]]:
-        """(N, K) of one rank."""
+        """Return (N, K) of one rank."""
         return [(part(n, world), self.hidden) for n in (self.qkv, 2 * self.mlp)] if self.kv else []
 
 

@@ -59,7 +59,7 @@ BETWEEN_M = (24, 40, 72, 100, 144, 200, 320, 448, 700, 1100, 1500)
 
 
 def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """(N, K) of every layer, by op and form. Gathered outputs are q, k and v, N being that of the whole."""
+    """Return (N, K) of every layer, by op and form. Gathered outputs are q, k and v, N being that of the whole."""
     reduced = _once(shape for model in models.PREFILL for shape in model.row_linears(world))
     gathered = _once(shape for model in models.PREFILL for shape in model.column_linears(world))
     outputs = _once((model.qkv, model.hidden) for model in models.PREFILL if model.kv)
@@ -67,7 +67,7 @@ def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def _ragged(world: int) -> list[Row]:
-    """Rows of tiles and of ranks' parts that do not come out even, on one layer an op."""
+    """Return rows of tiles and of ranks' parts that do not come out even, on one layer an op."""
     model = models.LLAMA_70B
     down, gate_up = model.row_linears(world)[1], model.column_linears(world)[1]
     layers = {("ar", "rows"): down, ("rs", "rows"): down, ("ag", "rows"): gate_up, ("ga", "cols"): (model.qkv, 8192)}
@@ -85,7 +85,7 @@ def prefill(world: int) -> list[Row]:
 
 
 def prefill_sample(world: int) -> list[Row]:
-    """Each layer once an op, M taking turns; then one of each op that is ragged."""
+    """Return each layer once an op, M taking turns; then one of each op that is ragged."""
     rows = [
         Row(op, PREFILL_M[(turn + start) % len(PREFILL_M)], *layer, form)
         for start, ((op, form), shapes) in enumerate(_prefill_layers(world).items())
@@ -100,7 +100,7 @@ def _decode_layers(world: int) -> list[tuple[int, int]]:
 
 
 def _rarer_decode(world: int, rows: Iterable[int]) -> list[Row]:
-    """The ops that are rarer at few rows: by rows, where parts are short or empty, and by columns."""
+    """Return the ops that are rarer at few rows: by rows, where parts are short or empty, and by columns."""
     model = models.LLAMA_70B
     layers = (
         [("rs", "rows", layer) for layer in model.row_linears(world)]
@@ -117,7 +117,7 @@ def decode(world: int) -> list[Row]:
 
 
 def decode_sample(world: int) -> list[Row]:
-    """One layer at every M, for the picture; the others once, M taking turns; then some of each other op."""
+    """Return one layer at every M, for the picture; the others once, M taking turns; then some of each other op."""
     sweep = [Row("ar", M, *models.LLAMA_70B.row_linears(world)[0]) for M in DECODE_M]
     other_layers = [Row("ar", DECODE_M[4 * i % 9], *layer) for i, layer in enumerate(_decode_layers(world))]
     rest = _rarer_decode(world, (1, 32))
@@ -125,7 +125,7 @@ def decode_sample(world: int) -> list[Row]:
 
 
 def between(world: int) -> list[Row]:
-    """Batches and prompts as they come: rows that are no powers of two, layers taking turns."""
+    """Return batches and prompts as they come: rows that are no powers of two, layers taking turns."""
     reduced, layers = _decode_layers(world), _prefill_layers(world)
     rows = [Row("ar", M, *reduced[(2 * turn + i) % len(reduced)]) for turn, M in enumerate(BETWEEN_M) for i in range(2)]
     for start, op in enumerate(("rs", "ag", "ga")):
@@ -136,7 +136,7 @@ def between(world: int) -> list[Row]:
 
 
 def fp16_sample(world: int) -> list[Row]:
-    """Of each op one row of prompts and one of decoding, to be measured with `--dtype float16`."""
+    """Return one row of prompts and one of decoding an op, to be measured with `--dtype float16`."""
     model = models.LLAMA_70B
     (o, down), (qkv, gate_up) = model.row_linears(world), model.column_linears(world)
     return [
@@ -148,7 +148,7 @@ def fp16_sample(world: int) -> list[Row]:
 
 
 def stress(world: int) -> list[Row]:
-    """Small, of every algorithm, even and uneven: what `benchmarks.stress` shuffles."""
+    """Return small rows, of every algorithm, even and uneven: what `benchmarks.stress` shuffles."""
     reduced = ((1, 4096, 1024), (5, 5120, 520), (16, 8192, 512), (64, 2048, 1024), (200, 1536, 256), (700, 2048, 512))
     parts = ((1, 1024, 512), (37, 1536, 256), (256, 2048, 1024), (1000, 1032, 520))
     return [
@@ -162,7 +162,7 @@ def stress(world: int) -> list[Row]:
 
 
 def _once(items: Iterable) -> list:
-    """Models share layers."""
+    """Return the rows without repetitions: models share layers."""
     return list(dict.fromkeys(items))
 
 
@@ -188,7 +188,7 @@ SETS: dict[str, Callable[[int], list[Row]]] = {
 
 
 def select(names: str, ops: list[str], world: int, sizes: list[tuple[int, int, int]] | None = None) -> list[Row]:
-    """The rows of some sets, as "facts,decode", that belong to `ops`.
+    """Return the rows of some sets, as "facts,decode", that belong to `ops`.
 
     `sizes`, each M, N and K, keeps those only; of the set "given" they are the rows.
     """

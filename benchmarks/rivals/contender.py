@@ -38,7 +38,7 @@ class Contender:
 
 
 def installed(team: Team, module: str, name: str) -> bool:
-    """Whether a rival can be imported, and IRIS_WITHOUT does not name it; says so where it cannot."""
+    """Return whether a rival can be imported, and IRIS_WITHOUT does not name it; say so where it cannot."""
     if module in os.environ.get("IRIS_WITHOUT", "").split(","):
         team.say(f"without {name}: IRIS_WITHOUT names it")
     elif importlib.util.find_spec(module) is None:

@@ -1,8 +1,8 @@
 """The contenders that a benchmark measures: ours, the rivals, and the product alone.
 
-A contender says for each op that it serves how to get ready. `prepare[op](inputs)` allocates what it needs and gives
+A contender defines how to prepare each op that it supports. `prepare[op](inputs)` allocates what it needs and gives
 the call that is checked and timed: `call(i) -> out` on copy i of the inputs. All contenders read the same A and B, and
-B is the transpose of an (N, K) weight for all of them. A row that a contender does not serve is left blank.
+B is the transpose of an (N, K) weight for all of them. A row that a contender does not support stays blank.
 
     ours        ctx.ops, output on the symmetric heap; on request with other configurations, too
     rivals      of_torch.py: NCCL, and torch's own ops on symmetric memory; of_nccl.py: NCCL's kernels for
@@ -10,7 +10,7 @@ B is the transpose of an (N, K) weight for all of them. A row that a contender d
     alone       the product without the collective: torch's, and our kernel in a world of one; the faster one makes the
                 floor
 
-Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is asked in the form that never takes it.
+Nobody uses multicast: the rivals' ops use plain peer memory, and async-TP is called in the form that never takes it.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Heap:
         return self.buffer[: rows * columns].view(rows, columns)
 
     def config(self, row: Row, **changes):
-        """What is planned for a row, with `changes` to its fields; where those are impossible, the error says why.
+        """Return the plan of a row, with `changes` to its fields; where those are impossible, the error says why.
 
         Of another algorithm it is the best of that one.
         """
@@ -67,7 +67,7 @@ class Heap:
         return replace(planned, **changes)
 
     def plan(self, row: Row, **changes) -> dict:
-        """For the record; a prediction is for what is planned, not for what is changed."""
+        """Return the plan for the record; a prediction is for what is planned, not for what is changed."""
         dropped = {"reasons", "prediction"} if changes else {"reasons"}
         return {name: value for name, value in asdict(self.config(row, **changes)).items() if name not in dropped}
 
@@ -77,13 +77,13 @@ class Heap:
 
 
 def heaps(team: Team, rows: list[Row], dtype: torch.dtype, gib: float) -> tuple[Heap, Heap]:
-    """With all ranks, and with this one alone."""
+    """Return contexts of all ranks, and of this one alone."""
     nbytes = int(gib * 2**30)
     return Heap(team, rows, dtype, nbytes), Heap(team, rows, dtype, nbytes, alone=True)
 
 
 def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alone: Heap) -> list[Contender]:
-    """All that can run on this team's device; `rows` says how large the shared buffers have to be."""
+    """Return all that can run on this team's device; `rows` says how large the shared buffers must be."""
     blas = "cuBLAS" if team.cuda else "torch"
     entries = [Contender("ours", OURS, _ours(heap), plan=heap.plan), *of_torch.contenders(team, rows, dtype)]
     if team.cuda:
@@ -95,7 +95,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype, heap: Heap, alon
 
 
 def varied(heap: Heap, changes: dict[str, int | bool | str]) -> Contender:
-    """Ours, with another configuration than the plan's."""
+    """Return ours, with another configuration than the plan's."""
     name = "ours, " + ", ".join(f"{field} {value}" for field, value in changes.items())
     return Contender(name, RIVAL, _ours(heap, **changes), plan=functools.partial(heap.plan, **changes))
 
@@ -116,7 +116,7 @@ def _ours(heap: Heap, **changes) -> dict[str, Callable[[Inputs], Call]]:
 
 
 def _our_gemm(heap: Heap) -> Callable[[Inputs], Call]:
-    """An all-reduce among one: of our kernels the one with most choices for the product."""
+    """Return an all-reduce among one: of our kernels the one with most choices for the product."""
 
     def prepare(inputs: Inputs) -> Call:
         A = [inputs.whole_A(i) for i in range(inputs.copies)]

@@ -1,9 +1,9 @@
 """FlashInfer's all-reduce (https://github.com/flashinfer-ai/flashinfer), measured where FlashInfer is installed.
 
-One kernel sums what every rank has, in one shot (Lamport: data that says by itself that it has arrived) or in two
+One kernel sums what every rank has, in one shot (Lamport: data that shows its own arrival) or in two
 (partial sums, then totals, with flags between). The same kernel can end in the residual's sum and an RMSNorm. The
 ranks reach each other by torch's symmetric memory; none of it uses multicast. Called as vLLM calls it: sums in float32,
-launched beside the kernel before, one shot for what fits.
+overlapped with the kernel before, one shot for small messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LATE = 16  # rows from which on a kernel lets the next one start only at its end
 
 
 def installed(team: Team) -> bool:
-    """Whether FlashInfer can be imported; says so where it cannot."""
+    """Return whether FlashInfer can be imported; say so where it cannot."""
     return contender.installed(team, "flashinfer", "FlashInfer")
 
 
@@ -40,7 +40,7 @@ def supports(one_shot: bool, rows: int, columns: int, world: int, dtype: torch.d
 
 @functools.cache
 def workspace(world: int, rank: int) -> torch.Tensor:
-    """FlashInfer's, for messages of up to the larger limit. Collective."""
+    """Return FlashInfer's workspace, for messages of up to the larger limit. Collective."""
     from flashinfer import comm
 
     rows = LIMITS[False] // (2 * HIDDEN)
@@ -48,7 +48,7 @@ def workspace(world: int, rank: int) -> torch.Tensor:
 
 
 def reduced(team: Team, one_shot: bool, partial: torch.Tensor, **outputs: object) -> None:
-    """Sums all ranks' `partial` [rows, columns] into what `outputs` name; with `norm_out` also the norm of it."""
+    """Sum all ranks' `partial` [rows, columns] into what `outputs` name; with `norm_out` also the norm of it."""
     from flashinfer import comm
 
     rows, columns = partial.shape

@@ -9,7 +9,7 @@ Measured where `import kraken` works:
     Kraken copy engines    gemm_reduce_scatter_ce_persistent
     cuBLAS + Kraken ...    torch.matmul, then its one_shot_all_reduce or two_shot_all_reduce
 
-Each is called with its own defaults. A row of sizes for which a kernel is not made is left blank. None of them uses
+Each is called with its own defaults. A row of sizes for which a kernel is not built stays blank. None of them uses
 multicast.
 """
 
@@ -91,7 +91,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
 
 
 def _gathered(row: Row, world: int, dtype: torch.dtype) -> bool:
-    """Whole blocks of rows from each rank, and whole groups of four blocks where there are so many."""
+    """Return whether ranks have whole blocks of rows, and whole groups of four blocks where there are so many."""
     rows = row.M // world
     group = 4 if row.M >= world * _GATHERED_BLOCK * 4 else 1
     return _even_bf16(row, world, dtype) and rows > 0 and rows % (_GATHERED_BLOCK * group) == 0
@@ -106,12 +106,12 @@ def _eights(row: Row, world: int, dtype: torch.dtype) -> bool:
 
 
 def _signals(row: Row, world: int) -> int:
-    """Bytes of signals: each program, one a tile, has one for every rank, and nobody checks that they fit."""
+    """Return bytes of signals: each program, one a tile, has one for every rank, and nobody checks that they fit."""
     return math.ceil(row.M / _BLOCK) * math.ceil(row.N / _BLOCK) * world * 4
 
 
 def _enlarge_signal_pads(rows: list[Row], world: int) -> int:
-    """The signal pads' bytes: enough for `rows` where torch can make them so, which it cannot once one is there."""
+    """Enlarge the signal pads for `rows` where torch can, which it cannot once one exists; return their bytes."""
     import torch.distributed._symmetric_memory as symm_mem
 
     if not hasattr(symm_mem, "set_signal_pad_size"):
@@ -123,7 +123,7 @@ def _enlarge_signal_pads(rows: list[Row], world: int) -> int:
 
 
 def _forgetting(module: str, call: Call) -> Call:
-    """The module keeps each call's descriptors, and with them its results, for ever: some GB in a batch of calls."""
+    """Return `call` without the descriptors, and with them results, that the module keeps for ever: some GB a batch."""
     cache = sys.modules[f"kraken.fused.{module}"]._tma_desc_cache
 
     def forgetting(i: int) -> torch.Tensor:

@@ -25,13 +25,13 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 @functools.cache
 def _pools() -> list[torch.cuda.MemPool]:
-    """Pools that must live as long as what was allocated from them."""
+    """Return pools that must live as long as what was allocated from them."""
     return []
 
 
 @functools.cache
 def window(part: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that NCCL has registered as symmetric, one for each `part` and size. Collective."""
+    """Return memory that NCCL has registered as symmetric, one for each `part` and size. Collective."""
     backend = dist.group.WORLD._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool, device):
@@ -106,7 +106,7 @@ class Windows:
         return self._multiplied(inputs, dist.all_gather_into_tensor)
 
     def _multiplied(self, inputs: Inputs, exchange: Callable[[torch.Tensor, torch.Tensor], object]) -> Call:
-        """The product of what this rank has, and behind it `exchange(out, product)`."""
+        """Return a call of the product of this rank's operands, followed by `exchange(out, product)`."""
         product = self.place("sent", inputs.A[0].shape[0], inputs.row.N)
         out = self.place("received", *inputs.out_shape)
 

@@ -44,7 +44,7 @@ def _group() -> str:
 
 @functools.cache
 def symmetric_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch's, of all ranks; one of each size. Collective."""
+    """Return torch's symmetric memory of all ranks; one of each size. Collective."""
     import torch.distributed._symmetric_memory as symm_mem
 
     memory = symm_mem.empty(elements, dtype=dtype, device=device)
@@ -61,7 +61,7 @@ def _even_rows(row: Row, world: int, dtype: torch.dtype) -> bool:
 
 
 def _all_reduced(row: Row, world: int, dtype: torch.dtype) -> bool:
-    """Torch's kernels know two dtypes and move 16 bytes at a time."""
+    """Return whether torch's kernels, which know two dtypes and move 16 bytes at a time, support the row."""
     return dtype in (torch.bfloat16, torch.float32) and row.M * row.N * dtype.itemsize % 16 == 0
 
 
@@ -148,7 +148,7 @@ def _engines_first(inputs: Inputs) -> Call:
 
 
 def _arrived(result: torch.Tensor) -> torch.Tensor:
-    """The current stream waits for the copies."""
+    """Make the current stream wait for the copies."""
     return torch.ops._c10d_functional.wait_tensor(result)
 
 

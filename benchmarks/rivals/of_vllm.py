@@ -1,7 +1,7 @@
 """vLLM's custom all-reduce (https://github.com/vllm-project/vllm), measured where vLLM is installed.
 
-vLLM takes this kernel for messages of less than 8 MiB between the GPUs of one host; so are the rows that it serves
-here. It reads the peers' inputs in place. In a CUDA graph the ranks exchange the inputs' addresses once, behind the
+vLLM takes this kernel for messages of less than 8 MiB between the GPUs of one host; so are the rows that it supports
+here. It reads the peers' inputs in place. In a CUDA graph the ranks exchange the inputs' addresses once, after the
 capture (`capturing`); a call outside a graph copies its input into a shared buffer first, as in vLLM itself.
 """
 
@@ -24,12 +24,12 @@ from benchmarks.rivals.contender import RIVAL, Contender
 NAME = "vLLM custom all-reduce"
 LIMIT = 8 << 20  # bytes: vLLM's own
 WORLDS = (2, 4, 6, 8)
-# the peers' memory is reached over NVLink, and nobody wants a line of log for each capture
+# the peers' memory is reached over NVLink, and a line of log for each capture helps nobody
 QUIET = {"VLLM_SKIP_P2P_CHECK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def installed(team: Team) -> bool:
-    """Whether vLLM can be imported; says so where it cannot."""
+    """Return whether vLLM can be imported; say so where it cannot."""
     return contender.installed(team, "vllm", "vLLM")
 
 
@@ -39,14 +39,14 @@ def supports(nbytes: int, world: int, dtype: torch.dtype) -> bool:
 
 
 def settle() -> None:
-    """To be called before vLLM is imported."""
+    """Prepare the environment; call it before vLLM is imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
 
 @functools.cache
 def communicator(device: torch.device) -> Any:
-    """vLLM's, of all ranks. Collective."""
+    """Return vLLM's communicator of all ranks. Collective."""
     settle()
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
@@ -57,12 +57,12 @@ def communicator(device: torch.device) -> Any:
 
 
 def reduced(device: torch.device, partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out`, the sum of all ranks' `partial`."""
+    """Write the sum of all ranks' `partial` to `out`, and return it."""
     return communicator(device).all_reduce(partial, out=out, registered=torch.cuda.is_current_stream_capturing())
 
 
 def capturing(device: torch.device) -> AbstractContextManager:
-    """To capture in: at its end the ranks exchange the addresses that were captured."""
+    """Return the context to capture in: at its end the ranks exchange the addresses that were captured."""
     return communicator(device).capture()
 
 
@@ -72,7 +72,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
 
     @functools.cache
     def memory() -> torch.Tensor:
-        """Partial results of all rows: the peers keep it mapped."""
+        """Return room for the partial results of all rows: the peers keep it mapped."""
         return torch.empty(LIMIT // dtype.itemsize, dtype=dtype, device=team.device)
 
     def prepare(inputs: Inputs) -> Call:

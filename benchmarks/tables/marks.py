@@ -15,7 +15,7 @@ import textwrap
 from typing import Any
 
 from iris.errors import IrisError
-from iris_ops.planning.machine import machine_named
+from iris.machines import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.problem import NORM, problem_asked
 from iris_tp.bench.rows import CALLS

@@ -7,7 +7,7 @@ call in all but its addresses around most (`iris/launch/relaunch.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,12 @@ from ..errors import ArgumentError, IrisError
 from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
+from ..machines import machine_of
 from ..transforms import are_differentiated
 from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
-from .plan import Plan, machine_of, plan
+from .plan import Plan, plan
 from .problem import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -69,7 +70,7 @@ class Collectives(RootedCalls):
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._machine = machine_of(ctx.device, platform.num_programs(ctx.device))
+        self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
@@ -196,7 +197,9 @@ class Collectives(RootedCalls):
             ctx.tell_refusal(norm.OP, self._group(group).ranks, error)
             raise
         if ctx.agreement is not None:
-            ctx.compare(norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, fp8=scale is not None)
+            ctx.compare(
+                norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, scaled=scale is not None
+            )
         ctx.side.join()
         rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
         (M, N), dtype = rows[2].shape, inp.dtype

@@ -9,10 +9,11 @@ import torch
 import triton
 
 from ..device.waits import WAITERS
+from ..machines import LinkRates
 from .accumulate import accumulate_kernel
 from .flags import LANES, flags_kernel
 from .lamport import lamport_kernel
-from .plan import Machine, Plan, part_of, units_of
+from .plan import Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
 from .ring import ring_kernel
 from .view import FLAT, ROWS, TILES
@@ -92,7 +93,7 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
     return {name: args[name] for name in kernel_of(plan).arg_names}
 
 
-def options(plan: Plan, machine: Machine) -> dict[str, int]:
+def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
     """How Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
     found = {"num_warps": plan.num_warps}
     if plan.programs > machine.num_programs:

@@ -37,7 +37,7 @@ from .plan import plan
 from .problem import ALL_REDUCE, Problem
 
 if TYPE_CHECKING:
-    from .plan import Machine
+    from ..machines import LinkRates
     from .workspace import Area
 
 OP = "all_reduce_norm"
@@ -191,7 +191,7 @@ def _check_places(tensors: dict[str, torch.Tensor]) -> None:
                 raise ArgumentError(f"{OP}: {name} overlaps {other} in memory; expected separate tensors")
 
 
-def two_shot(rows: int, columns: int, dtype: torch.dtype, world_size: int, machine: Machine) -> bool:
+def two_shot(rows: int, columns: int, dtype: torch.dtype, world_size: int, machine: LinkRates) -> bool:
     """Return whether two hops of fewer bytes are faster than one, by the plan of an all-reduce of this size."""
     problem = Problem(ALL_REDUCE, rows * columns, 0, 0, dtype, world_size)
     return world_size > 2 and plan(problem, Config(protocol="lamport"), machine).variant == "two_shot"
@@ -208,7 +208,7 @@ def rows_at_once(rows: int, columns: int, dtype: torch.dtype, world_size: int) -
 
 
 def arguments(
-    area: Area, context: torch.Tensor, world_size: int, machine: Machine, tensors: tuple[torch.Tensor, ...],
+    area: Area, context: torch.Tensor, world_size: int, machine: LinkRates, tensors: tuple[torch.Tensor, ...],
     scale: torch.Tensor | None, eps: float,
 ) -> dict:  # fmt: skip
     """Return the kernel's arguments by name. `tensors`: (out, residual, inp) as rows [M, N], and weight."""
@@ -244,6 +244,6 @@ def num_warps(columns: int) -> int:
     return max(1, min(32, triton.next_power_of_2(columns) // 512))
 
 
-def grid(rows: int, machine: Machine) -> tuple[int, int, int]:
+def grid(rows: int, machine: LinkRates) -> tuple[int, int, int]:
     """Return the grid. A program waits only for the peers' programs of its own number, so any grid ends."""
     return min(rows, machine.resident * machine.num_programs), 1, 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .plan import Machine
+from ..machines import LinkRates
 from .rings import Message, Rings, Words, cut, cut_of_sum
 from .transfer import SLOT
 
@@ -40,7 +40,7 @@ def pieces(op: str, nbytes: int, world: int) -> int:
     """In how many pieces a tensor goes in two steps, the same on all ranks; 0 where one step is faster."""
     if world < 3 or not nbytes:
         return 0
-    once_us = nbytes / (Machine.link_gbs * 1e3)
+    once_us = nbytes / (LinkRates.link_gbs * 1e3)
     us, count = min(((1 + 1 / p) * once_us + (1 + p) * _STAGE_US[op], p) for p in _PIECES)
     return count if us < (world - 1) * once_us + _STAGE_US[op] else 0
 

@@ -19,13 +19,13 @@ INTERPRET = tl.constexpr(platform.interpreting())
 
 @triton.constexpr_function
 def is_cuda():
-    """Whether the code is compiled for an NVIDIA GPU."""
+    """Return whether the code is compiled for an NVIDIA GPU."""
     return not INTERPRET and tl.target_info.is_cuda()
 
 
 @triton.constexpr_function
 def is_hip():
-    """Whether the code is compiled for an AMD GPU."""
+    """Return whether the code is compiled for an AMD GPU."""
     return not INTERPRET and tl.target_info.is_hip()
 
 
@@ -39,7 +39,7 @@ def _host_any_gone(pids: Any) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process has ended; on the host."""
+    """Return whether the process has ended; on the host."""
     try:
         descriptor = os.pidfd_open(int(pid))
     except ProcessLookupError:
@@ -64,7 +64,7 @@ for _function in _builtins:
 
 @device_function
 def clock():
-    """A device-wide clock: int64 ticks (1 ns on cuda and cpu, 10 ns on hip)."""
+    """Return the time of a device-wide clock: int64 ticks (1 ns on cuda and cpu, 10 ns on hip)."""
     if INTERPRET:
         return tl.cast(_host_clock(), tl.int64)
     elif is_cuda():
@@ -77,7 +77,7 @@ def clock():
 
 @device_function
 def multiprocessor():
-    """Which multiprocessor (compute unit) the program runs on; 0 in the interpreter."""
+    """Return which multiprocessor (compute unit) the program runs on; 0 in the interpreter."""
     if INTERPRET:
         return 0
     elif is_cuda():

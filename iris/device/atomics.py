@@ -29,10 +29,11 @@ def atomic_cas(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores `val` at `pointer` on `to_rank` if its value is `cmp`; returns the old value.
+    """Store `val` at `pointer` on `to_rank` if its value is `cmp`; return the old value.
 
-    `sem`: "acquire", "release", "acq_rel" (default) or "relaxed". `scope`: "sys" (default), "gpu" or "cta"; only "sys"
-    is right between ranks. The same holds for every atomic here.
+    Args:
+        sem: "acquire", "release", "acq_rel" (default) or "relaxed". This and `scope` are those of every atomic here.
+        scope: "sys" (default), "gpu" or "cta"; only "sys" is right between ranks.
     """
     check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -51,7 +52,7 @@ def atomic_add(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Adds `val` at `pointer` on `to_rank`; returns the old value. fp16 and bf16 round at each addition."""
+    """Add `val` at `pointer` on `to_rank`; return the old value. fp16 and bf16 round at each addition."""
     check("atomic_add", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -69,7 +70,7 @@ def atomic_xchg(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores `val` at `pointer` on `to_rank`; returns the old value."""
+    """Store `val` at `pointer` on `to_rank`; return the old value."""
     check("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -87,7 +88,7 @@ def atomic_xor(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Exclusive-ors `val` into `pointer` on `to_rank`; returns the old value. Integers only."""
+    """Exclusive-or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -105,7 +106,7 @@ def atomic_and(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Ands `val` into `pointer` on `to_rank`; returns the old value. Integers only."""
+    """And `val` into `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -123,7 +124,7 @@ def atomic_or(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Ors `val` into `pointer` on `to_rank`; returns the old value. Integers only."""
+    """Or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -141,7 +142,7 @@ def atomic_min(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores the minimum of `val` and the value at `pointer` on `to_rank` there; returns the old value."""
+    """Store the minimum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
     check("atomic_min", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
@@ -159,7 +160,7 @@ def atomic_max(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores the maximum of `val` and the value at `pointer` on `to_rank` there; returns the old value."""
+    """Store the maximum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
     check("atomic_max", pointer, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))

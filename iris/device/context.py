@@ -36,7 +36,7 @@ class RemoteAccess:
 
     @device_function
     def heap_bases(self):
-        """Pointer to the heap base of every rank, int64."""
+        """Return the pointer to the heap base of every rank, int64."""
         return self.ctx_ptr + HEADER
 
     @device_function
@@ -75,12 +75,12 @@ class RemoteAccess:
         volatile: tl.constexpr = False,
         hint: tl.constexpr = None,
     ):
-        """Returns the value at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
+        """Return the value at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
         return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile, hint)
 
     @device_function
     def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
-        """Stores `value` at `pointer` on `to_rank`."""
+        """Store `value` at `pointer` on `to_rank`."""
         rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier, hint)
 
     @device_function
@@ -95,7 +95,7 @@ class RemoteAccess:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Copies from `from_ptr` on `from_rank` to this rank's `to_ptr`."""
+        """Copy from `from_ptr` on `from_rank` to this rank's `to_ptr`."""
         data = self.load(from_ptr, from_rank, mask, other, load_cache_modifier, hint=hint)
         tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
 
@@ -113,7 +113,7 @@ class RemoteAccess:
         copy_engine_ctx=None,
         use_copy_engine: tl.constexpr = False,
     ):
-        """Copies from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
+        """Copy from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
         rma.put(
             from_ptr,
             to_ptr,
@@ -142,7 +142,7 @@ class RemoteAccess:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Copies from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`."""
+        """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`."""
         rma.copy(
             src_ptr,
             dst_ptr,

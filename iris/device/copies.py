@@ -15,7 +15,7 @@ def wait_kernel(ctx_ptr, flag, value, peer, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def signal_kernel(ctx_ptr, flag, value, to_rank, WORLD_SIZE: tl.constexpr):
-    """Adds `value` to `flag` at `to_rank`, unless a wait of this rank has failed."""
+    """Add `value` to `flag` at `to_rank`, unless a wait of this rank has failed."""
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     if waits.healthy(ctx):
         atomics.atomic_add(flag, value, ctx.rank, to_rank, ctx.heap_bases(), sem="release", scope="sys")

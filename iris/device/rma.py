@@ -40,7 +40,7 @@ def is_pointer(value):
 
 @triton.constexpr_function
 def is_modifier(value):
-    """Whether `value` may be a cache modifier."""
+    """Return whether `value` may be a cache modifier."""
     return value is None or isinstance(value, str)
 
 
@@ -89,7 +89,7 @@ def across(pointer, one_rank, other_rank, heap_bases):
     """
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     # Each element gets its own direction; a scalar would need a reduction over the block, whose masked elements may lie
-    # outside any heap. A hint says that all go the same way, so accesses stay wide.
+    # outside any heap. A hint promises that all go the same way, so accesses stay wide.
     nbytes: tl.constexpr = max(1, pointer.dtype.scalar.element_ty.primitive_bitwidth // 8)
     one = tl.load(heap_bases + one_rank).to(tl.int64)
     other = tl.load(heap_bases + other_rank).to(tl.int64)
@@ -126,11 +126,10 @@ def load(
 ):
     """Return the value at `pointer` on `from_rank`; the caller is `to_rank`.
 
-    `hint`, here and in every function below: how many elements of the block are contiguous, beginning at such a
-    multiple; an integer, or a tuple for a block of several dimensions. A hint that does not hold gives wrong data.
-
-    A load that is `volatile` passes all caches. So its `cache_modifier` has no effect on NVIDIA GPUs, whose assembler
-    refuses the two together.
+    Args:
+        hint: here and in every function below, how many elements of the block are contiguous, beginning at such a
+            multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
+        volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both.
     """
     check("load", pointer, mask, to_rank, from_rank, heap_bases)
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
@@ -151,7 +150,7 @@ def store(
     cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Stores `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
+    """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
     check("store", pointer, mask, from_rank, to_rank, heap_bases)
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -197,7 +196,7 @@ def put(
     copy_engine_ctx=None,
     use_copy_engine: tl.constexpr = False,
 ):
-    """Copies from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
+    """Copy from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
 
     The last two, for code written for ROCm/iris, are None and False: kernels here cannot drive a copy engine.
     """

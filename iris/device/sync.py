@@ -264,9 +264,7 @@ def _signal_ranks(ctx, flag, values, ranks, mask):
 
 @device_function
 def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
-    """Wait until the flag of every other rank r, at `flags + r * step`, equals `expected`; return whether all did in
-    time.
-    """
+    """Wait until the flag of every other rank r, at `flags + r * step`, is `expected`; return whether all came."""
     ranks, peers = _peers(ctx)
     return _wait_ranks(ctx, flags, step, expected, ranks, peers, waiter, True)
 

@@ -79,12 +79,13 @@ class Tiles:
     def all_reduce(self, tile, number, dtype: tl.constexpr = None, two_shot: tl.constexpr = False, mask=None):
         """Return the sum over ranks of `tile`, fp32, in rank order: the same bits on every rank and in each run.
 
-        `tile`: a block of one or two dimensions, floating point, the same shape on every rank. `dtype`: the type to
-        which it is rounded before it travels, by default its own; the space is one of that dtype. `two_shot`: each rank
-        sums a part of the tile, and sends the sum, rounded once more, to the others. That takes two hops, and 2 (w - 1)
-        / w of the tile over each link where one shot takes w - 1; so it is for large tiles on many ranks. `mask`: the
-        elements that one shot sends and sums, the same on every rank and some of every tile, or such rows of the tile,
-        [M, 1]; the sums of the other elements are undefined.
+        Args:
+            tile: a block of one or two dimensions, floating point, of the same shape on every rank.
+            dtype: the type in which it travels, that of the space. Default: the tile's.
+            two_shot: each rank sums a part of the tile, and sends the sum, rounded once more, to the others: two hops,
+                and 2 (w - 1) / w of the tile over each link, not w - 1; for large tiles on many ranks.
+            mask: elements that one shot sends and sums, the same on every rank and some of every tile, or such rows of
+                the tile, [M, 1]. The sums of the other elements are undefined.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -218,18 +219,14 @@ class Tiles:
     @device_function
     def _take(self, first, step, mask, source, kind: tl.constexpr, COUNT: tl.constexpr, LANES: tl.constexpr, own=None,
               patience: tl.constexpr = 1, found=None):  # fmt: skip
-        """Take values by `lamport.take`; from now on, the stream's next kernel may be launched, if it is a dependent
-        launch.
-        """
+        """Take values by `lamport.take`; from now on, the stream's next kernel may start if launched as dependent."""
         arch.lead()
         epoch = epoch_after(self.last)
         return take(self.ctx, first, step, mask, source, epoch, _WAITER, kind, COUNT, own, patience, LANES, found)
 
     @device_function
     def _sum(self, values, number, taken, sent, kind: tl.constexpr, owner=None):
-        """Return the sum of the elements `taken` of all ranks' tiles; `sent` go to each peer, all of them to an
-        `owner`.
-        """
+        """Return the sum of elements `taken` of all ranks' tiles; `sent` go to each peer, all of them to `owner`."""
         lane = lanes(values)
         first, step = self._blocks(values, number)
         place = first + self.ctx.rank * step + lane
@@ -243,7 +240,7 @@ class Tiles:
 
     @device_function
     def _in_two_shots(self, values, number, kind: tl.constexpr):
-        """Rank r sums elements r * part to (r + 1) * part. In its slot at a peer, terms come first, then the sum."""
+        """Sum elements r * part to (r + 1) * part on rank r. In its slot at a peer, terms come first, then the sum."""
         part: tl.constexpr = part_size(values.numel, self.ctx.world_size)
         in_triton: tl.constexpr = layout_of(values.type) is None
         lane = lanes(values)

@@ -57,7 +57,7 @@ LOST, OUT_DIFFERS, HEAPS_DIFFER, LEFT = tl.constexpr(1), tl.constexpr(2), tl.con
 # Nobody waited: a token's expert, `seen`, is not below the number of experts, `expected`.
 BAD_EXPERT = tl.constexpr(5)
 # The status word of a rank is 0; the number of the program, from 1, whose wait has failed; -1 once that is recorded;
-# or, from here down, the mark of a peer that has left, by its number among all ranks.
+# or, from here down, the mark of a peer that has departed, by its number among all ranks.
 _LEFT_MARK = tl.constexpr(-2)
 # Polls between two looks at the rank's status, which would double the time of each.
 _POLLS_A_CHECK = tl.constexpr(16)

@@ -40,7 +40,7 @@ _RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
 # would take twice as long. So captures take a tenth of the host's time at most.
 _REST = 9
 ENV_GRAPHS = "IRIS_OP_GRAPHS"
-_MOST = 512  # graphs that are kept; further calls get none, for no graph is known to be used less often
+_MOST = 512  # graphs that are stored; further calls get none, for no graph is known to be used less often
 
 
 def enabled() -> bool:
@@ -128,9 +128,7 @@ class Capturer:
         self._first: torch.cuda.CUDAGraph | None = None  # as long as it lives, so does the pool
 
     def capture(self, again: Callable[[], bool]) -> torch.cuda.CUDAGraph | None:
-        """Return a graph of what `again` launches; None if it cannot repeat, or where this thread's memory is not the
-        pool's.
-        """
+        """Return a graph of what `again` launches; None if it cannot repeat, or if this thread's memory is another."""
         if self._stream is None:
             self._stream, self._pool = _own_stream(self._device), torch.cuda.graph_pool_handle()
         torch.cuda.current_blas_handle()  # a thread's first allocates more than a capture may
@@ -150,9 +148,7 @@ class Capturer:
         return any(0 <= probe.data_ptr() - segment["address"] < segment["total_size"] for segment in segments)
 
     def _captured(self, work: Callable[[], Any], keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph | None, Any]:
-        """Return the graph, None if `work` returns False, and that result. `keep_graph`: do not instantiate it, for
-        speed.
-        """
+        """Return the graph, None if `work` returns False, and that result. `keep_graph`: leave it uninstantiated."""
         graph = torch.cuda.CUDAGraph(keep_graph)
         try:
             # thread-local: other threads (NCCL's watchdog) may use the device meanwhile

@@ -36,7 +36,21 @@ if TYPE_CHECKING:
 
 @gluon.jit(do_not_specialize=["M"])
 def lamport_stream_kernel(
-    a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, stride_on, form: gl.constexpr, world: gl.constexpr
+    a,
+    b,
+    epilogue,
+    out,
+    lamport,
+    sync,
+    ctx_ptr,
+    M,
+    N,
+    K,
+    stride_om,
+    stride_on,
+    form: gl.constexpr,
+    widen: gl.constexpr,
+    world: gl.constexpr,
 ):
     """a, b, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
     `lamport_matmul_kernel`.
@@ -57,7 +71,7 @@ def lamport_stream_kernel(
     step = M.to(gl.int64) * ld
     for group in range(gl.program_id(0), gl.cdiv(N, stream.WIDTH), gl.num_programs(0)):
         span = tracing.record_event_start(PRODUCT, -1, out, 0, group, nbytes=0)
-        at = weight_stream.multiply(stream, at, BLOCK_M)
+        at = weight_stream.multiply(stream, at, widen, BLOCK_M)
         col, inside = weight_stream.columns_of(stream, group, ld, SUMS)
         partial = without_sentinel(weight_stream.total(stream, epilogue.b_scales, 0, col, 0, SUMS), dtype)
         tracing.record_event_end(span)
@@ -95,6 +109,11 @@ def lamport_stream_kernel(
         gl.store(target, total.to(dtype), mask=(r < M)[:, None] & (c < N)[None, :])
 
 
+def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Operands") -> str | None:
+    """The reason why the kernel cannot load these tensors, or None."""
+    return weight_stream.supports(tensors.A, tensors.B)
+
+
 def layouts(block_m: int) -> dict:
     """Which thread takes what of [block_m, 64] Lamport values."""
     held = block_m * SPAN.value // (32 * weight_stream.WARPS)
@@ -110,9 +129,10 @@ def launcher(
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
     T, rows = weight_stream.tiles_at_once(N, programs), weight_stream.rows_at_once(M)
     grid, stages = weight_stream.grid_and_stages(N, M, T, programs)
+    later = weight_stream.widening_of(B.dtype).later
     args = dict(
         **weight_stream.operands(A, B),
-        form=StreamForm(rows, T, stages, weight_stream.WARPS, **layouts(rows)),
+        form=StreamForm(rows, T, stages, weight_stream.WARPS, LATER=later, **layouts(rows)),
         epilogue=TileEpilogue(bias, b_scales=scale),
         lamport=lamport_memory(workspace, problem.dtype, N),
         M=M,

@@ -127,6 +127,19 @@ def product(
     return made if out is None else out.copy_(made)
 
 
+def fixed_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor | None:
+    """The same to `out`, by our kernel: a row has the same bits at any number of rows.
+
+    Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale stand for returned.
+    """
+    if not multiplies_in_fp8(weight.shape, x.device, x.dtype):
+        return restored(weight, scale, x.dtype)
+    rounded_product(x, weight, scale, bias, out, by_tiles=True)
+    return None
+
+
 def rounded_product(
     x: torch.Tensor,
     weight: torch.Tensor,

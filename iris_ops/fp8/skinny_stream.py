@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def skinny_stream_kernel(a, b, epilogue, out, M, N, K, spans, eps, form: gl.constexpr):
+def skinny_stream_kernel(a, b, epilogue, out, M, N, K, spans, eps, form: gl.constexpr, widen: gl.constexpr):
     """As `skinny_matmul_kernel`. a, b, scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     SLICES: gl.constexpr = form.SLICES
@@ -34,7 +34,7 @@ def skinny_stream_kernel(a, b, epilogue, out, M, N, K, spans, eps, form: gl.cons
         factors = gl.convert_layout(1.0 / gl.sqrt(gl.sum(sums, 0) / K + eps), ROWS)
     groups = gl.cdiv(N, stream.WIDTH)
     for group in range(gl.program_id(0), groups, gl.num_programs(0)):
-        at = weight_stream.multiply(stream, at, BLOCK_M)
+        at = weight_stream.multiply(stream, at, widen, BLOCK_M)
         if group + gl.num_programs(0) >= groups:
             arch.lead()
         col, inside = weight_stream.columns_of(stream, group, N, SUMS)
@@ -76,7 +76,7 @@ def multiply(
     spans = 1 if squares is None else squares.shape[0]
     form = StreamForm(
         weight_stream.rows_at_once(rows.shape[0]), T, stages, weight_stream.WARPS, GATED=gated,
-        SPANS=triton.next_power_of_2(spans),
+        SPANS=triton.next_power_of_2(spans), LATER=weight_stream.widening_of(weight.dtype).later,
     )  # fmt: skip
     skinny_stream_kernel[(grid if launched else 0,)](
         epilogue=TileEpilogue(bias, b_scales=scale, squares=squares), out=out, M=rows.shape[0], N=N, K=rows.shape[1],

@@ -4,9 +4,9 @@ A product of few rows takes as long as its weights take from memory. torch's way
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
 in registers, and A stays as it is. Three things make that cheap:
 
-    widening    The kernel moves the bits of an e4m3 to where bf16 has them, two instructions a weight. The exponent is
-                then off by 2**-120. A is scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63, and
-                the sum by the rest.
+    widening    A policy of the weight's format, for four weights in a word (`widening.py`). Its bf16 numbers may be
+                off by a power of two. A is scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
+                and the sum by the rest.
     K is cut    Each warp has a slice of K, in lines of 128 numbers, so no warp waits for another. Byte i of all 32-bit
                 words of a line belongs to product number i of four, and A's columns are taken likewise. So nothing
                 moves between threads: a dot product may add in any order.
@@ -33,7 +33,10 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
+from ..named import named
+from ..planning.weights import format_of
 from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, fits
+from .widening import Widening
 
 WARPS = 4
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
@@ -47,34 +50,6 @@ REGISTERS = 168  # of a thread of three programs, in eights
 _COLUMNS = gl.constexpr(16)  # of a tile
 _WORDS = gl.constexpr(32)  # of a slice's block, of four weights each
 assert 4 * _WORDS.value == LINE
-_LATER = gl.constexpr(2.0**56)  # 2**120, less the 2**64 of `_apart`
-
-
-@gluon.jit
-def _widen(ctx_ptr):
-    """Four weights in each word: four tensors of bf16, each times 2**-120."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, s, t, u, v;
-        prmt.b32 a, $4, $5, 0x4000;
-        prmt.b32 b, $4, $5, 0x5110;
-        prmt.b32 c, $4, $5, 0x6220;
-        prmt.b32 d, $4, $5, 0x7330;
-        shr.u32 s, a, 4;
-        shr.u32 t, b, 4;
-        shr.u32 u, c, 4;
-        shr.u32 v, d, 4;
-        and.b32 s, s, 0x07f007f0;
-        and.b32 t, t, 0x07f007f0;
-        and.b32 u, u, 0x07f007f0;
-        and.b32 v, v, 0x07f007f0;
-        lop3.b32 $0, a, 0x80008000, s, 0xea;
-        lop3.b32 $1, b, 0x80008000, t, 0xea;
-        lop3.b32 $2, c, 0x80008000, u, 0xea;
-        lop3.b32 $3, d, 0x80008000, v, 0xea;
-        }""",
-        "=r,=r,=r,=r,r,r", [ctx_ptr], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -104,7 +79,7 @@ class Stream:
     """A program's operands on their way. a, b: descriptors of A and of B as words [K/128, rows or columns, 32].
 
     T tiles of weights at a time, which with `GATED` are T/2 of the first N columns and the T/2 that lie N further.
-    WIDTH: columns that they make of the result.
+    WIDTH: columns that they make of the result. LATER: of a `widening.Widening`.
     """
 
     a: base_value
@@ -119,12 +94,14 @@ class Stream:
     GATED: gl.constexpr
     STAGES: gl.constexpr
     WIDTH: gl.constexpr
+    LATER: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a, b, rows, ring, loaded, sums, N, steps, T, GATED, STAGES, WIDTH):
+    def __init__(self, a, b, rows, ring, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER):
         self.a, self.b, self.rows, self.ring, self.loaded, self.sums = a, b, rows, ring, loaded, sums
         self.N, self.steps = known(N), known(steps)
         self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
+        self.LATER = gl.constexpr(LATER)
 
     @gluon.jit
     def load(self, stage, group, step):
@@ -157,7 +134,8 @@ def begin(a, b, N, K, form: gl.constexpr):
     sums = gl.allocate_shared_memory(gl.float32, [SLICES, TILES * _COLUMNS, BLOCK_M], PLAIN)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    stream = Stream(a, b, rows, ring, loaded, sums, N, gl.cdiv(K, 4 * _WORDS * SLICES), T, GATED, STAGES, WIDTH)
+    steps = gl.cdiv(K, 4 * _WORDS * SLICES)
+    stream = Stream(a, b, rows, ring, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER)
     group, step = gl.program_id(0), 0
     for i in gl.static_range(STAGES):
         stream.load(i, group, step)
@@ -172,10 +150,10 @@ def _next(stream, group, step):
 
 
 @gluon.jit
-def multiply(stream, at, BLOCK_M: gl.constexpr):
+def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
     """Leaves the slices' products in `stream.sums`, of the columns that come next; `total` adds them up.
 
-    Returns where the stream stands then.
+    `widen`: `Widening.words` of the weights. Returns where the stream stands then.
     """
     SLICES: gl.constexpr = stream.ring.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, 1, 1], [1, 16, 8])
@@ -190,7 +168,7 @@ def multiply(stream, at, BLOCK_M: gl.constexpr):
         x = _apart(stream.rows.index(stage).permute((0, 2, 1)).load(ROWS))
         so_far = ()
         for t in gl.static_range(stream.T):  # two sums each: half as long a chain of products that wait for another
-            y = _widen(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
+            y = widen(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
             even, odd = mma_v2(y[0], x[0], accs[2 * t]), mma_v2(y[1], x[1], accs[2 * t + 1])
             so_far = so_far + (mma_v2(y[2], x[2], even), mma_v2(y[3], x[3], odd))
         accs = so_far
@@ -214,7 +192,7 @@ def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
     WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
     slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
     factors = gl.load(scales + first + col, mask=col < stream.N, other=0.0)
-    return gl.sum(slices, 0) * _LATER * factors[:, None]  # both factors together might be infinite
+    return gl.sum(slices, 0) * stream.LATER * factors[:, None]  # both factors together might be infinite
 
 
 @gluon.jit
@@ -266,7 +244,7 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
 
 
 def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
-    """Why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
+    """The reason why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
     if not platform.has_warp_specialisation(A.device):
         return "it needs a Hopper GPU"
     if A.dtype != torch.bfloat16 or B.dtype != FP8:
@@ -278,11 +256,19 @@ def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
     return None
 
 
+def widening_of(dtype: torch.dtype) -> Widening:
+    """The policy of a weight's format, by its dtype."""
+    return named(format_of(dtype).widening)
+
+
 def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
-    """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp."""
+    """A and B as the kernels take them: lines of 128 numbers, as words of four, in blocks of a line for each warp.
+
+    And how B's format is widened.
+    """
     words = (A.view(torch.int64), rows_at_once(A.shape[0])), (B.t().view(torch.int32), _COLUMNS.value)
     a, b = (_described(*each) for each in words)
-    return dict(a=a, b=b)
+    return dict(a=a, b=b, widen=widening_of(B.dtype).words)
 
 
 def _described(words: torch.Tensor, rows: int) -> GluonDescriptor:

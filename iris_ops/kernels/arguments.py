@@ -51,7 +51,7 @@ class Strides(NamedTuple):
 class TileEpilogue(NamedTuple):
     """What ends a tile; None for each step that there is not.
 
-    `bias` [N]. `a_scales` [M], `b_scales` [N]: of operands in eight bits. `residual`, `weight`, `scaled`, `squares`: of
+    `bias` [N]. `a_scales` [M], `b_scales` [N]: of rounded operands. `residual`, `weight`, `scaled`, `squares`: of
     an all-reduce that ends with the first half of an RMSNorm (`rmsnorm_epilogue.py`).
     """
 
@@ -171,10 +171,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StreamForm:
-    """How a program streams weights in eight bits (`fp8/weight_stream.py`): T tiles at a time, by SLICES warps.
+    """How a program streams weights that it widens (`fp8/weight_stream.py`): T tiles at a time, by SLICES warps.
 
-    TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of
-    the sums of squares, a power of two at least as many.
+    LATER: what sums are multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of
+    the tiles are for the gate. SPANS: of the sums of squares, a power of two at least as many.
     """
 
     BLOCK_M: int
@@ -184,6 +184,7 @@ class StreamForm:
     TAKE: Any = None
     GATED: bool = False
     SPANS: int = 1
+    LATER: float = 1.0
 
 
 @dataclass(frozen=True)

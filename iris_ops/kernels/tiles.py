@@ -138,7 +138,7 @@ def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
 
 @device_function
 def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
-    """What `multiply_transposed` gives of operands in eight bits, times the scales of A's rows `r` and B's columns.
+    """What `multiply_transposed` gives of rounded operands, times the scales of A's rows `r` and B's columns.
 
     A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order is one of bits.
     """

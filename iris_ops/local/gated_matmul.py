@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from iris.errors import DeviceError, DtypeError, ShapeError
 from iris.launch import relaunch
+from iris.machines import machine_of
 import torch
 
 from ..checks import check_bias, check_gradient
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..planning.candidates import copy_gather_configs
-from ..planning.machine import machine_of
 from ..planning.needs import GATE
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
@@ -25,10 +25,10 @@ from ..problem import DTYPES, GATHER_MATMUL, Problem
 from . import gating, matmul
 
 if TYPE_CHECKING:
+    from iris.machines import Machine
     from iris.rank import Rank
 
     from ..config import FusedConfig
-    from ..planning.machine import Machine
 
 
 FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narrow product without work

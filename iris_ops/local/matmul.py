@@ -6,7 +6,7 @@ ways of an op that come with torch's product.
 
     few rows, or any but Hopper's      `skinny_matmul`: a stream of weights
     many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
-    weights in eight bits              rows are rounded, too, and multiplied by `fp8/tile_matmul.py`
+    weights in another format          by the format's own product (`WeightFormat.fixed_product`)
     CPU                                `iris/fixed_order.py`
     float32 on GPUs                    torch's product of 64 rows at a time, the last ones filled up: so it is always
                                        the same product of the same sizes, whatever the number of rows
@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from iris import fixed_order, registry
 from iris.launch import relaunch
+from iris.machines import machine_of
 import numpy as np
 import torch
 
-from ..fp8 import scaled_matmul
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
-from ..planning.machine import machine_of
+from ..named import named
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
+from ..planning.weights import format_of
 from ..recording import is_recording, row_count
 from ..with_torch import torch_matmul
 from . import gating, skinny_matmul
@@ -44,15 +45,14 @@ def multiply(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` [M, N] = A [M, K] @ B [K, N] + bias; with `scale`, float32 [N], B is in eight bits."""
+    """`out` [M, N] = A [M, K] @ B [K, N] + bias; with `scale`, float32 [N], B is in another format."""
     if out.numel() == 0:
         return
     if scale is not None:
-        weight = B.t()
-        if scaled_matmul.multiplies_in_fp8(weight.shape, A.device, A.dtype):
-            scaled_matmul.rounded_product(A, weight, scale, bias, out, by_tiles=True)
+        restored = named(format_of(B.dtype).fixed_product)(A, B.t(), scale, bias, out)
+        if restored is None:
             return
-        B = scaled_matmul.restored(weight, scale, A.dtype).t()
+        B = restored.t()
     if A.device.type == "cpu":
         made = torch.from_numpy(fixed_order.product(_array(A), _array(B)))
         out.copy_(made if bias is None else made.add_(bias.float()))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.errors import ArgumentError
 from iris.launch import relaunch
+from iris.machines import machine_of
 import torch
 
-from ..planning.machine import machine_of
+from ..named import named
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import need_sorting
 from ..planning.plan import plan, way_for
-from ..steps import named
 from . import checks, grouped_matmul, routing
 from .activation import Activation, activation_of
 from .routing import Routing

@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import product
 from math import gcd
 
+from iris.machines import INTERPRETER, Machine
+
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, Problem
-from .machine import INTERPRETER, Machine
 from .tile_model import FP32_TILES, GPU_TILES, LAMPORT_TILES, gemm_us, specialised_tiles
 from .waves import cut_tiles, gemm_tiles, programs_of
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
+from iris.machines import Machine
+
 from ..config import FusedConfig
-from .machine import Machine
 
 SCATTER, WHOLE = "share by share", "whole"
 

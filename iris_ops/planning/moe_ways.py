@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .machine import INTERPRETER, Machine
+from iris.machines import INTERPRETER, Machine
+
 from .moe_problem import MoeProblem
 from .workspace_size import exchange_ld
 
@@ -53,7 +54,7 @@ def one_token(problem: MoeProblem) -> str | None:
         return "it serves one token"
     if problem.in_rows:
         return "its columns would be read in pieces too short"
-    return None if problem.invariant is None else "it adds otherwise than what serves more tokens"
+    return None if not problem.sums.promised else "it adds otherwise than what serves more tokens"
 
 
 def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
@@ -97,7 +98,7 @@ def link_us(problem: MoeProblem, machine: Machine) -> float:
 def tiles_of(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
     """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts)
-    if problem.invariant is None:
+    if not problem.sums.promised:
         return FEW_TILES if few else _TILES
     least = 32 if machine.name.startswith("AMD") else 16  # an instruction has 32 rows and columns there, or 16
     found = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]

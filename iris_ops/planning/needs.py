@@ -15,7 +15,7 @@ import torch
 from .. import sum_tree
 
 if TYPE_CHECKING:
-    from .machine import Machine
+    from iris.machines import Machine
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class WeightFormat:
     """Bytes of a number as tensor cores multiply it, where rows of A are rounded to the same. 0: as A's."""
     operands: str = ""
     """`module:function` below `iris_ops` that makes the steps before a product (`launch.py`)."""
+    product: str = ""
+    """`module:function` of a library's product: (A, B transposed, scale, bias, out)."""
+    fixed_product: str = ""
+    """The same of one that gives a row the same bits at any number of rows."""
+    widening: str = ""
+    """`module:object` of the policy by which kernels widen B in registers (`fp8/widening.py`)."""
 
     @property
     def rounds_rows(self) -> bool:

@@ -25,10 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from iris.machines import INTERPRETER, Machine
+
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
-from .machine import INTERPRETER, Machine
-from .weights.fp8 import LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,11 +76,6 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
                 return None
             order = replace(order, part=part)
     return order
-
-
-def of_stream(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of `fp8.lamport_stream`, whose warps share K, a line of memory each."""
-    return Order("stream", LINE)
 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from iris.machines import INTERPRETER, Machine
+
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from .machine import INTERPRETER, Machine
 from .needs import GATE
 from .tile_model import tile_us
 from .waves import gemm_tiles, programs_of

@@ -1,4 +1,4 @@
-"""The engine: of all ways in the table it chooses the configuration that serves a problem fastest.
+"""Of all ways in the table (`ways/`), `choose` takes the configuration that serves a problem fastest.
 
 It is arithmetic on shapes, dtype, world size and device rates, so every rank chooses the same without talking, and the
 plan can explain itself. A problem that promises equal bits is served by tiles of one order only (`orders.py`).
@@ -7,55 +7,20 @@ plan can explain itself. A problem that promises equal bits is served by tiles o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from iris.errors import ArgumentError
+from iris.machines import Machine
+from iris.planning import Weighed, weigh
 
 from ..config import FusedConfig, Prediction
 from . import orders, trace
-from .machine import Machine
-from .needs import GATE, NORM, PLAIN
+from .needs import PLAIN
 from .orders import Order
-from .torch_model import gate_us
-from .way import Candidate, Sizes, Way
+from .way import Sizes, Way
 from .ways import WAYS
-
-# Microseconds of the parts of an epilogue, by kernels of their own.
-_BEHIND_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """All that was looked at for a problem: candidates, the fastest first, and why other ways cannot serve."""
-
-    candidates: Sequence[Candidate]
-    rejected: Sequence[tuple[Way, str]]
-
-
-def weigh(problem: Any, machine: Machine, ways: Sequence[Way] = WAYS) -> Weighed:
-    """Return every candidate of every way with its times, and each way that cannot serve, with the reason."""
-    found: list[Candidate] = []
-    rejected: list[tuple[Way, str]] = []
-    for way in (way for way in ways if problem.op in way.ops):
-        if reason := _unserved(way, problem) or way.accepts(problem, machine):
-            rejected.append((way, reason))
-            continue
-        for config in way.tiles(problem, machine):
-            times = predict(problem, config, machine, way)
-            share, most = way.lead
-            found.append(Candidate(way, config, times, times.total_us + min(share * times.total_us, most)))
-    return Weighed(sorted(found, key=lambda each: each.weighed_us), rejected)
-
-
-def _unserved(way: Way, problem: Any) -> str | None:
-    """Why the problem's weights or sums are none of the way's, or None."""
-    if problem.weights not in way.weights:
-        return f"it multiplies no weights {problem.weights.name}"
-    if problem.sums.kind not in way.sums:
-        return f"its sums are {' or '.join(sorted(way.sums))}, not {problem.sums.kind}"
-    return None
 
 
 def plan(problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None) -> FusedConfig:
@@ -75,7 +40,7 @@ def choose(
         found = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
         why = f"B is converted in each call: {converted}"
         return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    weighed = weigh(problem, machine, ways)
+    weighed = weigh(ways, problem, machine)
     allowed = [each for each in weighed.candidates if algorithm in (None, each.config.algorithm)]
     alike, left_out, wanted = allowed, [], None
     if problem.chooses_order:
@@ -108,15 +73,9 @@ def _refusal(problem: Any, weighed: Weighed, algorithm: str | None, wanted: Orde
     )
 
 
-def predict(problem: Any, config: FusedConfig, machine: Machine, way: Way | None = None) -> Prediction:
-    """Return the time that `config` should take, by `way` or, of a user's configuration, by the one it stands for."""
-    way = way or way_for(problem, config)
-    times, behind = way.times(problem, config, machine), 0.0
-    if problem.epilogue and problem.epilogue not in way.fuses(problem, config):
-        behind += _BEHIND_US[problem.epilogue](problem, machine)
-    if way.rounds_rows(problem):
-        behind += problem.weights.rounding_us(problem.M, problem.K, machine)
-    return replace(times, total_us=times.total_us + behind) if behind else times
+def predict(problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
+    """Return the time that a user's `config` should take, by the way that it stands for."""
+    return way_for(problem, config).predicted(problem, config, machine)
 
 
 def way_for(problem: Any, config: FusedConfig, ways: Sequence[Way] = WAYS) -> Way:
@@ -146,7 +105,7 @@ def wanted_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
     def offers(problem: Any) -> dict[Order, float]:
         """The orders of all that serve the problem, each with its least time."""
         found: dict[Order, float] = {}
-        for each in weigh(problem, machine, ways).candidates:
+        for each in weigh(ways, problem, machine).candidates:
             if order := each.way.order(problem, each.config, machine):
                 found.setdefault(order, each.weighed_us)
         return found

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from iris.machines import Machine
 import torch
 
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
-from .machine import Machine
 from .needs import GATE
 from .tile_model import gemm_us
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from math import log
 
+from iris.machines import INTERPRETER, Machine
+
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
-from .machine import INTERPRETER, Machine
 from .tiles import SpecialisedTiles, Tiles
 from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
 

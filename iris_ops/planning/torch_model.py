@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, log
 
+from iris.machines import Machine
+
 from ..problem import Problem
-from .machine import Machine
 from .needs import PLAIN, WeightFormat
 
 # Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.

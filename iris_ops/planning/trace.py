@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from iris.machines import Machine
+from iris.planning import Candidate
+
 from ..config import Prediction
 from . import tritonblas
-from .machine import Machine
 from .orders import Order
-from .way import Candidate, Way
+from .way import Way
 
 
 @dataclass(frozen=True)

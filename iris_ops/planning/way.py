@@ -1,25 +1,33 @@
 """`Way`: one way to serve a problem, as numbers. Its kernel and the kernel's launcher stand in a module that it names.
 
-A way is one object in `planning/ways/`, and one line of the table there. The engine (`engine.py`) intersects what a way
-accepts with what a problem needs, and compares the times of its tiles with those of all others. A new way overrides
-`tiles`, `together` and `workspace`, and whatever else differs from the usual.
+A way is one object in `planning/ways/`, and one line of the table there. The engine (`iris/planning.py`) leaves out the
+ways that object to a problem, and compares the times of the others' tiles. A new way overrides `tiles`, `together` and
+`workspace`, and whatever else differs from the usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from iris import planning
 
 from ..config import FusedConfig, Prediction
 from . import orders
-from .needs import ANY_ORDER, PLAIN, ROWS_ALIKE, Epilogue
+from .needs import ANY_ORDER, GATE, NORM, PLAIN, ROWS_ALIKE, Epilogue
 from .orders import Order
 from .tile_model import gemm_us
+from .torch_model import gate_us
 
 if TYPE_CHECKING:
+    from iris.machines import Machine
+
     from ..problem import Problem
-    from .machine import Machine
+
+
+# Microseconds of an epilogue in a kernel of its own.
+_EPILOGUE_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
 
 
 class Sizes(NamedTuple):
@@ -30,7 +38,7 @@ class Sizes(NamedTuple):
     exchange: int = 0
 
 
-class Way:
+class Way(planning.Way):
     """What a way accepts, its tiles, its times and its memory. All ranks compute the same from equal arguments."""
 
     kernel: str
@@ -45,7 +53,6 @@ class Way:
     """Whether the kernel begins by `arch.follow`."""
     options: str = ""
     """`module:function` that gives more launch options, by the grid's programs and those that run at once."""
-    ops: frozenset[str]
     algorithms: tuple[str, ...] = ("overlapped",)
     """Of `FusedConfig.algorithm`, those that this way has a form of."""
     warp_specialised: bool = False
@@ -53,12 +60,18 @@ class Way:
     sums = frozenset((ANY_ORDER, ROWS_ALIKE))
     stand_in: str = ""
     """The kernel that sends the same to the same places where this one cannot load a rank's tensors."""
-    lead: tuple[float, float] = (0.0, 0.0)
-    """By how much it must be faster than others to be chosen: a share of its time, and microseconds at most."""
 
     def accepts(self, problem: Any, machine: Machine) -> str | None:
         """The reason why `problem` cannot be served, beyond its weights and sums; None if it can."""
         return None
+
+    def objection(self, problem: Any, machine: Machine) -> str | None:
+        """The reason why `problem` cannot be served: its weights, its sums, or what `accepts` says; None if it can."""
+        if problem.weights not in self.weights:
+            return f"it multiplies no weights {problem.weights.name}"
+        if problem.sums.kind not in self.sums:
+            return f"its sums are {' or '.join(sorted(self.sums))}, not {problem.sums.kind}"
+        return self.accepts(problem, machine)
 
     def refuses(self, problem: Any) -> str | None:
         """The reason why not even a user's configuration can serve `problem`; None if it can."""
@@ -85,6 +98,15 @@ class Way:
         """Whether a user's `config` stands for this way. Of several, the last in the table counts."""
         alike = config.warp_specialised == self.warp_specialised
         return alike and problem.op in self.ops and config.algorithm in self.algorithms
+
+    def predicted(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
+        """`times`, and what runs in kernels of its own: rounding, and an epilogue that this way does not fuse."""
+        times, rest = self.times(problem, config, machine), 0.0
+        if problem.epilogue and problem.epilogue not in self.fuses(problem, config):
+            rest += _EPILOGUE_US[problem.epilogue](problem, machine)
+        if self.rounds_rows(problem):
+            rest += problem.weights.rounding_us(problem.M, problem.K, machine)
+        return replace(times, total_us=times.total_us + rest) if rest else times
 
     def times(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
         """Microseconds of the product, of the exchange, and of both with a launch."""
@@ -134,13 +156,3 @@ class Way:
         if config.lamport:
             label += f" {config.algorithm}, {config.num_warps} warps"
         return label + (f", {problem.weights.rounding}" if self.rounds_rows(problem) else "")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way's configuration with its times. `weighed_us`: what it is compared by."""
-
-    way: Way
-    config: FusedConfig
-    times: Prediction
-    weighed_us: float

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ..fp8 import scaled_matmul
+from ..named import named
+from ..planning.weights import format_of
 
 
 def multiply(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> None:
-    """`out = A @ B + bias`; with `scale`, B is in eight bits (`fp8/scaled_matmul.py`)."""
+    """`out = A @ B + bias`; with `scale`, by the product of B's format."""
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
     if scale is not None:
-        scaled_matmul.product(A, B.t(), scale, bias, out)
+        named(format_of(B.dtype).product)(A, B.t(), scale, bias, out)
     elif bias is None:
         torch.mm(A, B, out=out)
     else:

@@ -42,11 +42,11 @@ class Row:
         return size % world == 0
 
     def even(self, world: int) -> bool:
-        """Whether every rank's part has the same size, which most rivals need."""
+        """Return whether every rank's part has the same size, which most rivals need."""
         return self.op == "ar" or self.form != "rows" or self.M % world == 0
 
     def part_rows(self, world: int) -> int:
-        """Rows of the largest part."""
+        """Return rows of the largest part."""
         return part(self.M, world)
 
     def rows_of(self, rank: int, world: int) -> int:
@@ -66,7 +66,7 @@ class Row:
         return (self.M, self.N // world) if self.form == "cols" else (self.rows_of(rank, world), self.N)
 
     def gemm(self, world: int) -> tuple[int, int, int]:
-        """The largest product that one rank computes."""
+        """Return the largest product that one rank computes."""
         rows = self.part_rows(world) if self.op == "ga" and self.form == "rows" else self.M
         return rows, *self.w_shape(world)
 
@@ -98,5 +98,5 @@ def label(row: dict) -> str:
 
 
 def part(size: int, world: int) -> int:
-    """The largest part of `size` over the ranks."""
+    """Return the largest part of `size` over the ranks."""
     return -(-size // world)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ..hf.merge import Slice
+from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
 from ..sharded import check_context, part_of
 from ..together import agree, digest, raise_together, said, shown, words
@@ -84,7 +85,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shar
 
 
 def _save(model: Any, folder: Any, ctx: Iris, max_shard_size: Any, refusal: str | None) -> None:
-    refusal = refusal or _refusal(model, folder, max_shard_size)
+    refusal = refusal or save_refusal(model) or _refusal(model, folder, max_shard_size)
     held: dict[str, _Held] = {}
     if not refusal:
         folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size) or 0

@@ -73,9 +73,7 @@ class _Group:
 
 def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     """Return the scheme of `quant_method: compressed-tensors`. Raises `CheckpointError` for what is not read."""
-    status = config.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise CheckpointError(f"quantization_status is {shown(repr(status))}: expected 'compressed'")
+    one_of(config, "quantization_status", ("compressed", "frozen"))  # older files that are compressed say "frozen"
     sparsity = config.get("sparsity_config") or {}
     if sparsity and sparsity.get("format", "dense") != "dense":
         raise CheckpointError(f"sparsity_config has the format {shown(repr(sparsity['format']))}: expected none")

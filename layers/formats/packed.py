@@ -34,8 +34,11 @@ class Packed(GroupedIntegers):
 
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         groups = slice(*self.groups(columns))
-        index: dict[str, Index] = {"packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns))))}
-        index |= {"scale": (slice(*rows), groups)} | self.order(columns)
+        index: dict[str, Index] = {
+            "packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns)))),
+            "scale": (slice(*rows), groups),
+            **self.order(columns),
+        }
         if self.asymmetric:
             index["zero"] = (slice(*(rows if self.loose else self.words(rows))), groups)
         return index

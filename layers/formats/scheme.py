@@ -90,8 +90,9 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
     """Return what `stored` tensors hold by `scheme`. Without `strict`, scales of a KV cache are left out."""
     if scheme is None:
         return Contents(dict(stored), _unexplained(stored))
-    found, cache = Contents({}), []
-    groups: dict[str, dict[str, str]] = {}
+    found = Contents({})
+    cache: list[str] = []
+    groups: dict[str, dict[str, str]] = {}  # names of stored tensors, by the weight and the role
     placed: dict[str, tuple[str, str]] = {}
     for name in stored:
         if name.endswith(_CACHE):

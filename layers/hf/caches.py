@@ -1,7 +1,7 @@
 """Check a cache that a caller passes to a split model: it must have the heads of this rank, not those of all.
 
 Two caches look right and are wrong: one that the unsplit model has filled, and a static one whose
-`early_initialization` got the configuration's number of heads. torch would raise at the first update, with an error
+`early_initialization` took the configuration's number of heads. torch would raise at the first update, with an error
 about shapes on some ranks, while ranks that happen to have as many heads go on and wait.
 """
 

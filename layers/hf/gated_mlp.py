@@ -87,9 +87,7 @@ def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
 
 
 def has_many_rows(x: torch.Tensor, merged: ColumnParallelLinear, specialised: bool) -> bool:
-    """Return whether a warp-specialised kernel may multiply `x`: it has many rows, or a compiler leaves the number
-    open.
-    """
+    """Return whether a warp-specialised kernel may multiply `x`: it has many rows, or a compiler leaves this open."""
     if not specialised or x.dtype not in (torch.bfloat16, torch.float16) or merged.weight_scale is not None:
         return False
     open_ = torch.jit.is_tracing() or not statically_known_true(row_count(x) <= FEW)
@@ -129,7 +127,7 @@ def _is_merged(module: nn.Module) -> bool:
 
 
 def is_silu(activation: Any) -> bool:
-    """Return whether it is silu, found by trying."""
+    """Return whether it is silu, by trying it."""
     x = torch.linspace(-100, 100, 401, device="cpu")
     try:
         return torch.allclose(activation(x), nn.functional.silu(x))
@@ -138,7 +136,7 @@ def is_silu(activation: Any) -> bool:
 
 
 def is_plain(forward: Any) -> bool:
-    """Whether a forward of one argument returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`."""
+    """Return whether a forward of one argument is `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`"""
     if hasattr(forward, "__wrapped__"):  # its source would be the wrapped function's
         return False
     try:

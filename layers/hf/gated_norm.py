@@ -41,7 +41,7 @@ class GatedNorm(nn.Module):
         self.train(norm.training)
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm `hidden_states`, gated by `gate`, both [..., channels of this rank]."""
+        """Normalise `hidden_states`, gated by `gate`, both [..., channels of this rank]."""
         x = hidden_states.float()
         opened = None if gate is None else F.silu(gate.float())
         if opened is not None and self.gate_first:
@@ -70,7 +70,7 @@ class GatedNorm(nn.Module):
 
 @torch.no_grad()
 def computes_gated_norm(norm: Any, groups: int) -> bool:
-    """Return whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, found by trying."""
+    """Return whether `norm`, over `groups`, computes what `GatedNorm` does on one rank, by trying it."""
     parameters = dict(norm.named_parameters())
     if list(parameters) != ["weight"] or not isinstance(getattr(norm, "variance_epsilon", None), float):
         return False

@@ -14,9 +14,7 @@ _IN, _OUT = 3, 5
 
 
 def as_linear(module: Any) -> tuple[nn.Linear, bool] | None:
-    """Return a torch.nn.Linear of the weights of `module`, and whether that stores the transpose; None for other
-    modules.
-    """
+    """Return a torch.nn.Linear of the weights of `module`, and whether that stores the transpose; else None."""
     if type(module) is nn.Linear:
         return module, False
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

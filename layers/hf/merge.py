@@ -2,8 +2,8 @@
 
 The Hugging Face module keeps its forward. Before it runs, a hook replaces its input by the merged product of it; the
 former q_proj, k_proj and v_proj then take their columns of that. So no state passes from one call to the next: any
-order of calls is right, an exception leaves nothing behind, and a compiler sees a product and three slices. Only where
-the product is as wide as the input, slices tell the two apart by the product that was computed last.
+order of calls is right, an exception leaves no state, and a compiler sees a product and three slices. Only where
+the product is as wide as the input, slices distinguish the two by the product that was computed last.
 
     attention(hidden)  ->  forward(qkv_proj(hidden)):  q_proj(x) = x[..., :a]   k_proj(x) = x[..., a:b]   ...
 
@@ -168,9 +168,7 @@ def families_of(styles: dict[str, str]) -> dict[str, list[str]]:
 
 
 def merge_siblings(model: nn.Module, styles: dict[str, str], hook: type[Product] = Product) -> dict[str, str]:
-    """Merge the split linears of `model`, named in `styles`, that share an input; return names and styles of the
-    merged.
-    """
+    """Merge the split linears of `model`, named in `styles`, that share an input; return merged names and styles."""
     merged = {}
     for parent, children in families_of(styles).items():
         module = model.get_submodule(parent)

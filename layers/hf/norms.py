@@ -3,7 +3,7 @@
 A module is replaced only if it is a plain RMSNorm: a copy of it with a random weight is compared with torch's function.
 In bf16 and fp16 torch's function rounds once, where the module rounds twice. A norm that adds one to its weight, as
 Gemma's and Qwen3-Next's do, stays, unless an invariant is set: then `iris_ops/local/norm.py` computes both kinds, and
-layer norms, found likewise. The order of sums of other code depends on the number of rows on GPUs.
+layer norms, tried likewise. The order of sums of other code depends on the number of rows on GPUs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _replacement(module: Any, eps: float, invariant: str | None) -> Callable[[An
 
 @torch.no_grad()
 def offset_of(module: Any, eps: float) -> float | None:
-    """Return the number that `module` adds to its weight, if it computes an RMSNorm, found by trying; else None."""
+    """Return the number that `module` adds to its weight, if it computes an RMSNorm when tried; else None."""
     if (tried := _tried(module, ["weight"])) is None:
         return None
     trial, x, result = tried
@@ -107,7 +107,7 @@ def offset_of(module: Any, eps: float) -> float | None:
 
 @torch.no_grad()
 def is_layer_norm(module: Any, eps: float) -> bool:
-    """Return whether it computes what LayerNorm does, found by trying."""
+    """Return whether it computes what LayerNorm does, by trying it."""
     if not (tried := _tried(module, ["weight"]) or _tried(module, ["weight", "bias"])):
         return False
     trial, x, result = tried

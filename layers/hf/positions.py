@@ -19,7 +19,7 @@ def positions_known(model: Any) -> int | None:
 
 
 def count_from_zero(model: Any, device: torch.device) -> bool:
-    """Return whether transformers' generate() gives a prompt's first token position 0, found by trying."""
+    """Return whether transformers' generate() gives a prompt's first token position 0, by trying it."""
     positions = torch.arange(2, device=device)[None]
     try:
         given = model.prepare_inputs_for_generation(positions, position_ids=positions).get("position_ids")

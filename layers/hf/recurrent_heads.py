@@ -113,9 +113,7 @@ def linears_of(name: str, module: nn.Module) -> list[str]:
 
 
 def modules_of(name: str, module: nn.Module) -> list[str]:
-    """Return the names of all that is split of recurrent module `name`: the module itself, its linears and others
-    inside.
-    """
+    """Return the names of all that is split of recurrent module `name`: itself, its linears and others inside."""
     form = _form_of(module)
     assert form is not None, name
     inside = dict.fromkeys(of.rpartition(".")[0] for of in form.tensors)

@@ -2,7 +2,7 @@
 
     block(x) = experts(x, router(x)) + shared(x)      one all-reduce for both, in place of one for each
 
-A block is changed only if it computes just that, found by trying: a copy of it, whose experts and shared expert return
+A block is changed only if it computes just that when tried: a copy of it, whose experts and shared expert return
 random values, is called, and its result must be the sum of the two, each for the block's own input. (A shared
 expert with a gate of its own does not qualify.) The names of all modules and parameters stay.
 """

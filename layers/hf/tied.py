@@ -49,9 +49,7 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
 
     @torch.no_grad()
     def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
-        """Fill a tensor as any layer does; the weight's `source` fills the embedding, whole, unless that is still to
-        load.
-        """
+        """Fill a tensor as any layer does; the weight's `source` fills the whole embedding, unless not yet loaded."""
         if name != "weight":
             return super().load_shard(name, source, part)
         registered = self._parameters["weight"]

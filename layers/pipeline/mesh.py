@@ -101,7 +101,7 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
             f"ctx has the ranks {own} and mesh['tp'] the ranks {dist.get_process_group_ranks(inside)}: expected one "
             f"group, ctx = iris.iris(group=mesh['tp'])"
         )
-    return Place(names[0], Across(mesh[names[0]].get_group()))
+    return Place(names[0], Across(mesh[names[0]].get_group(), ctx.leave_for))
 
 
 def _described(error: Exception) -> tuple[str, str]:

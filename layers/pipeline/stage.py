@@ -57,7 +57,18 @@ def connect(model: Any, place: Place, part: Part | None) -> None:
     if stage < last:
         layers[-1].register_forward_hook(_Send(place))
     head.register_forward_hook(_ShareLogits(place, getattr(torch, kinds[last])))
-    _refuse_to_save(model)
+    model.register_forward_pre_hook(_check_outputs, with_kwargs=True)
+
+
+def save_refusal(model: Any) -> str | None:
+    """Why `model` cannot be saved, which has the layers of one stage only; None for any other."""
+    place = place_of(model)
+    if place is None or place.stages == 1:
+        return None
+    return (
+        f"model has the layers of stage {place.stage} of {place.stages} only: expected one without a 'pp' in its mesh; "
+        "the folder that it was read from has all layers"
+    )
 
 
 def check_engine(model: Any, graphs: bool | None, compile: bool | str) -> bool:
@@ -100,6 +111,13 @@ def share_seed(model: Any, seed: int | None) -> int | None:
         return seed
     drawn = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None and not place.stage else seed
     return place.line.exchange("the seed of samples", drawn)[0]
+
+
+def _check_outputs(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before a forward: refuse outputs of all layers, of which this rank has those of its stage only."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name) or (kwargs.get(name) is None and getattr(model.config, name, False)):
+            raise ArgumentError(f"{name} is True, and the model's layers are divided between hosts: expected False")
 
 
 class _Receive:
@@ -154,13 +172,3 @@ def _dtype(model: Any) -> torch.dtype:
 
 def _bytes_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _refuse_to_save(model: Any) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise ArgumentError(
-            "save_pretrained of a model whose layers are divided between hosts: expected a mesh without 'pp', or the "
-            "folder that the model was read from"
-        )
-
-    model.save_pretrained = refuse

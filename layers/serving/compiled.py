@@ -23,7 +23,7 @@ hooks around it run unchanged. Outside, the model's `generate()` runs eagerly as
 length in the cache by one small kernel; here the lengths of all layers advance at once when the block ends.
 
 Code is compiled for one engine. An engine of other sizes or on another context has its own, and its
-recompilations count for itself. A context that is replaced in the layers is found by its name (`iris.registry`).
+recompilations count for itself. A context that is replaced in the layers is looked up by its name (`iris.registry`).
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def _hidden_of(output: Any) -> torch.Tensor:
 
 
 def _length_dims(of: torch.Tensor) -> tuple[int, ...]:
-    """Return dims that may be a prompt's length: positions [T], [B, T], states [B, T, H], masks [B, 1, T, T or L],
-    places.
-    """
+    """Return dims that may be a prompt's length: positions [T], [B, T], states [B, T, H], masks [B, 1, T, T or L]."""
     if of.dim() == 4:
         return (3,) if is_places(of) else (2, 3) if of.dtype == torch.bool else (2,)
     return {1: (0,), 2: (1,), 3: (1,)}.get(of.dim(), ())

@@ -1,7 +1,7 @@
 """Run repeated work: eager the first time, captured in a CUDA graph the second, replayed from then on.
 
 The eager run does the compiling and allocating that a capture could not. Work that comes once is never captured. The
-`most` graphs used last are kept. They share their memory: a replay overwrites another graph's output, so a result must
+`most` graphs used last stay. They share their memory: a replay overwrites another graph's output, so a result must
 be used, or copied, before the next work runs. The memory stays reserved until all of them are gone.
 
 A capture must not compile anything. Work that would compile is run eagerly once more, and captured the next time. If a

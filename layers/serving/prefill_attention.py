@@ -35,9 +35,7 @@ _PADDED_TOKENS, _MOST_PADDED = 768, 9 / 8  # least tokens of a batch for padding
 
 
 def length_on_grid(length: int, least_step: int = _LEAST_STEP) -> int:
-    """Return the least length of the grid from `length` on: eight between two powers of two, at least `least_step`
-    apart.
-    """
+    """Return the least length on the grid from `length` on: eight steps, of `least_step` or more, per power of two."""
     octave = 1 << (max(1, length) - 1).bit_length()  # not less than `length`
     step = max(least_step, octave // 2 // _STEPS)
     return -(-length // step) * step

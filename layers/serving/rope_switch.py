@@ -51,7 +51,7 @@ class RopeSwitch:
 
 
 def switch_length(model: Any) -> int | None:
-    """Return the length past which `generate` drops the cache of `model`, found by trying; None if it never does."""
+    """Return the length past which `generate` drops the cache of `model`, by trying; None if it never does."""
     length = getattr(model.config, "original_max_position_embeddings", None)
     if not isinstance(length, int) or not any(_changes(module) for module in model.modules()):
         return None
@@ -59,7 +59,7 @@ def switch_length(model: Any) -> int | None:
 
 
 def _changes(module: Any) -> bool:
-    """Whether `module` is a rotary embedding with two sets of factors."""
+    """Return whether `module` is a rotary embedding with two sets of factors."""
     kinds = getattr(module, "rope_type", None)
     return "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,))
 

@@ -1,4 +1,4 @@
-"""Refuse model types that an engine's cache, or padding, does not suit: found by trying each type (`python -m
+"""Refuse model types that an engine's cache, or padding, does not suit, by trying each type (`python -m
 tests.coverage_of_models --engine`).
 
 A static cache is longer than its contents, and places of later tokens are masked. Padding precedes shorter prompts,

@@ -10,6 +10,15 @@ from typing import Any
 
 from layers.hf.plans import PLANS
 
+from tests.layers.written_formats import PUBLISHED_IN_FP8
+
+# What `tests/layers/test_formats.py` loads of a type.
+FORMATS = dict.fromkeys(PUBLISHED_IN_FP8, "fp8") | {
+    "llama": "fp8, MXFP4, NVFP4, int4, int8, AWQ, GPTQ",
+    "qwen3_moe": "fp8, int4",
+    "deepseek_v3": "fp8, MXFP4, int4",
+    "gpt_oss": "MXFP4",
+}
 PLACE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = """# Models
 
@@ -29,6 +38,8 @@ by a call on all tokens before it, without a cache.
   padded, and of some tokens behind are the unsplit model's. *One length*: it refuses prompts of different lengths in
   one call, because the model does not pass over padding. *No*: it refuses the type, and says so; the model's own
   `generate()` serves it.
+- **formats**: the [quantized layouts](guides/quantised.md) in which tests load the type. Every type that is split takes
+  any of them, by the same code.
 - **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.
 - **not tried**: transformers cannot build or run the type by itself here.
 
@@ -68,7 +79,7 @@ def render(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
     over = " and ".join(map(str, ranks)) + " ranks"
     parts = [_HEAD.format(all=len(results), ranks=over, **versions, **outcomes)]
     split = {name: row for name, row in sorted(results.items()) if row["outcome"] == "split"}
-    lines = ["| type | split | plan | engine | note |", "|---|---:|---|---|---|"]
+    lines = ["| type | split | plan | engine | formats | note |", "|---|---:|---|---|---|---|"]
     lines += [_split_line(name, row) for name, row in split.items()]
     parts.append("## Split\n\n" + "\n".join(lines) + "\n")
     parts.append(_STATES)
@@ -93,7 +104,8 @@ def updated(page: str, results: dict[str, dict[str, Any]]) -> str:
 
 def _split_line(name: str, row: dict[str, Any]) -> str:
     plan = "built in" if name in PLANS else "own"
-    return f"| {name} | {100 * row['share']:.0f} % | {plan} | {_engine(row)} | {_cell(row['message'])} |"
+    share, formats = f"{100 * row['share']:.0f} %", FORMATS.get(name, "")
+    return f"| {name} | {share} | {plan} | {_engine(row)} | {formats} | {_cell(row['message'])} |"
 
 
 def _engine(row: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-SHORT = {"IRIS_TIMEOUT": "20"}
+SHORT = {"IRIS_TIMEOUT": "60"}
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+import fcntl
 import os
+from pathlib import Path
 import re
 import signal
 import subprocess
+import tempfile
 
 import pytest
 
@@ -23,6 +26,8 @@ _SETUP, _FIRST, _SECOND = re.findall(
 
 @pytest.fixture
 def two_hosts() -> Iterator[None]:
+    lock = open(Path(tempfile.gettempdir(), "iris-guide-namespaces"), "w")  # noqa: SIM115  # held by the process
+    fcntl.flock(lock, fcntl.LOCK_EX)
     existing = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split()
     if {"hosta", "hostb"} & set(existing):
         pytest.skip("the guide's namespaces are there already")
@@ -32,6 +37,7 @@ def two_hosts() -> Iterator[None]:
     finally:
         for name in ("hosta", "hostb"):
             subprocess.run(["ip", "netns", "del", name], check=True)
+        lock.close()
 
 
 @pytest.mark.parametrize("options", ["--mesh pp", "--mesh dp", "--mesh pp --engine"])

@@ -6,9 +6,9 @@ from typing import Any
 
 import iris
 from iris.errors import ArgumentError, PeerLostError, ShapeError
+from iris.machines import machine_named
 from iris_ops.config import FusedConfig, Prediction
 from iris_ops.planning.hosts import SCATTER, WHOLE, Network, plan_all_reduce
-from iris_ops.planning.machine import machine_named
 import layers
 import pytest
 import torch

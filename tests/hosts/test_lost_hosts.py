@@ -7,7 +7,6 @@ import subprocess
 import time
 from typing import Any
 
-import iris
 from iris.across import Across
 from iris.errors import ArgumentError, PeerLostError
 import layers
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from tests.hosts.meshes import on_mesh
 from tests.hosts.namespaces import kill_own_host, needs_namespaces, run_hosts
 from tests.layers import models
+from tests.processes import patient
 
 pytestmark = needs_namespaces()
 
@@ -69,11 +69,9 @@ def test_a_lost_stage_is_named(lost: int, how: str) -> None:
             continue
         assert end.exitcode == 0, end.traceback
         seconds, first, again = end.result
-        assert seconds < _LIMIT_S + 4
+        assert seconds < patient(_LIMIT_S + 2)
         named = f"lost host host{'ab'[lost]}"
-        # where a link breaks, one rank may wait for its neighbour, which waits for the host that no packet reaches
-        assert all(named in message or (how == "unplugged" and "lost rank" in message) for message in (first, again))
-    assert how == "killed" or any(named in text for end in ends if end.result for text in end.result[1:])
+        assert all(named in message for message in (first, again)), (first, again)
 
 
 def _before_loading(rank: int, world_size: int) -> str:
@@ -117,8 +115,3 @@ def test_the_first_loss_is_the_one_that_is_named() -> None:
     ends = run_hosts((1, 1, 1), _line, env=_ENV)
     assert ends[0].exitcode == 0, ends[0].traceback
     assert "host hosta lost host hostb" in ends[0].result
-
-
-def test_a_context_alone_needs_no_mesh() -> None:
-    with iris.iris(1 << 20) as ctx, pytest.raises(ArgumentError, match="mesh is a str"):
-        layers.parallelize(models.build("plain"), ctx, mesh="pp")

@@ -50,6 +50,12 @@ def test_families_in_stages(names: tuple[str, ...]) -> None:
     _results(run_hosts((2, 2), _in_memory, "pp", names, env=SHORT, timeout=200))
 
 
+@pytest.mark.slow
+def test_one_stage() -> None:
+    _results(run_hosts((2,), _in_memory, "pp", ("plain",), env=SHORT))
+
+
+@pytest.mark.slow
 def test_replicas() -> None:
     _results(run_hosts((2, 2), _in_memory, "dp", ("tied",), env=SHORT))
 
@@ -167,6 +173,9 @@ def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         tokens = models.prompt() + (rank // 2)
         refuse("tokens", ArgumentError, lambda: split.generate(tokens, max_new_tokens=2))
         refuse("save", ArgumentError, lambda: split.save_pretrained(folder))
+        refuse("save by", ArgumentError, lambda: layers.save_pretrained(split, folder, ctx))
+        refuse("hidden", ArgumentError, lambda: split(models.prompt(), output_hidden_states=True))
+        refuse("words", ArgumentError, lambda: split(models.prompt() + 1000))
         refuse("graphs", ArgumentError, lambda: layers.Engine(split, ctx, max_length=16, compile=True))
         assert torch.equal(models.generate(split), models.expected("plain")[2])  # all of them can go on
         refuse("style", (StyleError, IrisError), lambda: layers.parallelize(split, ctx, mesh=mesh))

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import iris
 from iris.ccl import Config
-from iris.ccl.plan import machine_of, plan
+from iris.ccl.plan import plan
 from iris.ccl.problem import REDUCE_SCATTER, Problem
 from iris.errors import ArgumentError
+from iris.machines import machine_of
 import pytest
 import torch
 
@@ -240,6 +241,6 @@ def test_lanes(world_size: int) -> None:
 def test_lamport_scatters_sums_only_where_every_rank_has_a_part(n: int, served: bool) -> None:
     """Of three: who waits for no word would run ahead."""
     problem = Problem(REDUCE_SCATTER, n, 2, 0, torch.float32, 3)
-    machine = machine_of(torch.device("cpu"), 1)
+    machine = machine_of(torch.device("cpu")).links
     with nullcontext() if served else pytest.raises(ArgumentError, match="expected protocol 'flags'"):
         assert plan(problem, Config(protocol="lamport"), machine).protocol == "lamport"

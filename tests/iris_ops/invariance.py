@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import iris
+from iris.machines import machine_of
 from iris_ops import FusedConfig
-from iris_ops.planning.machine import machine_of
 from iris_ops.planning.plan import WAYS, wanted_order, weigh
 from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import (
@@ -98,7 +98,7 @@ def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     asked = promised(asked, ctx.invariant, None, case.bias)
     machine = machine_of(ctx.device)
     wanted = wanted_order(WAYS, replace(asked, M=0), machine)
-    found = weigh(asked, machine).candidates
+    found = weigh(WAYS, asked, machine).candidates
     alike = [each.config for each in found if each.way.order(asked, each.config, machine) == wanted]
     one_each = {(config.algorithm, config.warp_specialised, config.lamport): config for config in reversed(alike)}
     return list(one_each.values())

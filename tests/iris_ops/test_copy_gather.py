@@ -10,9 +10,9 @@ import time
 import iris
 from iris import platform
 from iris.errors import PeerLostError
+from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import gather_matmul
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.ways import copy_engines
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of

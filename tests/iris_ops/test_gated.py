@@ -9,10 +9,10 @@ import iris
 from iris import platform
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris.launch import relaunch
+from iris.machines import machine_named
 from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.needs import GATE
 from iris_ops.planning.plan import plan
 from iris_ops.planning.torch_model import gate_us

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import iris
+from iris.machines import machine_named
 from iris_ops import FusedConfig
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, problem_asked, promised

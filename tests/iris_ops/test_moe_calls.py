@@ -9,10 +9,10 @@ from typing import Any
 
 import iris
 from iris.errors import ArgumentError, DtypeError, ExpertError, IrisError, ShapeError
+from iris.machines import machine_named
 from iris_ops import Activation, FusedConfig
 from iris_ops.moe.routing import Routing
 from iris_ops.planning import moe_ways
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, need_sorting, tokens_at_once
 from iris_ops.planning.plan import WAYS, plan, way_for, weigh
@@ -205,7 +205,7 @@ def instruction(problem: MoeProblem, config: FusedConfig, name: str) -> object:
 
 
 def configs(problem: MoeProblem, machine) -> list:
-    return [each.config for each in weigh(problem, machine).candidates]
+    return [each.config for each in weigh(WAYS, problem, machine).candidates]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "AMD Instinct MI300X", "interpreter"])

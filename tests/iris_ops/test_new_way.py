@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import iris
+from iris.machines import machine_named
 from iris_ops import FusedConfig, calls, launch
 from iris_ops.kernels import lamport_matmul
 from iris_ops.planning import plan as engine
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.ways import WAYS
 from iris_ops.planning.ways.lamport import Lamport
 from iris_ops.planning.weights.fp8 import EIGHT_BITS

@@ -6,10 +6,10 @@ from dataclasses import replace
 import random
 
 from iris.errors import ArgumentError
+from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
-from iris_ops.planning.machine import INTERPRETER, machine_named
 from iris_ops.planning.needs import ROWS_ALIKE, Sums
 from iris_ops.planning.plan import choose, plan, wanted_order, way_named
 from iris_ops.planning.weights import BY_FLAG

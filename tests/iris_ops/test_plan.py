@@ -7,19 +7,19 @@ from dataclasses import replace
 import iris
 from iris.ccl import problem as collectives
 from iris.errors import ArgumentError
+from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
+from iris_ops.named import named
 from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
-from iris_ops.planning.machine import Machine, machine_named
 from iris_ops.planning.overlap_model import spread_us
 from iris_ops.planning.plan import WAYS, plan, predict, way_for, way_named, weigh, workspace_size
 from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import EIGHT_BITS
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
-from iris_ops.steps import named
 import pytest
 import torch
 
@@ -139,7 +139,7 @@ def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
     for op, form in FORMS:
         for fp8 in (False, op != MATMUL_GATHER):
             asked = replace(problem(op, form, 512, 8192, 2048), weights=BY_FLAG[fp8])
-            found = weigh(asked, machine)
+            found = weigh(WAYS, asked, machine)
             for each in found.candidates:
                 assert each.config.kernel == each.way.kernel and way_for(asked, each.config) is each.way
             looked_at = {each.way for each in found.candidates} | {way for way, _ in found.rejected}

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from statistics import median
 
+from iris.machines import machine_named
 from iris_ops import FusedConfig
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
 from iris_ops.planning.weights.fp8 import EIGHT_BITS

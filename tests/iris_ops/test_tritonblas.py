@@ -7,8 +7,8 @@ import inspect
 from pathlib import Path
 import sys
 
+from iris.machines import machine_named
 from iris_ops.planning import tritonblas
-from iris_ops.planning.machine import machine_named
 from iris_ops.planning.plan import choose, plan
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 import pytest

@@ -145,7 +145,10 @@ def asked_body(ctx, folder: str) -> None:
             {"dtype": torch.float32 if first else torch.bfloat16},
             "dtype is torch.float32 on rank 0 and torch.bfloat16 on",
         ),
-        ({"foo": 1} if first else {}, "foo is 1: expected no option but dtype, strict, trust_remote_code, verify, plan, "),
+        (
+            {"foo": 1} if first else {},
+            "foo is 1: expected no option but dtype, strict, trust_remote_code, verify, plan, ",
+        ),
         ({"fuse": "no"} if first else {}, "fuse is 'no': expected a bool"),
         ({"plan": 7} if first else {}, "plan is 7: expected 'auto' or a dict"),
         ({"weights": "fp8"} if first else {}, "weights is 'fp8' on rank 0 and None on rank 1: expected the same"),

@@ -60,7 +60,7 @@ def test_rows_of_the_page_are_exchanged_for_types_that_stay_split() -> None:
     page = table.render(rows, [2, 3])
     other = {"outcome": "split", "share": 0.75, "message": "why", "engine": "yes"}
     lines = table.updated(page, {"mamba2": other}).splitlines()
-    assert [line for line in lines if line not in page.splitlines()] == ["| mamba2 | 75 % | built in | yes | why |"]
+    assert [line for line in lines if line not in page.splitlines()] == ["| mamba2 | 75 % | built in | yes |  | why |"]
     for results in ({"mamba2": {**other, "outcome": "refused"}}, {"bloom": other}):
         with pytest.raises(ValueError, match="make all of it"):
             table.updated(page, results)

@@ -166,7 +166,7 @@ CASES = [
     ("ct_int4_zeros", "groups128", 3), ("ct_int4_channel", "dense", 2), ("ct_int8_128", "groups128", 4),
     ("ct_int8", "dense", 2), ("modelopt_fp8", "dense", 2), ("modelopt_nvfp4", "dense", 2), ("awq", "dense", 3),
     ("gptq", "dense", 3), ("gptq_v2", "groups128", 2), ("gptq_ordered", "dense", 2), ("mxfp4", "gpt_oss", 4),
-    ("ct_int4_32", "experts192", 1),
+    ("ct_int4_32", "experts192", 1), ("fp8_with_fp4_experts", "deepseek", 3),
 ]  # fmt: skip
 
 
@@ -198,6 +198,7 @@ def loaded_body(ctx, folder: str) -> tuple[torch.Tensor, int, str]:
 
 
 @pytest.mark.parametrize("format, name, world_size", [case for case in CASES if case[2] in WORLDS or UNDER_TORCHRUN])
+@pytest.mark.some(14)
 def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name: str, world_size: int) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -213,6 +214,25 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
     if name in ("gpt_oss", "groups128", "experts192") and format != "fp8_block":
         sizes = [size for _, size, _ in results]
         assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
+
+
+def both_body(ctx, folder: str, exact: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    with torch.no_grad():
+        made = [layers.from_pretrained(each, ctx, dtype=torch.float32)(tokens).logits.cpu() for each in (folder, exact)]
+    return made[0], made[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", written_formats.PUBLISHED_IN_FP8)
+def test_types_that_are_published_in_fp8_are_the_dequantised_ones(tmp_path: Path, model_type: str) -> None:
+    from tests.coverage_of_models import tiny
+
+    folder = agreed(tmp_path) / "quantised"
+    once(lambda: written_formats.write(tiny.build(model_type).float().eval(), folder, "fp8_block_bf16"))
+    for made, exact in run_ranks(WORLDS[1] if len(WORLDS) > 1 else WORLDS[0], both_body, str(folder),
+                                 str(folder.with_name("quantised-exact"))):  # fmt: skip
+        assert torch.allclose(made, exact, rtol=1e-4, atol=1e-6)
 
 
 def kept_body(ctx, folder: str) -> tuple[torch.Tensor, str, dict[str, tuple]]:
@@ -395,7 +415,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "group": ("gptq", changed(group_size=64), r"expected .3, 352. and .3, 44., for 4 bits in groups of 64"),
     "gemv": ("awq", changed(version="gemv"), "version is 'gemv': expected 'gemm'"),
-    "status": ("ct_int4_32", changed(quantization_status="frozen"), "quantization_status is 'frozen'"),
+    "status": ("ct_int4_32", changed(quantization_status="calibration"), "quantization_status is 'calibration'"),
     "rotation": ("ct_int4_32", changed(transform_config={"config_groups": {"a": 1}}), "transform_config rotates"),
     "sparsity": ("ct_int4_32", changed(sparsity_config={"format": "sparse-24"}), "sparsity_config .* 'sparse-24'"),
     "three bits": (
@@ -440,6 +460,72 @@ def test_without_strict_a_model_loads_without_the_scales_of_its_cache(tmp_path: 
     expected = run_ranks(world_size, loaded_body, str(folder))[0][0]
     once(lambda: CACHED(folder))
     assert torch.equal(run_ranks(world_size, cached_body, str(folder))[0], expected)
+
+
+# As models have them that are published: options that say how they were made, and change nothing of what is stored.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3 fp8": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
+    },
+    "Llama fp8": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"block_structure": None, "dynamic": False, "num_bits": 8, "strategy": "tensor",
+                                      "observer": "minmax", "symmetric": True, "type": "float", "group_size": None},
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {"block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                            "observer_kwargs": {}, "strategy": "tensor", "symmetric": True, "type": "float"},
+            }
+        },
+        "format": "float-quantized", "global_compression_ratio": 1.23, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "quantization_status": "frozen",
+    },
+    "Kimi int4": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": None, "output_activations": None, "targets": ["Linear"],
+                "weights": {"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32,
+                            "num_bits": 4, "observer": "minmax", "strategy": "group", "symmetric": True, "type": "int"},
+            }
+        },
+        "format": "pack-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    },
+    "GPTQ": {
+        "bits": 4, "damp_percent": 0.01, "desc_act": False, "group_size": 128, "model_file_base_name": "model",
+        "model_name_or_path": None, "quant_method": "gptq", "static_groups": False, "sym": True,
+        "true_sequential": True,
+    },
+    "AWQ": {
+        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+        "zero_point": True,
+    },
+    "gpt-oss": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                                   "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "ModelOpt": {
+        "ignore": ["lm_head", "model.layers.0.self_attn*"], "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.29.0"}, "quant_algo": "NVFP4", "quant_method": "modelopt",
+        "config_groups": {"group_0": {"targets": ["Linear"]}},
+    },
+}  # fmt: skip
+
+
+@alone
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_configurations_are_understood(tmp_path: Path, model: str) -> None:
+    scheme = scheme_of(tmp_path, {"quantization_config": PUBLISHED[model]})
+    assert scheme is not None and scheme.method == PUBLISHED[model]["quant_method"]
+    assert not scheme.leaves_out("model.layers.0.mlp.experts.3.gate_proj")
+    assert not scheme.leaves_out("model.layers.10.mlp.experts.gate_up_proj")
+    if model not in ("GPTQ", "AWQ"):
+        assert scheme.leaves_out("lm_head")
+    if "self_attn" in str(PUBLISHED[model]):
+        assert scheme.leaves_out("model.layers.0.self_attn.q_proj")
 
 
 @alone

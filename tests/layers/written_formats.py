@@ -93,9 +93,9 @@ def mxfp4_packed(weight: torch.Tensor) -> Written:
     return {".weight_packed": packed, ".weight_scale": scale}, exact
 
 
-def fp4_of_deepseek(weight: torch.Tensor) -> Written:
+def fp4_of_deepseek(weight: torch.Tensor, end: str = ".scale") -> Written:
     packed, scale, exact = mxfp4(weight)
-    return {".weight": packed.view(torch.int8), ".scale": scale.view(torch.float8_e8m0fnu)}, exact
+    return {".weight": packed.view(torch.int8), end: scale.view(torch.float8_e8m0fnu)}, exact
 
 
 def nvfp4(weight: torch.Tensor, divides: bool) -> Written:
@@ -197,10 +197,11 @@ def gptq(weight: torch.Tensor, bits: int, group: int, version: int, by_activatio
 
 @dataclass(frozen=True)
 class Format:
-    """A writer, and the configuration that names its layout."""
+    """A writer, and the configuration that names its layout. `experts`: the writer of experts, if that is another."""
 
     write: Callable[[torch.Tensor], Written]
     config: dict[str, Any]
+    experts: Callable[[torch.Tensor], Written] | None = None
 
 
 def compressed(format: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -235,6 +236,11 @@ FORMATS: dict[str, Format] = {
     ),
     "fp8_block_e8m0": Format(
         lambda w: fp8(w, (128, 128), torch.float8_e8m0fnu, ".scale"), _BLOCK | {"scale_fmt": "ue8m0"}
+    ),
+    "fp8_with_fp4_experts": Format(
+        lambda w: fp8(w, (128, 128), torch.float8_e8m0fnu, ".weight_scale_inv"),
+        _BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        experts=lambda w: fp4_of_deepseek(w, ".weight_scale_inv"),
     ),
     "fp8_tensor_static": Format(
         lambda w: _with(fp8_tensor(w, ".weight_scale_inv"), ".activation_scale", torch.tensor(0.25)),
@@ -294,7 +300,12 @@ def _with(written: Written, end: str, tensor: torch.Tensor) -> Written:
     return written[0] | {end: tensor}, written[1]
 
 
-_LINEAR = re.compile(r"\.\d+\..*(?:_proj|\.w[123]|\.experts\.\d+\.\w+)\.weight$")
+# Types of models whose publishers have checkpoints with a scale for each block of 128 x 128.
+PUBLISHED_IN_FP8 = (
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm_moe_dsa", "minimax_m2", "mistral", "qwen3",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+_LINEAR = re.compile(r"\.\d+\..*(?:_proj|\.w[123]|\.w[qko]\w*|\.experts\.\d+\.\w+)\.weight$")
 
 
 def write(model: Any, folder: Path, name: str, of: re.Pattern = _LINEAR) -> Path:
@@ -305,7 +316,7 @@ def write(model: Any, folder: Path, name: str, of: re.Pattern = _LINEAR) -> Path
     stored: Tensors = {}
     for key, tensor in tensors.items():
         if of.search(key):
-            parts, numbers = format.write(tensor)
+            parts, numbers = (format.experts if format.experts and ".experts." in key else format.write)(tensor)
             stored |= {key.removesuffix(".weight") + end: part for end, part in parts.items()}
             plain[key] = numbers.float()
         else:

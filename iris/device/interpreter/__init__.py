@@ -6,7 +6,7 @@
 
 
 def prepare() -> None:
-    """Corrects the interpreter of this process, in which TRITON_INTERPRET is 1."""
+    """Correct the interpreter of this process, in which TRITON_INTERPRET is 1."""
     from ...triton_private import TensorHandle, replace_builder, represent_bfloat16
     from . import launching, reductions
     from .builder import Builder

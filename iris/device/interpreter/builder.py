@@ -54,7 +54,7 @@ class Builder(InterpreterBuilder):
         return TensorHandle(src.data.astype(numpy_type(to)), to)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        """Casts between floating-point types, also from and to fp8, and with a given rounding."""
+        """Cast between floating-point types, also from and to fp8, and with a given rounding."""
         of, to = src.dtype.scalar, dst_type.scalar
         nearest = rounding_mode is None or rounding_mode == TO_NEAREST
         for each in (of, to):
@@ -166,7 +166,7 @@ class Builder(InterpreterBuilder):
         return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
 
     def _add_narrow(self, ptr, val, mask, sem):
-        """Adds numbers of 16 bits by compare and swap, and repeats where another rank or element came between."""
+        """Add numbers of 16 bits by compare and swap, and repeat where another rank or element came between."""
         dtype, shape = val.dtype.scalar, ptr.data.shape
         bfloat = dtype.name == "bf16"
         values = np.broadcast_to(val.data, shape).ravel()
@@ -192,7 +192,7 @@ def _refusal(what: str) -> str:
 
 
 def _numbers(arg, op):
-    """Returns an operand's data if they are numbers, and raises if they are the bits of fp8."""
+    """Return an operand's data if they are numbers, and raise if they are the bits of fp8."""
     dtype = arg.dtype.scalar
     if dtype.name.startswith("fp8"):
         raise DtypeError(_refusal(f"{getattr(op, '__name__', op)} of {dtype}"))
@@ -207,7 +207,7 @@ def _convertible(arg):
 
 
 def _result(data, dtype):
-    """Converts an operation's result to the width and precision of `dtype`; comparisons give truth values."""
+    """Convert an operation's result to the width and precision of `dtype`; comparisons give truth values."""
     if data.dtype == np.bool_:
         return TensorHandle(data, core.int1)
     if dtype.name == "bf16":
@@ -217,7 +217,7 @@ def _result(data, dtype):
 
 
 def _bits(value):
-    """Returns a value's data with the bits that they have in memory."""
+    """Return a value's data with the bits that they have in memory."""
     return floats.to_bits(value.data) if value.dtype.scalar.name == "bf16" else value.data
 
 
@@ -226,7 +226,7 @@ def _memory_type(element):
 
 
 def _window(desc, indices, dtype):
-    """Returns a view of the memory that a descriptor's block at `indices` covers, and which part of the block it is."""
+    """Return a view of the memory that a descriptor's block at `indices` covers, and which part of the block it is."""
     starts = [int(index.data.item()) for index in indices]
     assert starts[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
     address, sizes, strides, where = int(desc.base.data.item()), [], [], []

@@ -19,7 +19,7 @@ _UPPER, _QUIET = np.uint32(0xFFFF0000), np.uint32(0x00400000)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 `x` to the nearest bfloat16, and halves to the even one. A NaN stays a NaN."""
+    """Round float32 `x` to the nearest bfloat16, and halves to the even one. A NaN stays a NaN."""
     bits = x.view(np.uint32)
     even = (bits >> 16) & 1
     even += bits
@@ -32,12 +32,12 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def truncated(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 `x` to a bfloat16 towards zero."""
+    """Round float32 `x` to a bfloat16 towards zero."""
     return np.where(x == x, (x.view(np.uint32) & _UPPER).view(np.float32), x)
 
 
 def to_odd(x: np.ndarray) -> np.ndarray:
-    """Rounds float64 `x` to float32 and sets an inexact number's last bit: rounding again then is as rounding once."""
+    """Round float64 `x` to float32 and set an inexact number's last bit: rounding again then is as rounding once."""
     with np.errstate(over="ignore"):
         near = x.astype(np.float32)
     bits = near.view(np.uint32)
@@ -46,29 +46,29 @@ def to_odd(x: np.ndarray) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray) -> np.ndarray:
-    """Returns the bfloat16 numbers, as float32, whose 16 bits are given."""
+    """Return the bfloat16 numbers, as float32, whose 16 bits are given."""
     wide = bits.view(np.uint16).astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:
-    """Returns the 16 bits of each bfloat16 number, which `x` holds as float32."""
+    """Return the 16 bits of each bfloat16 number, which `x` holds as float32."""
     return (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def converts(name: str) -> bool:
-    """Whether torch has the fp8 type that Triton calls `name`, so that it can be converted."""
+    """Return whether torch has the fp8 type that Triton calls `name`, so that it can be converted."""
     return name in _FP8
 
 
 def from_fp8(bits: np.ndarray, name: str) -> np.ndarray:
-    """Converts bytes of an fp8 type to float32, which holds each exactly."""
+    """Convert bytes of an fp8 type to float32, which holds each exactly."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(_FP8[name]).float().numpy()[bits.view(np.uint8)]
 
 
 def to_fp8(x: np.ndarray, name: str) -> np.ndarray:
-    """Rounds float32 `x` to the nearest number of an fp8 type, as bytes; larger ones become the largest, as on GPUs."""
+    """Round float32 `x` to the nearest number of an fp8 type, as bytes; larger ones become the largest, as on GPUs."""
     largest = torch.finfo(_FP8[name]).max
     near = torch.from_numpy(np.ascontiguousarray(x)).clamp(-largest, largest)
     return near.to(_FP8[name]).view(torch.uint8).numpy()

@@ -10,7 +10,7 @@ _AT_ONCE = {XOR: np.bitwise_xor, OR: np.bitwise_or}
 
 
 def prepare() -> None:
-    """Replaces what Triton's reductions and scans call."""
+    """Replace what Triton's reductions and scans call."""
     ReduceScan.to_tensor = _rounded(ReduceScan.to_tensor)
     ReduceScan.check_tensor = _refusing(ReduceScan.check_tensor)
     ReduceOps.generic_reduce = _known_at_once(ReduceOps.generic_reduce)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
+from iris.machines import machine_of
 from iris.triton_private import GluonDescriptor
 import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
-from ...planning.machine import machine_of
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps

@@ -278,7 +278,7 @@ def multiply_tiles(
 ):  # fmt: skip
     """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
 
-    `epilogue`: with scales where the operands are in eight bits; the bias where this `ADDS_BIAS`. `C`: `out` as a
+    `epilogue`: with scales where the operands are rounded; the bias where this `ADDS_BIAS`. `C`: `out` as a
     matrix. `leaves`: a `Leaves` where a tile's sum is that of so many LEAVES (`sum_tree.py`), a power of two; those
     that wait for their other half do so, rounded, in registers.
     """
@@ -334,7 +334,7 @@ def multiply_tiles(
 
 @gluon.jit
 def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
-    """The product of a tile whose operands were in eight bits, times their scales, as `tiles.scale_transposed` does."""
+    """The product of a tile whose operands were rounded, times their scales, as `tiles.scale_transposed` does."""
     ACC: gl.constexpr = product.type.layout
     row, col, _own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))

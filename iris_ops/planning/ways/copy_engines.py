@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from iris.machines import Machine
+
 from ...config import FusedConfig, Prediction
 from ...problem import GATHER_MATMUL, Problem, part_of
 from ..candidates import copy_gather_configs
-from ..machine import Machine
 from ..needs import GATE, PLAIN, Epilogue
 from ..orders import Order, of_library
 from ..overlap_model import specialised_refused

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..machine import Machine
 from ..needs import ANY_ORDER, Epilogue
-from ..orders import Order, of_stream
+from ..orders import Order
 from ..overlap_model import unhidden
-from ..weights.fp8 import EIGHT_BITS, stream_refused, stream_us
+from ..weights.fp8 import EIGHT_BITS, LINE, stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
 LAMPORT_FP8 = "fp8.lamport_stream"
@@ -23,7 +24,7 @@ class Fp8Stream(Lamport):
 
     kernel = LAMPORT_FP8
     launcher = "fp8.lamport_stream:launcher"
-    supports = "layouts:streams"
+    supports = "fp8.lamport_stream:supports"
     options = "fp8.weight_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
@@ -47,7 +48,7 @@ class Fp8Stream(Lamport):
         return stream_us(problem, machine)
 
     def order(self, problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-        return of_stream(problem, config, machine)
+        return Order("stream", LINE)  # whose warps share K, a line of memory each
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
         return norm_inside(problem, config)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from iris.machines import Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ..candidates import specialised
-from ..machine import Machine
 from ..needs import ANY_ORDER, PLAIN, RANKS_ALIKE, ROWS_ALIKE
 from ..overlap_model import leaf_ends, specialised_refused, unhidden
 from ..tile_model import tile_us

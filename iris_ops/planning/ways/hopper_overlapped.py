@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, MATMUL_GATHER, SUMS, Problem
 from ..candidates import pushed
-from ..machine import Machine
 from ..needs import PLAIN
 from ..overlap_model import hops, push_us, specialised_refused, staggered
 from ..tile_model import tile_us

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import INTERPRETER, Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM_SPAN, REDUCE_SCATTER, SUMS, Problem
 from .. import interpreted
 from ..candidates import fitting, movers, narrow, tiled
-from ..machine import INTERPRETER, Machine
 from ..needs import NORM, PLAIN, Epilogue
 from ..overlap_model import hops, unhidden
 from ..tile_model import EXCHANGED_TILES

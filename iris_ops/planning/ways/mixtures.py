@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import Machine
+
 from ...config import FusedConfig, Prediction
-from ..machine import Machine
 from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from ..moe_ways import (
     DEEP,
@@ -65,10 +66,10 @@ class Mixture(Way):
     def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
         found = []
         for m, n, k, warps, stages, *_ in tiles_of(problem, machine):
-            if problem.invariant is None and problem.reduces and m == NOT_BACK:
+            if not problem.sums.promised and problem.reduces and m == NOT_BACK:
                 continue
             if (
-                problem.invariant is None
+                not problem.sums.promised
                 and not problem.reduces
                 and problem.tokens > 1
                 and m < 64

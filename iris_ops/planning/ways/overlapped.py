@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from iris.machines import INTERPRETER, Machine
+
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, SUMS, Problem, owned_part
 from .. import interpreted, tritonblas
 from ..candidates import fitting, movers, splits, tiled
-from ..machine import INTERPRETER, Machine
 from ..overlap_model import hops, push_us, staggered, tile_bytes
 from ..tile_model import specialised_tiles
 from ..waves import early_tiles, gemm_tiles, programs_of

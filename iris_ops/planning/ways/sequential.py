@@ -6,15 +6,14 @@ Where rows are to be alike the product is `local/matmul.py`'s in place of torch'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from iris.ccl import Config
 from iris.ccl import plan as collectives
 from iris.ccl import problem as ccl
+from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem
-from ..machine import Machine
 from ..needs import PLAIN
 from ..orders import Order, of_library
 from ..product_model import product_us
@@ -76,16 +75,11 @@ class Sequential(Way):
 
 def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Microseconds of the product, of the collective, and of both."""
-    link = collectives.Machine(machine.num_programs, resident=2)
-    share = machine.link_gbs / 380.0  # of an H200's
-    link = replace(
-        link, **{name: share * getattr(link, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")}
-    )
     if problem.sums.promised:
         gemm = product_us(*problem.gemm, problem, machine)
     else:
         gemm = expected_us(*problem.gemm, machine, weights=problem.weights)
-    moved = collectives.plan(_collective(problem), Config(), link).expected_us
+    moved = collectives.plan(_collective(problem), Config(), machine.links).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 
 

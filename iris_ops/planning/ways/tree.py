@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from iris.machines import INTERPRETER, Machine
+
 from ... import sum_tree
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, SUMS, Problem
 from .. import interpreted
 from ..candidates import narrow, tiled, tree_tiles
-from ..machine import INTERPRETER, Machine
 from ..needs import RANKS_ALIKE
 from ..overlap_model import hops, leaf_ends
 from ..waves import gemm_tiles, programs_of

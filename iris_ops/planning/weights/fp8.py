@@ -15,7 +15,7 @@ from ..needs import WeightFormat
 from ..op_names import ALL_REDUCE
 
 if TYPE_CHECKING:
-    from ..machine import Machine
+    from iris.machines import Machine
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
@@ -87,4 +87,13 @@ class _Fp8(WeightFormat):
         return us / _FASTER + self.rounding_us(rows, K, machine)
 
 
-EIGHT_BITS = _Fp8("in eight bits", "fp8", FP8, operand_bytes=1, operands="fp8.steps:operands")
+EIGHT_BITS = _Fp8(
+    "in eight bits",
+    "fp8",
+    FP8,
+    operand_bytes=1,
+    operands="fp8.steps:operands",
+    product="fp8.scaled_matmul:product",
+    fixed_product="fp8.scaled_matmul:fixed_product",
+    widening="fp8.widening:E4M3",
+)

@@ -73,7 +73,7 @@ class Fast:
         self._scope = scope
 
     def _runner(self, python: Callable, fn: Callable, given: dict[str, Any]) -> Callable[[], None]:
-        """Returns the call that runs one program of a kernel with these arguments."""
+        """Return the call that runs one program of a kernel with these arguments."""
         arrays: list = []
         key = fn, *[kind_of(value, arrays) for value in given.values()]
         try:

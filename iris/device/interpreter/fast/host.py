@@ -25,7 +25,7 @@ def prepare(scope: Scope, tape: Tape, modules: Sequence[ModuleType]) -> None:
 
 
 def _calls_the_host(function: Any, module: str) -> bool:
-    """Whether `module` has made `function` a builtin of the language, which Triton calls and does not compile."""
+    """Return whether `module` has made `function` a builtin of the language, which Triton calls and never compiles."""
     marked = inspect.isfunction(function) and getattr(function, "__triton_builtin__", False)
     return marked and function.__module__ == module
 

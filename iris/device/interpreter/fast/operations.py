@@ -16,7 +16,7 @@ ARRAYS = np.ndarray, np.generic
 
 
 def held(value: Any, slots: dict[int, int], holders: list) -> Any:
-    """Copies `value` with handles of its own, and lists each handle in `holders` with the slot of its array."""
+    """Copy `value` with handles of its own, and list each handle in `holders` with the slot of its array."""
     kind = type(value)
     if kind is TensorHandle:
         own = TensorHandle(None, value.dtype, value.attr)
@@ -40,7 +40,7 @@ def held(value: Any, slots: dict[int, int], holders: list) -> Any:
 
 
 def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int, result: Any) -> Callable:
-    """Returns a call that repeats an operation on the arrays of given slots.
+    """Return a call that repeats an operation on the arrays of given slots.
 
     The call takes arrays from the slots that `holders` names, and puts its results into the slots from `out` on. `held`
     has made `args` and `named`; `result` is what the operation returned when it was recorded.
@@ -69,14 +69,14 @@ def run_of(function: Callable, args: tuple, named: dict, holders: list, out: int
 
 
 def is_recordable(result: Any) -> bool:
-    """Whether a result consists of types that `described` knows."""
+    """Return whether a result consists of types that `described` knows."""
     if type(result) is tuple or type(result) is list:
         return all(map(is_recordable, result))
     return result is None or type(result) is TensorHandle or type(result) is core.tensor
 
 
 def described(result: Any, arrays: list) -> Any:
-    """Appends a result's arrays to `arrays`, and returns what else `made_of` needs."""
+    """Append a result's arrays to `arrays`, and return what else `made_of` needs."""
     kind = type(result)
     if isinstance(result, ARRAYS):
         arrays.append(result)
@@ -93,7 +93,7 @@ def described(result: Any, arrays: list) -> Any:
 
 
 def rebuilt(description: Any, arrays: Any) -> Any:
-    """Builds a result from what `described` returned and from an iterator over arrays."""
+    """Build a result from what `described` returned and from an iterator over arrays."""
     if description is None or description is np.ndarray:
         return None if description is None else next(arrays)
     kind, what, *types = description

@@ -24,7 +24,7 @@ _TRUTH = {"int1": np.bool_}
 
 
 def _quotient(a, b):
-    """Divides integers and rounds towards zero; numpy rounds down."""
+    """Divide integers and round towards zero; numpy rounds down."""
     return (a - np.fmod(a, b)) // b
 
 
@@ -54,7 +54,7 @@ _WIDER = {("int32", "int64"), ("int32", "fp32"), ("int1", "int32"), ("int1", "in
 
 
 def prepare(scope: Scope, tape: Tape) -> None:
-    """Replaces operators, once `interpreter._patch_lang` has put Triton's own in place."""
+    """Replace operators, once `interpreter._patch_lang` has put Triton's own in place."""
     tensor = core.tensor
 
     def replace(owner: Any, name: str, wrap: Callable) -> None:
@@ -91,7 +91,7 @@ def _item(data):
 
 
 def direct_builtins(scope: Scope) -> None:
-    """Passes `_semantic` to functions of the language at once; Triton first looks at each argument."""
+    """Pass `_semantic` to functions of the language at once; Triton first looks at each argument."""
 
     def patch(obj, name, member, builder, scope):
         function = getattr(member, "__wrapped__", member)
@@ -159,7 +159,7 @@ def _moved(addresses, steps, width):
 
 
 def _of_one_shape(whole: Callable, tape: Tape) -> Callable:
-    """Broadcasts two values to the one shape that has room for both."""
+    """Broadcast two values to the one shape that has room for both."""
     known: dict = {}  # by both types, the results' types and shape
 
     def seen(value, type_, shape):
@@ -179,7 +179,7 @@ def _of_one_shape(whole: Callable, tape: Tape) -> Callable:
 
 
 def _spread(data, shape):
-    """Returns a view of that shape. For a single element numpy's own function takes six times as long."""
+    """Return a view of that shape. For a single element numpy's own function takes six times as long."""
     if data.size != 1:
         return np.broadcast_to(data, shape)
     view = np.ndarray(shape, data.dtype, data, 0, (0,) * len(shape))

@@ -13,7 +13,7 @@ from .scope import Scope
 
 
 def prepare(scope: Scope) -> None:
-    """Replaces these parts of the interpreter."""
+    """Replace these parts of the interpreter."""
     scope.set(interpreter, "_patch_lang", lambda fn: None)  # the language is patched already
     scope.set(interpreter, "_get_np_dtype", _once_a_name(interpreter._get_np_dtype))
     scope.set(core.block_type, "__init__", _once_a_type(core.block_type.__init__, core))
@@ -24,7 +24,7 @@ def prepare(scope: Scope) -> None:
 
 
 def itself(dtype, builder):
-    """Returns the language's own type, which is what the interpreter's builder works with."""
+    """Return the language's own type, which is what the interpreter's builder works with."""
     return dtype
 
 
@@ -68,7 +68,7 @@ def _once_an_element(type_with: Callable) -> Callable:
 
 
 def _once_a_kind(init: Callable) -> Callable:
-    """Keeps a tensor's shape, number of elements and dtype by its type."""
+    """Keep a tensor's shape, number of elements and dtype by its type."""
     known = {}
 
     def cached_init(self, handle, type):

@@ -42,17 +42,17 @@ class Tape:
     recorder: Recorder | None = None
 
     def called(self, function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
-        """Returns `function(*args, **named)` of values of the language."""
+        """Return `function(*args, **named)` of values of the language."""
         if self.recorder is None:
             return function(*args, **named)
         return self.recorder.call(function, args, named, effect)
 
     def computed(self, function: Callable, *operands: Any) -> Any:
-        """Returns `function(*operands)` of numpy arrays."""
+        """Return `function(*operands)` of numpy arrays."""
         return function(*operands) if self.recorder is None else self.recorder.numpy(function, *operands)
 
     def apart(self, function: Callable, *args: Any) -> Any:
-        """Calls `function` while nothing is recorded, to learn something that is the same in each run."""
+        """Call `function` while nothing is recorded, to learn something that is the same in each run."""
         recorder, self.recorder = self.recorder, None
         try:
             return function(*args)
@@ -60,7 +60,7 @@ class Tape:
             self.recorder = recorder
 
     def read(self, array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
-        """Returns `how(array)`, by which Python decides, and records the choice."""
+        """Return `how(array)`, by which Python decides, and record the choice."""
         return how(array) if self.recorder is None else self.recorder.read(array, how)
 
 
@@ -97,7 +97,7 @@ class Recording:
         self.refused = False
 
     def run(self, fn: Callable, given: dict[str, Any], arrays: list) -> None:
-        """Replays a program, or runs its Python where nothing is recorded; `arrays` are the arguments' arrays."""
+        """Replay a program, or run its Python where nothing is recorded; `arrays` are the arguments' arrays."""
         if self.refused or self.plain_runs < _PLAIN_RUNS:
             self.plain_runs += 1
             fn(**given)
@@ -153,7 +153,7 @@ class Recorder:
         root.end = root.end or len(values)
 
     def numpy(self, function: Callable, *operands: Any) -> Any:
-        """Computes and records `function(*operands)`; an operand is an array, or the same value in each run."""
+        """Compute and record `function(*operands)`; an operand is an array, or the same value in each run."""
         if self.replayed:
             return self._known(function)
         slots: list[Any] = [self.slots.get(id(each)) if isinstance(each, ARRAYS) else -1 for each in operands]
@@ -183,7 +183,7 @@ class Recorder:
         return self._done(function, result, arrays, run)
 
     def call(self, function: Callable, args: tuple, named: dict, effect: bool = False) -> Any:
-        """Calls and records `function` with values of the language; with `effect` a replay never skips it."""
+        """Call and record `function` with values of the language; with `effect` a replay never skips it."""
         if self.replayed:
             return self._known(function)
         holders: list[tuple[TensorHandle, int]] = []
@@ -195,7 +195,7 @@ class Recorder:
         return self._done(function, result, [-1] * effect + [slot for _, slot in holders], run)
 
     def read(self, array: np.ndarray, how: Callable[[np.ndarray], Any]) -> Any:
-        """Returns `how(array)` and records it as a choice: the kernel's Python decides by it."""
+        """Return `how(array)` and record it as a choice: the kernel's Python decides by it."""
         slot = self.slots.get(id(array))
         if slot is None:
             return self._stop(how(array))
@@ -225,7 +225,7 @@ class Recorder:
         self.trace.end = len(self.values)
 
     def _known(self, function: Callable) -> Any:
-        """Returns what the replay has computed for the next operation."""
+        """Return what the replay has computed for the next operation."""
         step = self.replayed.pop()
         assert step.function is function, f"{function} is not {step.function}: the kernel does not repeat itself"
         arrays = [self._own(self.values[out], out) for out in step.outs]
@@ -234,7 +234,7 @@ class Recorder:
         return operations.rebuilt(step.described, iter(arrays))
 
     def _done(self, function: Callable, result: Any, taken: list[int], run: Callable[[list], None]) -> Any:
-        """Records an operation, and returns its result with arrays that no other slot has."""
+        """Record an operation, and return its result with arrays that no other slot has."""
         arrays: list = []
         described, first = operations.described(result, arrays), len(self.values)
         outs = range(first, first + len(arrays))
@@ -257,7 +257,7 @@ class Recorder:
         return operations.rebuilt(described, iter(self.values[first:]))
 
     def _own(self, array: np.ndarray, slot: int) -> np.ndarray:
-        """Puts an array into a slot, as a view if another slot has it: a recorder knows arrays by their identity."""
+        """Put an array into a slot, as a view if another slot has it: a recorder knows arrays by their identity."""
         if id(array) in self.slots:
             array = array.view()
         self.values[slot] = array
@@ -272,7 +272,7 @@ class Recorder:
 
 
 def recorded(builder: type, tape: Tape) -> type:
-    """Returns a subclass of Triton's `builder` whose operations go through `tape`."""
+    """Return a subclass of Triton's `builder` whose operations go through `tape`."""
     names = [name for name in dir(builder) if name.startswith(("create_", "get_")) and not name.endswith("_ty")]
     names = [name for name in names if name != "get_cache_policy"]
     return type(builder.__name__, (builder,), {name: _through(getattr(builder, name), name, tape) for name in names})
@@ -288,7 +288,7 @@ def _through(method: Callable, name: str, tape: Tape) -> Callable:
 
 
 def kind_of(value: Any, arrays: list) -> Any:
-    """Appends an argument's arrays to `arrays`, and returns all else that a recording depends on."""
+    """Append an argument's arrays to `arrays`, and return all else that a recording depends on."""
     kind = type(value)
     if kind is core.tensor:
         arrays.append(value.handle.data)

@@ -19,7 +19,7 @@ class Scope:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute now, and whenever the scope is entered."""
+        """Set an attribute now, and whenever the scope is entered."""
         if (id(owner), name) not in self._values:
             self._before.append((owner, name, vars(owner).get(name, _MISSING)))
         self._values[id(owner), name] = owner, name, value

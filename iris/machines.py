@@ -1,4 +1,4 @@
-"""What the planner knows of a device: its rates, its latencies and what its kernels can do.
+"""What planners know of a device: its rates, its latencies and what its kernels can do. The one table of them.
 
 Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
 multiprocessors.
@@ -9,8 +9,42 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from iris import platform
 import torch
+
+from . import platform
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What the model of collectives reckons with; measured on an H200 of an NVLink host."""
+
+    num_programs: int
+    """Programs that run at once."""
+    link_gbs: float = 363.0
+    """Stores to all peers together, each way."""
+    lamport_gbs: float = 240.0
+    """The same for Lamport values, which the receiver polls, reads and overwrites by the sentinel."""
+    pair_gbs: float = 340.0
+    """For Lamport values between two ranks, where sends and sums take turns."""
+    two_hops_gbs: float = 335.0
+    """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
+    lamport_mb: float = 100.0
+    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
+    launch_us: float = 1.4
+    hop_us: float = 1.5
+    """A Lamport value: stored at the peer, seen by the peer."""
+    signal_us: float = 3.6
+    """A program's stores drained, its signal sent and seen."""
+    enter_us: float = 1.4
+    """A signal with nothing to drain."""
+    resident: int = 1
+    """Programs of the kernels here that share a multiprocessor, where one is to go on while another waits."""
+    interpreted: bool = False
+
+
+# Hops are a switch of processes, and each operation of a kernel costs more than its data.
+_INTERPRETED = LinkRates(1, 1.0, 0.8, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
+_H200_LINK_GBS = 380.0  # to which `LinkRates` belong
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,17 @@ class Machine:
     def architecture(self) -> str:
         """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
         return "hopper" if self.warp_specialised else ""
+
+    @property
+    def links(self) -> LinkRates:
+        """The rates of collectives: an H200's, by this device's link."""
+        if self.name == INTERPRETER:
+            return _INTERPRETED
+        share = self.link_gbs / _H200_LINK_GBS
+        rates = {
+            name: share * getattr(LinkRates, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")
+        }
+        return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2)
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""

@@ -1,0 +1,77 @@
+"""The engine of all planners: of the ways that accept a problem, the candidates with their times, the fastest first.
+
+It is arithmetic, so every rank chooses the same without talking. `iris/ccl/ways.py` and `iris_ops/planning/ways/` are
+the tables of ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Times(NamedTuple):
+    """Microseconds that a candidate should take."""
+
+    total_us: float
+
+
+class Way:
+    """One way to serve a problem, as numbers. All ranks compute the same from equal arguments."""
+
+    ops: frozenset[str]
+    lead: tuple[float, float] = (0.0, 0.0)
+    """By how much it must be faster than others to be chosen: a share of its time, and microseconds at most."""
+
+    def objection(self, problem: Any, machine: Any) -> str | None:
+        """The reason why `problem` cannot be served on `machine`; None if it can."""
+        return None
+
+    def tiles(self, problem: Any, machine: Any) -> Sequence[Any]:
+        """The configurations that are weighed."""
+        return (None,)
+
+    def predicted(self, problem: Any, config: Any, machine: Any) -> Predicted:
+        """The time that a configuration should take."""
+        raise NotImplementedError
+
+
+class Predicted(Protocol):
+    """A prediction: microseconds of the whole, and whatever else a trace shows."""
+
+    @property
+    def total_us(self) -> float: ...
+
+
+class Candidate(NamedTuple):
+    """A way's configuration with its times. `weighed_us`: what it is compared by."""
+
+    way: Any
+    config: Any
+    times: Any
+    weighed_us: float
+
+
+class Weighed(NamedTuple):
+    """All that was looked at for a problem: candidates, the fastest first, and why other ways cannot serve."""
+
+    candidates: Sequence[Candidate]
+    rejected: Sequence[tuple[Any, str]]
+
+
+def weigh(ways: Sequence[Way], problem: Any, machine: Any) -> Weighed:
+    """Return every candidate of every way with its times, and each way that cannot serve, with the reason.
+
+    Of candidates that are as fast, the one whose way stands first comes first.
+    """
+    found: list[Candidate] = []
+    rejected: list[tuple[Way, str]] = []
+    for way in (way for way in ways if problem.op in way.ops):
+        if reason := way.objection(problem, machine):
+            rejected.append((way, reason))
+            continue
+        for config in way.tiles(problem, machine):
+            times = way.predicted(problem, config, machine)
+            share, most = way.lead
+            found.append(Candidate(way, config, times, times.total_us + min(share * times.total_us, most)))
+    return Weighed(sorted(found, key=lambda each: each.weighed_us), rejected)
