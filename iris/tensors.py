@@ -95,7 +95,7 @@ class TensorMethods(Rank):
         return self._construct(torch.full, tuple(map(_flat, size_and_value)), options)
 
     def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
-        """Return zeros with the sizes and dtype of a tensor, as `torch.zeros_like` does. The tensor may lie anywhere."""
+        """Return zeros with the sizes and dtype of any tensor, as `torch.zeros_like` does."""
         return self._construct(torch.zeros_like, like, options, fill=torch.Tensor.zero_)
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
