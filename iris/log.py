@@ -21,9 +21,13 @@ if logger.level == logging.NOTSET:
 
 
 def set_logger_level(level: int | str) -> None:
-    """Sets the least severe level that is printed: `iris.DEBUG`, `INFO` (the default), `WARNING` or `ERROR`.
+    """Set the lowest level of the log lines that are printed.
 
-    Takes logging's names of them too, and its other levels. Raises `ArgumentError` for anything else.
+    Args:
+        level: `iris.DEBUG`, `INFO` (the default), `WARNING` or `ERROR`, or any level of `logging`, also by name.
+
+    Raises:
+        ArgumentError: for anything else.
     """
     try:
         logger.setLevel(level)

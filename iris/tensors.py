@@ -34,35 +34,40 @@ _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, OverflowError)
 
 
 class TensorMethods(Rank):
-    """The constructors of `Iris`. Every rank makes the same calls, so offsets agree on all ranks.
+    """Make tensors on the symmetric heap. These are methods of the context.
 
-    Sizes may also be nested, as in `zeros(((2, 3),))`, or none at all for a single element. All take torch's keywords:
-    `out` (on this heap, of the result's sizes, or contiguous and of as many elements: then a view of it is returned),
-    `dtype`, `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where
-    torch has them. They raise `ArgumentError` or a subclass for bad arguments and `HeapExhausted` when the heap is
-    full; nothing is taken from the heap then.
+    Every rank makes the same calls in the same order, so a tensor has the same offset on every rank. Sizes may be
+    arguments, one tuple, nested, or absent for a single element. All methods take torch's keywords: `out` (on this
+    heap, with the sizes of the result, or contiguous with as many elements; then a view of it is returned), `dtype`,
+    `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where torch has
+    them.
 
-    A tensor's memory is reused once every rank has dropped the tensor and its views, when an allocation finds no other
-    room. The ranks then wait for their devices and for each other.
+    All methods raise `ArgumentError` or a subclass for bad arguments, and `HeapExhausted` if the heap is full. Nothing
+    is allocated then. Memory is reused once every rank has dropped the tensor and its views, when an allocation finds
+    no other room; the ranks then wait for their devices and for each other.
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.zeros`: sizes as arguments or as one tuple."""
+        """Return a tensor of zeros, as `torch.zeros` does."""
         return self._construct(torch.zeros, _sizes(size, options), options)
 
     def ones(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.ones`."""
+        """Return a tensor of ones, as `torch.ones` does."""
         return self._construct(torch.ones, _sizes(size, options), options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.empty`."""
+        """Return an uninitialized tensor, as `torch.empty` does."""
         return self._construct(torch.empty, _sizes(size, options), options, fill=lambda tensor: None)
 
     def empty_ragged(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Create as `empty`, of sizes that may differ by rank: each rank's part of an uneven whole. Collective.
+        """Return an uninitialized tensor whose sizes may differ between ranks. Collective.
 
-        Every rank takes as much memory as the largest part, so the parts, and later allocations, begin at the same
-        offset on all ranks. Raises what `empty` raises, on all ranks alike.
+        Every rank allocates as many bytes as the largest tensor has, so later allocations have equal offsets.
+
+        Raises:
+            CaptureError: while a CUDA graph is captured.
+            DtypeError: if the dtype differs between ranks.
+            ArgumentError, HeapExhausted: as `empty`, on every rank.
         """
         self.check()
         call = f"empty({', '.join(map(described, size))}, dtype={dtype})"
@@ -84,34 +89,36 @@ class TensorMethods(Rank):
         return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in replies))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.full(size, fill_value)`."""
+        """Return a tensor filled with one value, as `torch.full(size, fill_value)` does."""
         return self._construct(torch.full, tuple(map(_flat, size_and_value)), options)
 
     def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.zeros_like(tensor)`; the tensor may lie anywhere."""
+        """Return zeros with the sizes and dtype of any tensor, as `torch.zeros_like` does."""
         return self._construct(torch.zeros_like, like, options, fill=torch.Tensor.zero_)
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.rand`. Ranks with the same seed get the same values."""
+        """Return uniform random numbers from [0, 1), as `torch.rand` does. Ranks with equal seeds get equal numbers."""
         return self._construct(torch.rand, _sizes(size, options), options)
 
     def randn(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.randn`."""
+        """Return normal random numbers, as `torch.randn` does. Ranks with equal seeds get equal numbers."""
         return self._construct(torch.randn, _sizes(size, options), options)
 
     def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.randint([low,] high, size)`."""
+        """Return random integers, as `torch.randint([low,] high, size)` does."""
         return self._construct(torch.randint, tuple(map(_flat, bounds_and_size)), options)
 
     def arange(self, *bounds: Any, **options: Any) -> torch.Tensor:
-        """Create as `torch.arange([start,] end[, step])`."""
+        """Return evenly spaced numbers, as `torch.arange([start,] end[, step])` does."""
         return self._construct(torch.arange, bounds, options)
 
     def linspace(
         self, start: Any, end: Any, steps: Any = None, out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Create as `torch.linspace(start, end, steps)`; the steps may be a size of one dimension."""
+        """Return `steps` numbers from `start` to `end`, as `torch.linspace` does. `steps` may be a size of one
+        dimension.
+        """
         if steps is None:
             raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected how many elements")
         bounds = tuple(map(_single, (start, end, steps)))
@@ -120,7 +127,7 @@ class TensorMethods(Rank):
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return `empty(size, dtype=dtype)`, filled with random numbers from `low` to `high`."""
+        """Return uniform random numbers from `low` to `high`, of a floating-point `dtype`."""
         sound = all(isinstance(bound, (int, float)) for bound in (low, high)) and low <= high
         if not sound or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ArgumentError(
@@ -131,21 +138,26 @@ class TensorMethods(Rank):
 
     @aliases.keywords(external_tensor="tensor")
     def as_symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on this heap that shares memory with `tensor`: itself if it lies there. Collective.
+        """Return a tensor on this heap that shares memory with `tensor`. Collective.
 
-        Allocator 'vmem' imports outside memory without a copy: on GPUs memory of the driver's virtual-memory calls
-        (torch's expandable segments), on CPUs shared memory (`tensor.share_memory_()`). The result keeps `tensor`'s
-        memory; `free` it on every rank, then `trim`. Raises `NotSymmetricError` with the remedy where that cannot be.
+        A tensor that lies on the heap is returned unchanged. The allocator "vmem" imports outside memory without a
+        copy: on GPUs memory of the driver's virtual-memory calls (torch's expandable segments), on CPUs shared memory
+        (`tensor.share_memory_()`). The result keeps the memory alive until `free` on every rank and `trim`.
+
+        Raises:
+            NotSymmetricError: if the memory cannot be imported; the message names the remedy.
         """
         self.check()
         _check_tensor(tensor)
         return self.heap.adopt(tensor, self.is_symmetric(tensor))
 
     def free(self, *tensors: torch.Tensor) -> None:
-        """Return the tensors' memory back to the heap for later allocations. Every rank makes the same calls.
+        """Return the memory of tensors to the heap. Every rank makes the same calls.
 
-        Nothing may use them any more, here or at a peer: call `barrier()` before if peers read or wrote them. Raises
-        `ArgumentError` for a tensor that is not as this context returned it, or was freed before; then none is freed.
+        No rank may use the tensors any more. If peers read or wrote them, call `barrier()` first.
+
+        Raises:
+            ArgumentError: for a tensor that this context did not return, or that was freed before; then none is freed.
         """
         self.check()
         for tensor in tensors:
@@ -156,9 +168,9 @@ class TensorMethods(Rank):
         self.heap.free(*tensors)
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Return whether the whole storage range of `tensor` lies in this heap, at the same offset on all ranks.
+        """Return whether all of the tensor's storage lies on this heap, at the same offset on every rank.
 
-        False for outputs of layers, whose offsets differ by rank (`iris/memory/outputs.py`).
+        Outputs of layers lie on the heap at different offsets, so for them the answer is False.
         """
         self.check()
         _check_tensor(tensor)

@@ -30,12 +30,24 @@ def do_bench(
     quantiles: Sequence[float] | None = None,
     return_mode: str = "mean",
 ) -> Any:
-    """Return milliseconds of `fn()` on this rank: of `n_repeat` calls the "mean", "median", "min", "max" or "all".
+    """Measure calls of `fn` on this rank, one at a time, with an empty L2 cache and including the launch.
 
-    Before each call come `barrier_fn` (`ctx.barrier`, say), `preamble_fn`, a sweep that empties the GPU's L2 cache, and
-    `barrier_fn` again. So each call is timed alone, with cold caches, and with its launch cost: for the time in a
-    stream of calls, and of the slowest rank, use `iris-tp bench`. `quantiles`: these, from 0 to 1, in place of
-    `return_mode`; a single one as a number. Raises `ArgumentError` for bad arguments.
+    For the time of a call in a stream of calls, and on the slowest rank, use `iris-tp bench`.
+
+    Args:
+        fn: the call to measure.
+        barrier_fn: is called twice before each call, for example `ctx.barrier`.
+        preamble_fn: is called before each call, outside the measured time.
+        n_warmup: calls before the measurement, from 0.
+        n_repeat: measured calls, from 1.
+        quantiles: numbers from 0 to 1; these quantiles are returned, as a list if there are several.
+        return_mode: "mean", "median", "min", "max" or "all".
+
+    Returns:
+        Milliseconds.
+
+    Raises:
+        ArgumentError: for bad arguments.
     """
     if return_mode not in _SUMMARIES:
         raise ArgumentError(f"return_mode is {return_mode!r}; expected one of {', '.join(_SUMMARIES)}")

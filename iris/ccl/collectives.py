@@ -84,7 +84,15 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
         config: Config | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """Columns j * N ... of `inp` (M, N * w) to rank j, whose columns i * N ... of `out` they are, from rank i."""
+        """Send columns of `inp` to every rank, and receive columns from every rank.
+
+        Args:
+            out: [M, N * w]. Columns i * N to (i + 1) * N come from rank i.
+            inp: [M, N * w], any dtype of up to 8 bytes. Columns j * N to (j + 1) * N go to rank j.
+
+        Returns:
+            The workspace of the call.
+        """
         return self._call(ALL_TO_ALL, out, inp, None, group, async_op, config, workspace)
 
     @KEYWORDS
@@ -92,7 +100,15 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, group: Members = None, async_op: bool = False,
         config: Config | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out` (w * M, N): every rank's `inp` (M, N), in rank order. `inp` may be this rank's part of `out`."""
+        """Gather the `inp` of all ranks along the rows.
+
+        Args:
+            out: [w * M, N], in rank order.
+            inp: [M, N], any dtype of up to 8 bytes. It may be this rank's part of `out`.
+
+        Returns:
+            The workspace of the call.
+        """
         return self._call(ALL_GATHER, out, inp, None, group, async_op, config, workspace)
 
     @KEYWORDS
@@ -100,9 +116,14 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
         async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out`: the sum over ranks of `inp`, of any shape, kept in fp32 and rounded once; `out` may be `inp`.
+        """Sum `inp` over the ranks. All ranks get the same bits, in each run, except with "atomic" and "spinlock".
 
-        The same bits on every rank and in each run, but for the variants "atomic" and "spinlock".
+        Args:
+            out: the shape and dtype of `inp`; it may be `inp`.
+            inp: any shape; bfloat16, float16, float32 (accumulated in float32, rounded once) or integers.
+
+        Returns:
+            The workspace of the call.
         """
         return self._call(ALL_REDUCE, out, inp, op, group, async_op, config, workspace)
 
@@ -111,11 +132,17 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None, group: Members = None,
         async_op: bool = False, config: Config | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """This rank's rows of the sum over ranks of `inp` (M, N), if `out` is (M/w, N), parts as torch.chunk splits.
+        """Sum `inp` over the ranks and keep this rank's part.
 
-        If `out` is (M, N), this rank's tiles of the sum, at their places: tiles of `block_size_m` x `block_size_n`
-        (32 x 64), numbered by `swizzle_size` (4) row blocks at a time, in one range each (`all_reduce_distribution=1`,
-        the default) or in turn (0). So ROCm/iris's newest `Config` has it. Of a single row all are rank 0's.
+        Args:
+            out: [M / w, N] for this rank's rows, as `torch.chunk` splits them; or [M, N] for this rank's tiles, at
+                their places. Tiles have `block_size_m` x `block_size_n` elements (32 x 64). `swizzle_size` (4) row
+                blocks are numbered together; a rank has one range of tiles, or every w-th with
+                `all_reduce_distribution=0`.
+            inp: [M, N], as for `all_reduce`.
+
+        Returns:
+            The workspace of the call.
         """
         return self._call(REDUCE_SCATTER, out, inp, op, group, async_op, config, workspace)
 
@@ -124,9 +151,11 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace for `all_reduce` calls like this one, which can then be captured at once. Launches no sum.
+        """Return a workspace for `all_reduce` calls with these tensors, so that they can be captured in a CUDA graph at
+        once.
 
-        Calls of other groups may use it too if it has none; the first of each group then reserves memory.
+        It allocates and launches no sum. Calls of other groups may use the workspace too; the first one of each group
+        then allocates.
         """
         ctx = self._ctx
         ctx.check()
@@ -199,14 +228,14 @@ class Collectives(RootedCalls):
             self._ctx.forget_launches()
 
     def new_workspace(self, group: Members = None) -> Workspace:
-        """An empty workspace, for calls that may run beside others of the group."""
+        """Return an empty workspace, for calls that may run at the same time as others of the group."""
         self._ctx.check()
         return Workspace(self._group(group))
 
     def plan(
         self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group: Members = None
     ) -> Plan | None:
-        """What a call would do, and the time that it should take; launches nothing. None where `inp` is empty."""
+        """Return the plan of a call with its predicted time in µs, or None if `inp` is empty. Launches nothing."""
         self._ctx.check()
         if op not in OPS:
             raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")

@@ -16,7 +16,7 @@ TILE = 32, 64
 
 
 class ReduceOp(Enum):
-    """How elements of the ranks are combined."""
+    """Name the operation that combines the ranks' elements."""
 
     SUM = "sum"
 

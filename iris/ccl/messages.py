@@ -22,9 +22,9 @@ from .rooted import check, check_rank
 
 @dataclass(frozen=True)
 class P2POp:
-    """A message of `ctx.ccl.batch_isend_irecv`: to or from rank `peer`, counted in the call's group.
+    """Describe one message of `ctx.ccl.batch_isend_irecv`: to or from rank `peer`, counted in the call's group.
 
-    `op`: "send" or "recv"; "isend", "irecv" and functions of these names, such as torch.distributed's, mean the same.
+    `op` is "send" or "recv". "isend", "irecv", and functions of these names such as torch.distributed's, are accepted.
     """
 
     op: str | Callable
@@ -41,24 +41,24 @@ class P2POp:
 
 
 class P2PState:
-    """What `init_p2p` returns. Code written for ROCm/iris hands it on as `p2p_state`; no call looks at it."""
+    """Represent the buffers of `init_p2p`. Code for ROCm/iris passes it on as `p2p_state`; calls ignore it."""
 
 
 class Work:
-    """A message that is on its way in the stream; a stand-in for torch.distributed's."""
+    """Represent a message in the current stream, with the interface of torch.distributed's work objects."""
 
     def wait(self, timeout: object = None) -> bool:
-        """True. There is nothing to wait for: what follows in the stream comes behind the message."""
+        """Return True at once: later work in the stream runs after the message."""
         return True
 
 
 def isend(ctx: Any, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
-    """`ctx.ccl.isend` of a context; in a `P2POp` it means "send"."""
+    """Call `ctx.ccl.isend`. In a `P2POp` this function means "send"."""
     return ctx.ccl.isend(tensor, dst, **given)
 
 
 def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
-    """`ctx.ccl.irecv` of a context; in a `P2POp` it means "recv"."""
+    """Call `ctx.ccl.irecv`. In a `P2POp` this function means "recv"."""
     return ctx.ccl.irecv(tensor, src, **given)
 
 

@@ -45,14 +45,22 @@ class RootedCalls:
         raise NotImplementedError
 
     def barrier(self, group: Members = None) -> None:
-        """`ctx.device_barrier(group)`."""
+        """Wait for all ranks of the group on the device, in stream order: `ctx.device_barrier(group)`."""
         self._ctx.device_barrier(group)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, group: Members = None, async_op: bool = False,
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
-        """`tensor`, of any shape and dtype, becomes what rank `src` has. Here and below: ranks count in the group."""
+        """Copy `tensor` of rank `src` into `tensor` of every rank.
+
+        Args:
+            tensor: any shape, dtype and strides, on the context's device; the same sizes on all ranks.
+            src: the rank that has the data, counted in the group, as in all calls of this class.
+
+        Returns:
+            The workspace of the call.
+        """
         act = partial(rooted.broadcast, tensor=tensor, src=src)
         return self._rooted("broadcast", (tensor,), src, None, group, async_op, config, act)
 
@@ -61,7 +69,15 @@ class RootedCalls:
         self, out: torch.Tensor | None, inp: torch.Tensor, dst: int = 0, group: Members = None, async_op: bool = False,
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
-        """Rank `dst`'s `out` (w * M, ...): every rank's `inp` (M, ...), in rank order. The others' `out` is left."""
+        """Gather the `inp` of all ranks on rank `dst`.
+
+        Args:
+            out: [w * M, ...] on rank `dst`, in rank order; ignored on other ranks.
+            inp: [M, ...], any dtype.
+
+        Returns:
+            The workspace of the call.
+        """
         act = partial(rooted.gather, out=out, inp=inp, dst=dst)
         return self._rooted("gather", (out, inp), dst, None, group, async_op, config, act)
 
@@ -70,7 +86,15 @@ class RootedCalls:
         self, out: torch.Tensor, inp: torch.Tensor | None, src: int = 0, group: Members = None, async_op: bool = False,
         config: Config | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out` (M, ...): this rank's part of rank `src`'s `inp` (w * M, ...). The others' `inp` is not looked at."""
+        """Distribute the parts of rank `src`'s `inp`.
+
+        Args:
+            out: [M, ...]: this rank's part.
+            inp: [w * M, ...] on rank `src`; ignored on other ranks.
+
+        Returns:
+            The workspace of the call.
+        """
         act = partial(rooted.scatter, out=out, inp=inp, src=src)
         return self._rooted("scatter", (out, inp), src, None, group, async_op, config, act)
 
@@ -79,31 +103,49 @@ class RootedCalls:
         self, out: torch.Tensor | None, inp: torch.Tensor | None = None, dst: int = 0, op: ReduceOp | None = None,
         group: Members = None, async_op: bool = False, config: Config | None = None,
     ) -> Workspace:  # fmt: skip
-        """Rank `dst`'s `out`: the sum over ranks of `inp`, kept in fp32 and rounded once. The others' `out` is left.
+        """Sum `inp` over the ranks on rank `dst`, in float32, rounded once.
 
-        Without `inp`, `out` is what is summed, too.
+        Args:
+            out: the shape of `inp` on rank `dst`; ignored on other ranks. Without `inp`, it is also what is summed.
+            inp: any shape; bfloat16, float16 or float32.
+
+        Returns:
+            The workspace of the call.
         """
         inp = out if inp is None else inp
         act = partial(rooted.reduce, out=out, inp=inp, dst=dst, reduce_op=op)
         return self._rooted("reduce", (out, inp), dst, op, group, async_op, config, act)
 
     def tile_space(self, tiles: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory for the collectives on tiles of one's own kernel (`iris.tiles`); collective over all ranks.
+        """Allocate memory for collectives on tiles inside a kernel (`iris.tiles`). Collective over all ranks.
 
-        int32, for `tiles` tiles of `elements` elements of `dtype`, a floating-point one of 16 or 32 bits, each. Kernels
-        that use one space follow each other in one stream. Raises `ArgumentError` for bad arguments, `HeapExhausted`
-        where it does not fit.
+        Args:
+            tiles: the number of tiles.
+            elements: the largest number of elements of a tile.
+            dtype: bfloat16, float16 or float32, in which tiles travel.
+
+        Returns:
+            An int32 tensor to pass to the kernel. Kernels that use one space must run one after the other in one
+                stream.
+
+        Raises:
+            ArgumentError: for bad arguments.
+            HeapExhausted: if it does not fit on the heap.
         """
         self._ctx.check()
         return rooted.tile_space(self._ctx, tiles, elements, dtype)
 
     def init_p2p(self, max_numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> P2PState:
-        """Makes room for messages of so many elements in all to each rank. Collective; `send` and its kin need it.
+        """Allocate the buffers of messages. Collective; call it before the first `send`.
 
-        `max_numel`: of all messages that one call sends to one rank together, each rounded up to whole 4 KiB; 64 of
-        these fit always. Takes twice as much of the heap, times the ranks. Raises `ArgumentError` for what is no size
-        and dtype, and on every rank where there must be more room and a message was sent that nobody has received;
-        `HeapExhausted` where it does not fit.
+        Args:
+            max_numel: elements that one call may send to one rank, each message rounded up to 4 KiB; 64 messages of 4
+                KiB always fit. Twice that, times the number of ranks, is taken from the heap.
+            dtype: the dtype of these elements.
+
+        Raises:
+            ArgumentError: for bad arguments; on every rank if buffers must grow while messages have not been received.
+            HeapExhausted: if the buffers do not fit on the heap.
         """
         self._ctx.check()
         slots, rings = messages.slots_for(max_numel, dtype), self._message_rings()
@@ -131,16 +173,20 @@ class RootedCalls:
         self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None,
         config: Config | None = None,
     ) -> None:  # fmt: skip
-        """Gives `tensor` to rank `dst`, which calls `recv`. Nobody else takes part.
+        """Send `tensor` to rank `dst`, which calls `recv`. No other rank takes part.
 
-        In the current stream, which goes on when the message is on its way, unlike NCCL's send: there it waits for the
-        receiver only where that has not taken earlier messages, and the room of `init_p2p` is full. So two ranks that
-        both send first go on if their messages fit; `sendrecv` and `batch_isend_irecv` need no such luck. A receiver
-        that never comes is noticed where a later send waits for room, which raises `PeerLostError` after IRIS_TIMEOUT
-        seconds; by `init_p2p`; or by `close`, which warns. Several sends to one rank arrive in their order, whatever
-        their `tag`; no call looks at `p2p_state` and `config`. Here and below: any shape, dtype and strides, anywhere
-        on the device. Raises `ArgumentError` for bad arguments, and where `init_p2p` made too little room; with
-        IRIS_DEBUG=1 also on both ranks where what they send and take differs.
+        The call runs in the current stream, which continues when the data is in the buffer. NCCL's send waits for the
+        receiver; this one waits only if the buffer is full. If the receiver never comes, a later send raises
+        `PeerLostError` after `IRIS_TIMEOUT` seconds, or `close` warns. Messages to one rank arrive in order. `tag`,
+        `p2p_state` and `config` are ignored.
+
+        Args:
+            tensor: any shape, dtype and strides, on the context's device.
+            dst: the receiver.
+
+        Raises:
+            ArgumentError: for bad arguments, and if the buffer of `init_p2p` is too small. With IRIS_DEBUG=1 also on
+                both ranks if sizes or dtypes differ.
         """
         self._exchange("send", group, [P2POp("send", tensor, dst)], [("tensor", "dst")])
 
@@ -148,39 +194,41 @@ class RootedCalls:
         self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None,
         config: Config | None = None,
     ) -> None:  # fmt: skip
-        """Takes `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
+        """Receive into `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
         self._exchange("recv", group, [P2POp("recv", tensor, src)], [("tensor", "src")])
 
     def sendrecv(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
         tag: int = 0, p2p_state: P2PState | None = None, config: Config | None = None,
     ) -> None:  # fmt: skip
-        """`send` to `dst` and `recv` from `src` at once: a ring's step, say, in which every rank calls this."""
+        """Send `send_tensor` to rank `dst` and receive `recv_tensor` from rank `src`, both at once, as in a ring."""
         both = [P2POp("send", send_tensor, dst), P2POp("recv", recv_tensor, src)]
         self._exchange("sendrecv", group, both, [("send_tensor", "dst"), ("recv_tensor", "src")])
 
     def isend(
         self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
     ) -> Work:
-        """`send`, and a `Work` whose `wait` has nothing to wait for."""
+        """Call `send`, and return a `Work` whose `wait` returns at once."""
         self.send(tensor, dst, group, tag)
         return Work()
 
     def irecv(
         self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
     ) -> Work:
-        """`recv`, in the current stream, and a `Work` as of `isend`."""
+        """Call `recv` in the current stream, and return a `Work` whose `wait` returns at once."""
         self.recv(tensor, src, group, tag)
         return Work()
 
     def batch_isend_irecv(
         self, p2p_op_list: Sequence[P2POp], group: Members | P2PState = None, p2p_state: P2PState | None = None
     ) -> list[Work]:
-        """All messages of the list at once, as of torch's call: each rank lists what it sends and takes, in any order.
+        """Send and receive all messages of a list at once, as torch.distributed's function does.
 
-        Messages from one rank to another match in the order in which the two ranks list them, in as many calls as each
-        likes. What is sent is read before anything is stored. In the current stream: the `Work` of each message has
-        nothing to wait for. Raises as `send` does.
+        Each rank lists what it sends and receives, in any order. Messages between two ranks match in the order of the
+        two lists. All tensors are read before any is written.
+
+        Returns:
+            One `Work` for each message, whose `wait` returns at once, because the current stream orders the messages.
         """
         if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(each, P2POp) for each in p2p_op_list):
             raise ArgumentError(f"batch_isend_irecv: p2p_op_list is {p2p_op_list!r}; expected a list of iris.ccl.P2POp")

@@ -35,22 +35,25 @@ _ENTERED = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
-    """Return how many int32 a sync block has, for `ctx.zeros(sync_words(n), dtype=torch.int32)`. Called on the host."""
+    """Return the number of int32 of a sync block, for `ctx.zeros(sync_words(n), dtype=torch.int32)` on the host."""
     return _ENTERED.value + 6 * world_size
 
 
 @device_function
 def signal(ctx, flag, value, to_rank):
-    """Set `flag` to `value` at `to_rank`, after all stores of this program so far.
+    """Set `flag` to `value` at `to_rank`, after all stores that this program has made so far.
 
-    `flag`: a scalar pointer to an int32 on the heap, by this rank's own address. `value`: int32, by habit the epoch of
-    the call. All threads of the program must call it, for it is a barrier of the program.
+    Every thread of the program must call it, because it contains a barrier of the program.
 
-    Guarantee: whoever sees `value` in the flag by `wait`, or by an atomic with acquire at system scope, sees all stores
-    of this program from before the signal, to whichever rank they went, and whatever this program had itself seen by
-    `wait`. That is so because a barrier of the program comes first, and then one release at system scope; on AMD
-    the program first waits for outstanding stores. Nothing is guaranteed of other programs' stores, of stores after the
-    signal, or of when the flag arrives. It waits for no rank.
+    Args:
+        flag: a scalar pointer to an int32 on the heap, this rank's own address.
+        value: int32, usually the epoch of the call.
+        to_rank: the rank whose flag is set.
+
+    Guarantee: a rank that sees `value` by `wait`, or by an atomic with acquire at system scope, also sees all stores
+    that this program made before the signal, to any rank, and all that this program had observed by `wait`. A barrier
+    of the program comes first, then one release at system scope; on AMD outstanding stores are awaited before. Nothing
+    is guaranteed about stores of other programs, later stores, or when the flag arrives. The call waits for no rank.
     """
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
@@ -61,19 +64,28 @@ def signal(ctx, flag, value, to_rank):
 
 @device_function
 def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.constexpr = False):
-    """Wait until this rank's `flag` has reached `expected`, which `peer` signals; return whether it came in time.
+    """Wait until this rank's own `flag` has reached `expected`, which `peer` signals.
 
-    `flag`: a scalar pointer to an int32 on the heap. It has reached `expected` where their difference, which wraps, is
-    at least zero. `exact`: only where the two are equal, for flags that may be unchanged for more than 2^31 epochs; the
-    peer must then be unable to signal again before this wait has ended. `waiter`: which op an error names.
+    Args:
+        flag: a scalar pointer to an int32 on the heap. It has reached `expected` if their difference, which wraps, is
+            at least zero.
+        expected: int32, usually the epoch of the call.
+        peer: the rank that signals.
+        waiter: the number of the op that an error names.
+        exact: wait for equality, for flags that may not have changed for 2^31 epochs. The peer must not be able to
+            signal again before this wait ends.
 
-    Guarantee: where it returns True, all threads of this program see what `peer` stored before it signalled, and what
-    `peer` had seen before that; each look is an acquire at system scope. It always ends: after IRIS_TIMEOUT seconds, or
-    sooner where another wait of this rank has failed or, on CPUs, the peer's process has ended. It returns False then,
-    the rank's first failure is recorded, and the next call on the context raises `PeerLostError`. A program that gets
-    False must neither use the data nor signal what depends on it.
+    Returns:
+        Whether the signal arrived in time.
 
-    Wait only for what a peer does earlier in the same order on every rank, or two ranks could wait for each other.
+    Guarantee: if it returns True, all threads of this program see what `peer` stored before it signalled, and what
+    `peer` had observed before that. Each poll is an acquire at system scope. The wait always ends: after IRIS_TIMEOUT
+    seconds, or earlier if another wait of this rank has failed or, on CPUs, the peer's process has ended. Then it
+    returns False, the first failure of the rank is recorded, and the next host call on the context raises
+    `PeerLostError`. A program that gets False must neither use the data nor signal results that depend on it.
+
+    Wait only for work that comes earlier in the same order on every rank; otherwise two ranks could wait for each
+    other.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     arrived = _reached(seen, expected, exact)

@@ -50,9 +50,9 @@ _STATIC = "static", "sliding_window", "hybrid", "hybrid_chunked"
 
 
 def share_rng(ctx: Iris) -> None:
-    """Give every rank rank 0's states of the random generators that sampling draws from. Collective.
+    """Copy rank 0's random generator states to every rank: those of `ctx.device` and of the CPU. Collective.
 
-    These are the generators of `ctx.device` and of the CPU, where transformers draws for prompts on the CPU.
+    `generate` of a split model does this by itself; call it for transformers' own tensor parallelism.
     """
     check_context(ctx)
     device = torch.device(ctx.device)

@@ -31,7 +31,9 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """One row for each module that holds parameters. `print(report)` folds equal layers into one line."""
+    """Report how a model was split: one row for each module with parameters. Printing it folds equal layers into one
+    line.
+    """
 
     rank: int
     world: int
@@ -42,7 +44,7 @@ class Report:
 
     @property
     def bytes(self) -> int:
-        """Bytes of parameters on this rank."""
+        """Return the bytes of parameters on this rank."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:

@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def fused_styles(ctx: Iris) -> Iterator[None]:
-    """Run Linears of models that transformers loads in the block with a tensor-parallel plan by our ops.
+    """Replace transformers' tensor-parallel linear layers by ours, for models that are loaded in the block.
 
-    `ctx` has to be of the ranks that transformers splits over: all of them, or its mesh's "tp" dimension. Raises
-    `PlatformError` for a transformers that has no such registry; loading raises `StyleError` for a module that is no
-    torch.nn.Linear (a quantised one) and `ArgumentError` for another set of ranks.
+    Args:
+        ctx: a context of the ranks that transformers splits over: all of them, or its mesh's "tp" dimension.
+
+    Raises:
+        PlatformError: if this transformers has no registry of styles.
+        StyleError: while loading, for a module that is no `torch.nn.Linear`.
+        ArgumentError: while loading, for another set of ranks.
     """
     check_context(ctx)
     registry = _registry()

@@ -82,17 +82,25 @@ def _untracked(method: _Method) -> _Method:
 
 
 class Engine:
-    """Generates with `model`, split over the ranks of `ctx`: up to `batch_size` rows of up to `max_length` tokens.
+    """Generate tokens for one batch with a split model, from a static cache and CUDA graphs.
 
-    `graphs`: whether steps are captured (by default on GPUs). `cache`: another engine's, of the same sizes, to share:
-    it holds the batch of one of them at a time.
-    `step_attention`: whether a model that uses torch's attention attends by `decode_attention`, and in prompts by
-    `prefill_attention` (by default on GPUs). `compile`: whether its decoder layers are compiled when they are first
-    used, which takes seconds and saves kernels in each step; by inductor, or by the backend of torch.compile that it
-    names. `prompt_graphs`: of how many shapes of prompts, up to 8192 tokens in all, graphs are kept, those used last
-    (short ones are padded to few lengths); they hold the memory that the largest needs while it runs. None with
-    `graphs` or `step_attention` off. What is captured must stay as it is: a model whose modules, hooks or tensors are
-    exchanged needs a new engine.
+    Args:
+        model: a model that `layers.parallelize` or `layers.from_pretrained` has split over `ctx`.
+        ctx: the context.
+        batch_size: the largest number of rows.
+        max_length: the largest number of tokens of a row, prompt included.
+        graphs: whether steps are captured in a CUDA graph; by default on GPUs.
+        cache: the cache of another engine of the same sizes, to share. It holds the batch of one of them at a time.
+        step_attention: whether our attention kernels replace torch's; by default on GPUs.
+        compile: whether decoder layers are compiled at their first use, which takes seconds; True for inductor, or the
+            name of a torch.compile backend.
+        prompt_graphs: how many shapes of prompts, up to 8192 tokens, keep a CUDA graph. Short prompts are padded to few
+            lengths. Without `graphs` or `step_attention` there are none.
+
+    A graph keeps what it captured: after replacing modules, hooks or tensors of the model, make a new engine.
+
+    Raises:
+        ArgumentError: for bad arguments, and for models that an engine cannot serve, with the layer's name.
     """
 
     @_untracked
@@ -177,14 +185,24 @@ class Engine:
         seed: int | None = None,
         stop: int | Iterable[int] | None = None,
     ) -> list[list[int]]:
-        """The tokens that follow each prompt; a row ends after one of the `stop` tokens. Every rank gives the same.
+        """Return the tokens that follow each prompt. Collective; every rank returns the same.
 
-        Collective, with the same arguments on all ranks, which are compared. Another thread than the context's may call
-        it (`ctx.in_this_thread`).
-        `temperature` 0 takes the likeliest token. Above, tokens are drawn among the likeliest that hold `top_p` of
-        the probability, by rank 0's `seed`, which torch's generator there draws if there is none. Raises
-        `ArgumentError` on every rank for bad arguments, for arguments that differ between ranks, and for prompts that
-        with the new tokens are longer than `max_length`.
+        Ranks compare their arguments. Another thread than the context's may call it.
+
+        Args:
+            prompts: token ids, [batch, length] or lists of different lengths.
+            max_new_tokens: the largest number of new tokens of a row.
+            temperature: 0 takes the most likely token; above, tokens are sampled.
+            top_p: samples come from the most likely tokens that hold this share of the probability.
+            seed: seed of the samples; rank 0's counts. None takes it from torch's generator.
+            stop: token ids that end a row; they are included in it.
+
+        Returns:
+            A list of token ids for each prompt.
+
+        Raises:
+            ArgumentError: on every rank, for bad arguments, arguments that differ between ranks, and prompts that with
+                the new tokens exceed `max_length`.
         """
         with self.ctx.in_this_thread():
             request = checked_request(self, prompts, max_new_tokens, temperature, top_p, seed, stop)
@@ -208,7 +226,7 @@ class Engine:
         return [until(row, ends) for row in tokens]
 
     def reset(self) -> None:
-        """Forgets the batch."""
+        """Clear the batch, so that new prompts can be read."""
         self.cache.holder = self._shape = None
         self._held = self._made = 0
         self.cache.reset()
@@ -217,19 +235,25 @@ class Engine:
 
     @_untracked
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [batch_size, vocabulary] after `prompts` [batch_size, length]; `mask` is False where padded, in front.
+        """Read prompts and return the logits of the next token. Replays a CUDA graph if one fits.
 
-        The batch before must have been forgotten (`reset`). Replayed if a graph is kept of prompts of that shape, or of
-        the length that they are padded to.
-        Raises `ArgumentError` where it is not, for tensors of another kind, for tokens outside the vocabulary, which
-        the host waits for the device to see, and for a mask that ends with padding.
+        Args:
+            prompts: int64 [batch_size, length], padded in front.
+            mask: bool [batch_size, length], False where padded; None without padding.
+
+        Returns:
+            Logits [batch_size, vocabulary].
+
+        Raises:
+            ArgumentError: if the previous batch was not cleared by `reset`, for tensors of another kind, for tokens
+                outside the vocabulary, and for padding at the end.
         """
         self._check_prompts(prompts, mask)
         return self._first(self._replayed, prompts, mask)
 
     @_untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """What `prefill` does, eagerly and without padding to a length that others have: so it may round elsewhere."""
+        """Do what `prefill` does, eagerly and without padding to another length, so rounding may differ."""
         self._check_prompts(prompts, mask)
         return self._first(self._read, prompts, mask)
 
