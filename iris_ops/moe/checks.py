@@ -19,6 +19,8 @@ from .weights import is_transposed
 if TYPE_CHECKING:
     from iris.rank import Rank
 
+    from .operands import Down
+
 _DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "experts": 2}
 
 
@@ -100,12 +102,9 @@ def describe_gate_up(
     return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=not is_transposed(B))
 
 
-def describe_down(
-    op: str, ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
-    weights: torch.Tensor, bias: torch.Tensor | None, shared: torch.Tensor | None,
-) -> MoeProblem:  # fmt: skip
-    """The problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
-    device = ctx.device
+def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
+    """Return the problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
+    device, (out, A, B, experts, weights, bias, shared) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
     _tensors(op, device, A, given)
     count, width, H = B.shape

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
-    from .activation import Activation
-    from .routing import Routing
+    from .operands import GateUp
     from .steps import Steps
 
 
@@ -122,10 +121,10 @@ def moe_matmul_kernel(
 
 
 def arguments(
-    ctx: Rank, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-    routing: Routing | torch.Tensor, bias: torch.Tensor | None, activation: Activation | None, interleaved: bool,
+    ctx: Rank, problem: MoeProblem, config: FusedConfig, tensors: GateUp
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
-    """The grid and the arguments of `moe_matmul_kernel`. A plain tensor as `routing`: of few pairs, not sorted."""
+    """The grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
+    out, A, B, routing, bias, activation, interleaved = tensors
     by_sorting = not isinstance(routing, torch.Tensor)
     block_n = config.block_n // 2 if problem.gated else config.block_n  # the tile of the product is `config`'s
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
@@ -162,7 +161,7 @@ def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     return is_transposed(B) and can_be_described(B, n_step)
 
 
-def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, *tensors: object) -> None:
-    """Launches `moe_matmul_kernel`; tensors as in `arguments`."""
-    grid, args = arguments(steps.ctx, problem, config, *tensors)  # type: ignore[arg-type]
+def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, tensors: GateUp) -> None:
+    """Launch `moe_matmul_kernel`."""
+    grid, args = arguments(steps.ctx, problem, config, tensors)
     steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

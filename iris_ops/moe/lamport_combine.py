@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
-    from .routing import Routing
+    from .operands import Down
     from .steps import Steps
 
 # Tokens and columns that are added up at once, and programs to a multiprocessor, of 4 warps: all of them are resident.
@@ -99,16 +99,12 @@ def moe_lamport_combine_kernel(
         exchange.hear_from_peers(dtype)
 
 
-def launch(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
-    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
+def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+    """Launch product and sums. The workspace has room in its exchange area."""
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
-    once = bias if steps.ctx.cur_rank == 0 else None
-    grouped_matmul.launch(steps, problem, config, products, A, B, where, once, None, False)
+    grouped_matmul.launch(steps, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    out, weights, shared = tensors.out, tensors.weights, tensors.shared
     at_once, k = tokens_at_once(problem), problem.top_k
     for begin in range(0, problem.tokens, at_once):
         some = slice(begin, begin + at_once)

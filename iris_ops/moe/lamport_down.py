@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
-    from .routing import Routing
+    from .operands import Down
     from .steps import Steps
 
 _TOKENS = 16  # that are added up at once
@@ -115,22 +115,19 @@ def moe_lamport_down_kernel(
             tl.store(places, arch.round_to(total, dtype), mask=(t < tokens)[:, None] & (c < N)[None, :])
 
 
-def launch(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
-    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
+def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+    """Launch the kernel. The workspace has room in its exchange area."""
     ctx: Rank = workspace.ctx
     ld, size = exchange_ld(problem.N), problem.dtype.itemsize
     products = workspace.local("moe products", problem.pairs * ld * size).view(problem.dtype).view(problem.pairs, ld)
-    once = bias if ctx.cur_rank == 0 else None
-    _, known = arguments(ctx, problem, config, products, A, B, where, once, None, False)
+    _, known = arguments(ctx, problem, config, tensors.product(products, ctx.cur_rank))
     across = triton.cdiv(problem.N, config.block_n)
     known |= dict(
         between=Between(products, workspace.local("moe counts", 4 * across).view(torch.int32)),
-        combine=combine_of(weights, shared), out=out, lamport=lamport_memory(workspace, problem.dtype, problem.N),
-        sync=workspace.exchange_sync, tokens=problem.tokens, strides=strides_of(A, B, out),
+        combine=combine_of(tensors.weights, tensors.shared), out=tensors.out,
+        lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
+        tokens=problem.tokens,
+        strides=strides_of(tensors.A, tensors.B, tensors.out),
         form=DownForm(
             known["form"].SORTED, known["form"].SEARCHED, problem.top_k, problem.tokens <= _TOKENS, _TOKENS
         ),

@@ -23,7 +23,6 @@ from iris.device.context import DeviceContext
 from iris.device.lamport import load_bases, settled, unwrapped, without_sentinel
 from iris.device.sync import advance
 from iris.device.waits import WAITERS
-import torch
 import triton
 import triton.language as tl
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
-    from .routing import Routing
+    from .operands import Down
     from .steps import Steps
 
 
@@ -102,13 +101,9 @@ def moe_lamport_token_kernel(
     tl.store(places, arch.round_to(total, dtype), mask=(c < N)[None, :])
 
 
-def launch(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
-    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`where`: experts as they were chosen, or sorted. The workspace has room in its exchange area."""
-    ctx = steps.ctx
+def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+    """Launch the kernel. The workspace has room in its exchange area."""
+    ctx, (out, A, B, where, weights, bias, shared) = steps.ctx, tensors
     once = bias if ctx.cur_rank == 0 else None
     args = dict(
         a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,

@@ -20,7 +20,8 @@ from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import need_sorting
 from ..planning.plan import plan, way_for
 from . import checks, grouped_matmul, routing
-from .activation import Activation, activation_of
+from .activation import activation_of
+from .operands import Down, GateUp
 from .routing import Routing
 from .steps import Steps, key_of
 
@@ -64,13 +65,9 @@ class Mixture:
         routing.sort(self._steps, chosen, found.rows, found.offsets)
         return found
 
-    def gate_up(
-        self, workspace: Workspace, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-        experts: torch.Tensor | Routing, bias: torch.Tensor | None, activation: str | Activation, interleaved: bool,
-        config: FusedConfig | None,
-    ) -> None:  # fmt: skip
+    def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
         """`ctx.ops.moe_gate_up`."""
-        ctx = self._ctx
+        ctx, (out, A, B, experts, bias, activation, interleaved) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
         key = key_of(GATE_UP, parts)
         if self._again(key):
@@ -86,22 +83,19 @@ class Mixture:
         self._steps.begin()
         bias = self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
-        grouped_matmul.launch(self._steps, problem, chosen, out, A, B, where, bias, function, interleaved)
+        tensors = GateUp(out, A, B, where, bias, function, interleaved)
+        grouped_matmul.launch(self._steps, problem, chosen, tensors)
         self._keep(key)
 
-    def down(
-        self, op: str, workspace: Workspace, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
-        experts: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-        shared: torch.Tensor | None, config: FusedConfig | None,
-    ) -> None:  # fmt: skip
+    def down(self, op: str, workspace: Workspace, tensors: Down, config: FusedConfig | None) -> None:
         """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
-        ctx = self._ctx
+        ctx, (out, A, B, experts, weights, bias, shared) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
         key = key_of(op, parts)
         if self._again(key):
             return
         with ctx.telling_refusals(op, None):
-            problem = checks.describe_down(op, ctx, out, A, B, experts, weights, bias, shared)
+            problem = checks.describe_down(op, ctx, tensors)
             chosen = self._chosen(problem, config)
             self._look(op, experts, problem.experts)
         ctx.compare(
@@ -121,7 +115,9 @@ class Mixture:
         self._steps.begin()
         weights, bias = self._steps.together(weights), self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
-        named(way.launcher)(self._steps, workspace, problem, chosen, out, A, B, where, weights, bias, shared)
+        assert weights is not None
+        tensors = tensors._replace(where=where, weights=weights, bias=bias)
+        named(way.launcher)(self._steps, workspace, problem, chosen, tensors)
         self._keep(key)
 
     def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:

@@ -12,6 +12,7 @@ import torch
 from ..calls import Calls
 from ..planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
+from .operands import Down, GateUp
 from .routing import Routing
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class MixtureOps:
         Sums, bias and activation are in fp32 and rounded once. I, this rank's part, may differ by rank.
         """
         workspace = self._mixture_workspace(GATE_UP, workspace)
-        self._mixture.gate_up(workspace, out, A, B, experts, bias, activation, interleaved, config)
+        self._mixture.gate_up(workspace, GateUp(out, A, B, experts, bias, activation, interleaved), config)
         self._ctx.check()
         return workspace
 
@@ -72,7 +73,7 @@ class MixtureOps:
         order of j, then ranks in order.
         """
         workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
-        self._mixture.down(DOWN_ALL_REDUCE, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._mixture.down(DOWN_ALL_REDUCE, workspace, Down(out, A, B, experts, weights, bias, shared), config)
         self._ctx.check()
         return workspace
 
@@ -83,7 +84,7 @@ class MixtureOps:
     ) -> Workspace:  # fmt: skip
         """This rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
         workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
-        self._mixture.down(DOWN_REDUCE_SCATTER, workspace, out, A, B, experts, weights, bias, shared, config)
+        self._mixture.down(DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared), config)
         self._ctx.check()
         return workspace
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from iris.ccl import problem as ccl
 from iris.ccl.collectives import Collectives
-import torch
 
 from . import combine, grouped_matmul
 
@@ -16,26 +15,21 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..planning.moe_problem import MoeProblem
     from ..workspace import Workspace
-    from .routing import Routing
+    from .operands import Down
     from .steps import Steps
 
 
-def launch(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor,
-    B: torch.Tensor, where: torch.Tensor | Routing, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """`where`: experts as they were chosen, or sorted."""
+def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+    """Launch the product, the sums over experts and the collective."""
     ctx, dtype = workspace.ctx, problem.dtype
     size = problem.pairs * problem.N * dtype.itemsize
     products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
-    once = bias if ctx.cur_rank == 0 else None
-    grouped_matmul.launch(steps, problem, config, products, A, B, where, once, None, False)
-    sums = out
+    grouped_matmul.launch(steps, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    sums = out = tensors.out
     if problem.scatters:
         between = workspace.local("moe sums", problem.tokens * problem.N * dtype.itemsize)
         sums = between.view(dtype).view(problem.tokens, problem.N)
-    combine.launch(steps, problem, sums, products, weights, shared)
+    combine.launch(steps, problem, sums, products, tensors.weights, tensors.shared)
     collectives = ctx.once(Collectives)
     if problem.scatters:
         steps.run(collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective))
