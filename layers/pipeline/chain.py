@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..hf.skeleton import skeleton
 from ..together import words
+from ..verify.skeleton import skeleton
 
 _TOKENS = 3
 
