@@ -13,9 +13,9 @@ import random
 
 import iris
 from iris_ops.kernels.rmsnorm_epilogue import spans
+from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import (
     ALL_REDUCE,
-    FP8,
     GATED,
     GATHER_MATMUL,
     MATMUL_GATHER,
