@@ -120,9 +120,7 @@ class _Run:
     def __init__(self, module: nn.Module, name: str, watched: list[str], packed: list[str]) -> None:
         self.module, self.name, self.watched, self.packed = module, name, watched, packed
         self.ops: list[Op] = []
-        self.callers: list[
-            tuple[str, bool]
-        ] = []  # of each op: its calling module; whether it is our code
+        self.callers: list[tuple[str, bool]] = []  # of each op: its calling module; whether the code is ours
         self.error: Exception | None = None
         self.result: tuple[int, ...] | None = None
         self.shapes: dict[str, list] = {}
