@@ -204,7 +204,7 @@ def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argpa
 
 
 def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], object], result: dict) -> bool:
-    """Run `act` into poisoned output; return whether every rank holds the product. If not, the result has the reason."""
+    """Run `act` into poisoned output; return whether all ranks hold the product; else the result has the reason."""
 
     def step() -> float:
         inputs.poison(contender)

@@ -29,6 +29,7 @@ from benchmarks.tables import (
     rma_table,
     single_tables,
     step_table,
+    vllm_table,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("invariance predicted", "docs/benchmarks/determinism.md", invariance_tables.predicted),
     ("invariance ranks", "docs/benchmarks/determinism.md", invariance_tables.invariance_ranks),
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
+    ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("simulated steps", "docs/lab/several-hosts.md", hosts_table.steps),
     ("simulated rates", "docs/lab/several-hosts.md", hosts_table.rates),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=True)),
