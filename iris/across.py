@@ -1,11 +1,11 @@
-"""What ranks of different hosts exchange: torch.distributed's operations, each bounded by IRIS_TIMEOUT.
+"""Exchanges between ranks of different hosts: torch.distributed's operations, each bounded by IRIS_TIMEOUT.
 
-A context spans one host. Beyond it data travels by the process group that the user gave, NCCL on GPUs and gloo on CPUs.
-`Across` adds what those lack: a wait that ends in time on every backend, and an error that names the host that was
-lost. Words between processes (arguments to compare, failures) go through the group's store, so they need no device.
+A context spans one host. Beyond it data travels by the user's process group, NCCL on GPUs and gloo on CPUs. `Across`
+adds what those lack: a wait that ends in time on every backend, and an error that names the lost host. Small values
+(arguments to compare, failures) go through the group's store, so they need no device.
 
-Whoever loses a rank leaves a note in the store. A rank that loses the writer of that note, which may only have ended
-because of the first loss, reads it and names the same host.
+A rank that loses another leaves a note in the store. A rank that loses the writer of that note, which may have ended
+only because of the first loss, reads it and names the same host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import platform
 from .errors import ArgumentError, PeerLostError
 from .group import Ranks, resolve, store_of
 from .host import identity
-from .meeting import Absent, gather
+from .rendezvous import Absent, gather
 
 if TYPE_CHECKING:
     from .group import Members
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _NOTE_S = 1.0  # for the store to answer
 _POLL_S = 20e-6
 _PROBE_BYTES, _PROBES = 4 << 20, 3
-_made: Counter[str] = Counter()
+_group_counts: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Across:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._limit_s = platform.timeout_s()
         self._limit = timedelta(seconds=self._limit_s)
-        _made[group.group_name] += 1
-        self._name = f"iris/across/{group.group_name}/{_made[group.group_name]}"
+        _group_counts[group.group_name] += 1
+        self._name = f"iris/across/{group.group_name}/{_group_counts[group.group_name]}"
         self._store, self._count, self._on_loss = store_of(group), 0, on_loss
         self._polls = "nccl" in dist.get_backend(group)
         self.names = ["a host that is not known yet"] * self.size
         self.lost: tuple[int | None, str] | None = None
-        """A member that this one has given up on, None where it is one of several, and why."""
+        """The member that this one has given up on, None where it is one of several, and the reason."""
         self.names = self.exchange("the hosts of a group", os.uname().nodename)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """What each member says about `what`, anything that JSON can hold, in their order. Collective.
+        """Return each member's `value`, which JSON can hold, for the exchange named `what`, in their order. Collective.
 
         Raises `ArgumentError` where another member is at another exchange, `PeerLostError` where one does not come.
         """
@@ -76,16 +76,16 @@ class Across:
         self._count += 1
         own = {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
         try:
-            said = gather(self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s)
+            entries = gather(self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s)
         except Absent as absent:
             raise self._loss(absent.rank, what, absent.reason) from None
-        for member, each in enumerate(said):
+        for member, each in enumerate(entries):
             if each["what"] != what:
                 raise ArgumentError(
                     f"hosts make different calls: {self.names[self.rank]} is at {what!r}, {self.names[member]} at "
                     f"{each['what']!r}; expected the same calls in the same order on every host"
                 )
-        return [json.loads(each["value"]) for each in said]
+        return [json.loads(each["value"]) for each in entries]
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
         """Send a contiguous `tensor` to member `to`, which receives one of its shape and dtype."""
@@ -122,8 +122,8 @@ class Across:
         short, long = fastest(4), fastest(_PROBE_BYTES)
         moved = 2 * (self.size - 1) / self.size * _PROBE_BYTES
         own = Rate(moved / max(long - short, 1e-6) / 1e9, short * 1e6 / max(1, 2 * (self.size - 1)))
-        told = self.exchange("the rate between hosts", (own.gbs, own.hop_us))
-        return Rate(min(gbs for gbs, _ in told), max(hop for _, hop in told))
+        rates = self.exchange("the rate between hosts", (own.gbs, own.hop_us))
+        return Rate(min(gbs for gbs, _ in rates), max(hop for _, hop in rates))
 
     def check(self) -> None:
         """Raise `PeerLostError` once a member has been lost."""
@@ -155,20 +155,20 @@ class Across:
         if self.lost is not None:
             return self._error(what)
         self.lost = self._agreed(peer, reason)
-        if self._polls:  # what waits on the device for ever would keep all else there from ending
+        if self._polls:  # an endless wait on the device would block all later work there
             with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
-        if self.rank == 0:  # its process may keep the store, in which the others look for a note
+        if self.rank == 0:  # its process may host the store, from which the others read the note
             time.sleep(_NOTE_S)
         return error
 
     def _error(self, what: str) -> PeerLostError:
         assert self.lost is not None
         peer, reason = self.lost
-        others = ", ".join(name for member, name in enumerate(self.names) if member != self.rank)
-        lost = f"one of the hosts {others}"
+        other_hosts = ", ".join(name for member, name in enumerate(self.names) if member != self.rank)
+        lost = f"one of the hosts {other_hosts}"
         if peer is not None:
             lost = f"host {self.names[peer]} (rank {peer} of the {self.size} across hosts)"
         return PeerLostError(
@@ -176,40 +176,40 @@ class Across:
         )
 
     def _agreed(self, peer: int | None, reason: str) -> tuple[int | None, str]:
-        """Whom another member found lost first, else `peer`; where the store is gone, the host that kept it."""
-        found: list[tuple[int | None, str]] = []
+        """Return the member that another one lost first, else `peer`; where the store is gone, the host that ran it."""
+        verdicts: list[tuple[int | None, str]] = []
 
-        def ask() -> None:
+        def read_note() -> None:
             key = f"{self._name}/lost"
             with suppress(RuntimeError, ValueError, TypeError):
                 if self._store.check([key]):
                     first, text = json.loads(self._store.get(key))
                     if 0 <= int(first) < self.size and int(first) != self.rank:
-                        found.append((int(first), str(text)))
+                        verdicts.append((int(first), str(text)))
                         return
                 if peer is not None:
                     self._store.set(key, json.dumps((peer, reason)))
-                found.append((peer, reason))
+                verdicts.append((peer, reason))
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(_NOTE_S)
-        if found:
-            return found[0]
+        reader = threading.Thread(target=read_note, daemon=True)
+        reader.start()
+        reader.join(_NOTE_S)
+        if verdicts:
+            return verdicts[0]
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
 
 def join(
     across: Members, ranks: Ranks, device: torch.device, invariant: str | None, on_loss: Callable[[PeerLostError], None]
 ) -> tuple[Across, Rate] | None:
-    """The line through the hosts on which this rank of a context stands, and its rate; None without one. Collective.
+    """Return this rank's group across hosts and its rate; None without one. Collective.
 
     Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
     """
     group = ranks.together("the group across hosts", lambda: None if across is None else resolve(across))
-    given = [other is not None for other in ranks.all_gather(None if group is None else True)]
-    if not all(given):
-        if any(given):
+    has_group = [other_group is not None for other_group in ranks.all_gather(None if group is None else True)]
+    if not all(has_group):
+        if any(has_group):
             raise ArgumentError(
                 "across is None on some ranks of a context: expected a group on all of them, or on none of them"
             )
@@ -217,15 +217,15 @@ def join(
     assert group is not None
     if invariant is not None:
         raise ArgumentError(
-            f"invariant is {invariant!r} with across: expected None, for the order of sums across hosts is not ours"
+            f"invariant is {invariant!r} with across: expected None, for the backend orders sums across hosts"
         )
     line = Across(group, on_loss)
     places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
-    told = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
-    if len(set(told)) > 1 or not told[0][2]:
+    lines = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
+    if len(set(lines)) > 1 or not lines[0][2]:
         raise ArgumentError(
             f"across joins rank {ranks.rank} of {ranks.size} with {places} (rank, ranks): expected ranks of the same "
-            f"number, of contexts of the same size, one on each host, as mesh['hosts'] beside group=mesh['tp'] has them"
+            f"number, of contexts of the same size, one on each host, as mesh['hosts'] with group=mesh['tp'] has them"
         )
     own = line.measure(device)
     rates = ranks.all_gather((own.gbs, own.hop_us))
@@ -234,4 +234,4 @@ def join(
 
 def _first_line(error: BaseException) -> str:
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line.partition(". This is typically")[0]  # gloo goes on with advice
+    return line.partition(". This is typically")[0]  # gloo appends advice

@@ -278,7 +278,7 @@ class Iris(PeerMethods):
         registry.remove(self.group_name)
         if self._pool is not None:
             self._pool.close()
-        self._kept.clear()  # they hold heap memory
+        self._components.clear()  # they hold heap memory
         self.on_change.clear()
         self.on_close.clear()
         self._pool = None
@@ -299,7 +299,7 @@ class Iris(PeerMethods):
         if self._closed or self._record_view[0]:
             return
         self._announce_departure(error)
-        self._left = error
+        self._departure = error
         waiter = waits.WAITERS.index("an exchange of the hosts")
         for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
             self._record_view[at] = word

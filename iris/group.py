@@ -1,4 +1,4 @@
-"""Which processes are the ranks of a context, and what their hosts exchange: every wait is bounded (`channel.py`)."""
+"""The processes that are the ranks of a context, and their exchanges on the host, each bounded (`channel.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import launchers, platform
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
-from .meeting import gloo_watch, join_world
+from .rendezvous import gloo_watch, join_world
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of one context: a process group, or a world of one without any. Making it is collective.
 
-    `name`: of the context, the same on all ranks and no other's.
+    `name`: of the context, the same on all ranks, and unique.
     """
 
     def __init__(self, group: Members = None) -> None:
@@ -45,7 +45,7 @@ class Ranks:
             platform.timeout_s()
         except PeerLostError:
             raise
-        except IrisError as error:  # told to the others, who wait for this rank
+        except IrisError as error:  # raised on the others, too, which wait for this rank
             refusal = error
             if not hasattr(self, "group"):
                 self.group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -60,26 +60,26 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The ranks' processes."""
+        """Return the ids of the ranks' processes."""
         return self._channel.pids if self._channel else [os.getpid()]
 
     @property
     def lost(self) -> int | None:
-        """A rank that this one has given up on."""
+        """Return a rank that this one has given up on, or None."""
         return self._channel.lost if self._channel else None
 
     def exchange(self, topic: str, value: Any = None, **options: Any) -> list[Message]:
-        """What each rank says about `topic`; `options` as `Channel.exchange`. Alone, what this rank says."""
+        """Return the messages of all ranks on `topic`; `options` as in `Channel.exchange`."""
         return [Message(value)] if self._channel is None else self._channel.exchange(topic, value, **options)
 
     def all_gather(self, value: Any, what: str = "an exchange of the hosts") -> list[Any]:
-        """Every rank's `value`, any picklable object, in rank order. `what`: how errors call it."""
+        """Return every rank's `value`, any picklable object, in rank order. `what`: its name in errors."""
         return [message.value for message in self.exchange(what, value)]
 
     def together(self, step: str, work: Callable[[], T]) -> T:
-        """`work()`, a step that all ranks take: where it raises on one of them, it raises on all.
+        """Return `work()`, a step that all ranks take. If it raises on one rank, raise on all.
 
-        On that rank what it raised; on the others the same kind of error, or a `PlatformError`, which names the rank.
+        That rank raises its own error, the others one of the same type, or a `PlatformError`, which names the rank.
         """
         own: Exception | None = None
         try:
@@ -89,7 +89,7 @@ class Ranks:
         except BaseException as error:
             self.leave(error)
             raise
-        failures = self.all_gather(None if own is None else _told(own), f"{step} of a context")
+        failures = self.all_gather(None if own is None else _described(own), f"{step} of a context")
         if own is not None:
             raise own
         for rank, failure in enumerate(failures):
@@ -99,49 +99,49 @@ class Ranks:
         return result
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Rank `src`'s `value`, any picklable object. Tensors on its GPU arrive on the receiver's."""
-        box: tuple[bytes | None, str | None] | None = None
+        """Return rank `src`'s `value`, any picklable object. Tensors on its GPU arrive on the receiver's."""
+        packed: tuple[bytes | None, str | None] | None = None
         if self.rank == src:
             try:
-                box = (_pickled(value), None)
+                packed = (_pickled(value), None)
             except Exception as error:
-                box = (None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")
-        told = self.all_gather((src, box), "broadcast")
-        if len({source for source, _ in told}) > 1:
-            values = by_rank(dict(enumerate(source for source, _ in told)))
+                packed = (None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")
+        sent = self.all_gather((src, packed), "broadcast")
+        if len({source for source, _ in sent}) > 1:
+            values = by_rank(dict(enumerate(source for source, _ in sent)))
             raise ArgumentError(f"broadcast: src differs between ranks: {values}; expected the same on all of them")
-        data, failure = told[src][1]
+        data, failure = sent[src][1]
         if failure:
             raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
         if self.rank == src:
             return value
         try:
             return pickle.loads(data)
-        except Exception as error:  # what another process lacks: a module, a device
-            raise ArgumentError(f"what rank {src} sent cannot be made here: {error!r}") from error
+        except Exception as error:  # this process may lack a module or a device
+            raise ArgumentError(f"the value of rank {src} cannot be unpickled here: {error!r}") from error
 
-    def tell(self, topic: str, value: Any) -> None:
-        """Leaves `value` for every other rank, which may `hear` it; waits for nobody."""
+    def post(self, topic: str, value: Any) -> None:
+        """Send `value` to every other rank, which may `wait_for` it, without waiting."""
         if self._channel is not None:
-            self._channel.tell(topic, value)
+            self._channel.post(topic, value)
 
-    def hear(self, rank: int, topic: str, timeout_s: float) -> Any:
-        """What `rank` has told, or tells in time, about `topic`. Raises `PeerLostError` where it does not."""
-        assert self._channel is not None, "a rank that is alone hears nobody"
-        return self._channel.hear(rank, topic, timeout_s)
+    def wait_for(self, rank: int, topic: str, timeout_s: float) -> Any:
+        """Return the value that `rank` posts on `topic`. Raises `PeerLostError` where none comes in time."""
+        assert self._channel is not None, "a single rank has no peers"
+        return self._channel.wait_for(rank, topic, timeout_s)
 
     def leave(self, error: BaseException) -> None:
-        """Tells the others that this rank goes on without them, for `error`."""
+        """Notify the others that this rank leaves them, for `error`."""
         if self._channel is not None:
             self._channel.leave(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def close(self) -> None:
-        """Ends the connections to the other ranks."""
+        """Close the connections to the other ranks."""
         if self._channel is not None:
             self._channel.close()
 
     def members(self, group: Any) -> list[int]:
-        """The ranks, counted in this context, of a subgroup: a process group, a DeviceMesh or a list of ranks."""
+        """Return the ranks in this context of a subgroup: a process group, a DeviceMesh or a list of ranks."""
         if group is None:
             return list(range(self.size))
         if isinstance(group, (list, tuple)):
@@ -159,26 +159,26 @@ class Ranks:
         return dist.get_global_rank(self.group, rank) if self.group else rank
 
 
-_contexts_made: Counter[str] = Counter()
+_context_counts: Counter[str] = Counter()
 
 
 def name_of(group_name: str) -> str:
-    """The name of the context that is about to be made on a process group, which no other has, or will have.
+    """Return a unique name for a context that is about to be made on a process group.
 
-    The group's, and from the second context on with a count: "0", "0.1", ...
+    It is the group's, and from the second context on has a count: "0", "0.1", ...
     """
-    count = _contexts_made[group_name]
-    _contexts_made[group_name] += 1
+    count = _context_counts[group_name]
+    _context_counts[group_name] += 1
     return f"{group_name}.{count}" if count else group_name
 
 
 def by_rank(values: dict[int, Any]) -> str:
-    """Values of ranks as messages list them; ranks with the same value together."""
+    """Return the values of ranks as messages list them, ranks with the same value together."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ", ".join(
-        f"{value} on rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}" for value, those in ranks.items()
+        f"{value} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}" for value, holders in ranks.items()
     )
 
 
@@ -187,32 +187,32 @@ def _raised(error: Exception | None) -> None:
         raise error
 
 
-def _told(error: Exception) -> tuple[type, str]:
-    """A failure as other ranks raise it."""
+def _described(error: Exception) -> tuple[type, str]:
+    """Return the type and the message of the error that other ranks raise."""
     if isinstance(error, IrisError):
         return type(error), str(error)
     return PlatformError, f"{type(error).__name__}: {error}"
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store that the processes of a group share."""
+    """Return the store that the processes of a group share."""
     try:
         return group.get_group_store()
-    except (AttributeError, RuntimeError):  # older torch keeps it beside the group
+    except (AttributeError, RuntimeError):  # older torch keeps it in a map by group
         return dist.distributed_c10d._world.pg_map[group][1]
 
 
 class _Pickler(pickle.Pickler):
-    """Takes a tensor's elements where pickle would take its whole storage: for a tensor on the heap, the heap.
+    """Pickles a tensor's elements where pickle would take its full storage: for a tensor on the heap, the heap.
 
-    And where torch writes what it cannot read again, as of one-byte floats: these go as bytes.
+    Dtypes that torch writes and cannot read again, such as one-byte floats, are sent as bytes.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return NotImplemented
-        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        if not value.is_cuda and whole and value.dtype in _PICKLED_BY_TORCH:
+        is_full = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if not value.is_cuda and is_full and value.dtype in _PICKLED_BY_TORCH:
             return NotImplemented
         compact, kind = value.detach().cpu().clone().contiguous(), None
         if value.dtype not in _PICKLED_BY_TORCH:
@@ -227,10 +227,10 @@ _PICKLED_BY_TORCH = {
 
 
 def _pickled(value: Any) -> bytes:
-    """`value`, which can be made again: what cannot is known before anybody waits for it."""
+    """Return `value` pickled. Raises before other ranks wait for it where it cannot be unpickled."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
-    if type(value) is not torch.Tensor:  # which is large, and can
+    if type(value) is not torch.Tensor:  # a tensor is large, and can be unpickled
         pickle.loads(buffer.getvalue())
     return buffer.getvalue()
 
@@ -244,7 +244,7 @@ def _unpack(
 
 
 def resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
-    """A process group from what the user gave, or from the launcher's environment; None is a world of one."""
+    """Return the process group for a user's `group`, or of the launcher's environment; None is a world of one."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group"):  # DeviceMesh

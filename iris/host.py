@@ -1,8 +1,8 @@
-"""Which ranks run on one host: a host is one kernel with one namespace of process ids, run as one user.
+"""Check that ranks run on one host: one kernel with one namespace of process ids, and one user.
 
 Ranks of a context map each other's memory, by process id on CPUs and through Unix sockets on GPUs. Neither crosses the
 border of a host. A hostname says too little: two hosts may have the same, and two containers of one machine, which
-share a kernel, may each have their own process 7. So every rank leaves its `identity` in the store, and all of them
+share a kernel, may each have their own process 7. So every rank writes its `identity` to the store, and all of them
 reach the same verdict before any rank opens a connection.
 """
 
@@ -24,29 +24,29 @@ _SAME = "kernel", "processes"  # fields of an identity that are equal on one hos
 
 
 def identity() -> dict[str, Any]:
-    """Return what tells this process's host from others, as JSON can hold it: its name, kernel, processes and user."""
+    """Return the identity of this process's host, in types of JSON: its name, kernel, process namespace and user."""
     name = os.uname().nodename or "unnamed"
-    found: dict[str, Any] = {"name": name, "kernel": "", "processes": "", "user": os.geteuid()}
+    fields: dict[str, Any] = {"name": name, "kernel": "", "processes": "", "user": os.geteuid()}
     with suppress(OSError):
-        found["kernel"] = Path(_KERNEL).read_text().strip()
+        fields["kernel"] = Path(_KERNEL).read_text().strip()
     with suppress(OSError):
-        found["processes"] = os.readlink(_PROCESSES)
-    return found
+        fields["processes"] = os.readlink(_PROCESSES)
+    return fields
 
 
-def pid_here(left: dict, own: dict[str, Any]) -> int | None:
-    """The process id that a rank left in the store, if it names that rank's process on the host `own`, too."""
-    other = left.get("host")
-    same = isinstance(other, dict) and all(other.get(key) == own[key] for key in _SAME)
-    return left.get("pid") if same else None
+def pid_here(entry: dict, own: dict[str, Any]) -> int | None:
+    """Return the process id of a rank's `entry` in the store, if the rank runs on the host `own`, else None."""
+    host = entry.get("host")
+    same = isinstance(host, dict) and all(host.get(key) == own[key] for key in _SAME)
+    return entry.get("pid") if same else None
 
 
-def check_one_host(left: Sequence[dict]) -> None:
-    """Raise `PlatformError` where the identities that all ranks left are those of several hosts, or of several users.
+def check_one_host(entries: Sequence[dict]) -> None:
+    """Raise `PlatformError` where the `entries` of all ranks in the store name several hosts, or several users.
 
     Every rank has the same identities, so all of them raise the same.
     """
-    identities = [host if isinstance(host := each.get("host"), dict) else {} for each in left]
+    identities = [host if isinstance(host := each.get("host"), dict) else {} for each in entries]
     hosts: dict[tuple, list[int]] = {}
     for rank, each in enumerate(identities):
         hosts.setdefault(tuple(str(each.get(key)) for key in _SAME), []).append(rank)
@@ -63,16 +63,16 @@ def check_one_host(left: Sequence[dict]) -> None:
         raise PlatformError(f"the ranks run as users {users}; expected one user, who may map the memory of all ranks")
 
 
-def unreachable(left: Sequence[dict], rank: int) -> str:
-    """Return why `rank`, this one, sees no socket at the path that another one left; nothing where it sees all."""
-    for peer, each in enumerate(left):
+def unreachable(entries: Sequence[dict], rank: int) -> str:
+    """Return why `rank`, this one, sees no socket at another one's path, or an empty text where it sees all."""
+    for peer, entry in enumerate(entries):
         try:
-            os.lstat(str(each["path"]))
+            os.lstat(str(entry["path"]))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            names = _names([each["host"], left[rank]["host"]])
+            names = _names([entry["host"], entries[rank]["host"]])
             return (
-                f"rank {rank} on {names[1]} does not see {each['path']} of rank {peer} on {names[0]} ({reason}), so "
+                f"rank {rank} on {names[1]} does not see {entry['path']} of rank {peer} on {names[0]} ({reason}), so "
                 f"they share no folder and cannot connect. Expected a folder that all ranks of a context see: set "
                 f"TMPDIR to one. {_remedy([])}"
             )
@@ -84,13 +84,13 @@ def check_process(peer: socket.socket, rank: int, pid: int) -> None:
     there, uid, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if (there, uid) != (pid, os.geteuid()):
         raise PlatformError(
-            f"the process behind rank {rank}'s socket is {there} of user {uid}; expected {pid} of user {os.geteuid()}. "
+            f"rank {rank}'s socket belongs to process {there} of user {uid}; expected {pid} of user {os.geteuid()}. "
             f"All ranks must run on one host, as one user and in one process namespace."
         )
 
 
 def _remedy(sizes: Sequence[int]) -> str:
-    """What to do about ranks on several hosts, of which each has so many."""
+    """Return the advice for ranks on several hosts with `sizes` ranks each."""
     hosts, ranks = (len(sizes), sizes[0]) if sizes and len(set(sizes)) == 1 else ("hosts", "ranks of a host")
     return (
         f"On several hosts expected a context on each: mesh = init_device_mesh(device, ({hosts}, {ranks}), "
@@ -99,7 +99,7 @@ def _remedy(sizes: Sequence[int]) -> str:
 
 
 def _names(hosts: Sequence[dict]) -> list[str]:
-    """Hostnames; of several hosts with the same name, with what tells them apart."""
+    """Return the hostnames, followed by kernel and namespace where several hosts have the same name."""
     names = [str(host.get("name")) for host in hosts]
     marks = [f"kernel {str(host.get('kernel'))[:8]}, {host.get('processes')}" for host in hosts]
     return [f"{name} ({mark})" if names.count(name) > 1 else name for name, mark in zip(names, marks, strict=True)]

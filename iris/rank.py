@@ -1,8 +1,8 @@
-"""`Rank`: what everything below the context may hold of one rank.
+"""`Rank`: the interface to one rank for all modules below the context.
 
-It knows the rank's number, its device, its heap and the context tensor that kernels read, and whether the rank may go
-on. `Iris` (`context.py`) is a `Rank` that a user makes and closes. Launchers, collectives and fused ops hold a `Rank`,
-so no module below imports the context, and the context can import each of them.
+It has the rank's number, device, heap and the context tensor that kernels read, and checks whether the rank may
+continue. `Iris` (`context.py`) is a `Rank` that a user makes and closes. Launchers, collectives and fused ops hold a
+`Rank`, so no module below imports the context, and the context can import each of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _THREAD_ENDS_S = 1.0  # for a thread that has made its last call, before the con
 class Rank:
     """One rank of a symmetric heap.
 
-    `hosts`: the processes of all ranks, and what they exchange. `heap`: where this rank's tensors and workspaces lie.
-    `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, what compares the ranks' calls.
-    `recording`: whether fused kernels record events (`tracing.py`). `invariant`: what is promised of a row's bits.
+    `hosts`: the processes of all ranks and their exchanges. `heap`: the memory of this rank's tensors and workspaces.
+    `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, compares the ranks' calls.
+    `recording`: whether fused kernels record events (`tracing.py`). `invariant`: the guarantee of a row's bits.
     `across`: the rank's counterparts on other hosts, where the context was made with them.
     """
 
@@ -75,50 +75,50 @@ class Rank:
     _barrier: DeviceBarrier
     _closed: bool
     _thread: int
-    _difference: str  # between heaps, or why a peer left, once it is known
-    _left: PeerLostError | None = None  # why this rank makes no further call
-    _handed_out: int  # the lowest offset of what the library hands out for results
+    _difference: str  # message about heaps that differ, or a peer that left, once known
+    _departure: PeerLostError | None = None  # why this rank makes no further call
+    _handed_out: int  # the lowest offset of memory that the library allocates for results
 
     def __init__(self) -> None:
-        self._kept: dict[Callable[..., Any], Any] = {}
+        self._components: dict[Callable[..., Any], Any] = {}
         self.on_change: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[], None]] = []  # when all ranks have come, and nothing runs
+        self.on_close: list[Callable[[], None]] = []  # called when all ranks have come, and nothing runs
         self._visitor: int | None = None  # the thread inside `in_this_thread`
         self._visiting = threading.Lock()
 
     def once(self, make: Callable[..., T]) -> T:
-        """`make(self)`, made at the first call and kept: the rank's collectives, fused ops and tracing."""
-        found = self._kept.get(make)
-        if found is None:
+        """Return `make(self)`, cached from the first call on: the rank's collectives, fused ops and tracing."""
+        component = self._components.get(make)
+        if component is None:
             self.check()
-            found = self._kept[make] = nvtx.with_ranges(make(self))
-        return found
+            component = self._components[make] = nvtx.with_ranges(make(self))
+        return component
 
     def forget_launches(self) -> None:
-        """Calls are launched anew from here on, for a kernel or memory that earlier launches used has changed."""
+        """Drop cached launches, for a kernel or memory that they use has changed."""
         for forget in self.on_change:
             forget()
 
-    # --- what kernels are given --------------------------------------------------------------------------------------
+    # --- arguments of kernels ----------------------------------------------------------------------------------------
 
     def get_heap_bases(self) -> torch.Tensor:
-        """uint64 [num_ranks] on the device: where each rank's heap begins in this process's address space."""
+        """Return uint64 [num_ranks] on the device: the address of each rank's heap in this process."""
         self.check()
         return self.heap_bases
 
     def get_device_context(self) -> torch.Tensor:
-        """int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
+        """Return the int64 tensor for `DeviceContext.initialize`. Its layout is not part of the API."""
         self.check()
         return self._context_tensor
 
     def view_at(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """`tensor`, which lies on the heap, as `rank` has it. `Iris.peer_view` checks its arguments first."""
+        """Return `rank`'s counterpart of `tensor` on the heap. `Iris.peer_view` checks its arguments first."""
         return relaunch.alias(tensor, self._segment.bases[rank] - self._segment.bases[self.cur_rank])
 
     def hand_out_from(self, offset: int) -> None:
-        """From this offset of the heap on, kernels take an `out` to be the library's own, at whatever place.
+        """Mark the heap from `offset` on as the library's, where an `out` may lie at different offsets on each rank.
 
-        Of what is in users' part of the heap they expect the same place on all ranks (`await_entered`).
+        Below it, in the users' part, kernels expect the same offset on all ranks (`await_entered`).
         """
         if offset < self._handed_out:
             self._handed_out = offset
@@ -126,18 +126,18 @@ class Rank:
             platform.synchronize(self.device)  # before a call in any stream
 
     def hands_out(self, offset: int) -> bool:
-        """Whether what lies at this offset of the heap is the library's, at another offset on other ranks perhaps."""
-        return self._handed_out <= offset < self.heap.size  # behind it lies what was imported
+        """Return whether this offset of the heap is in the library's part, where offsets may differ by rank."""
+        return self._handed_out <= offset < self.heap.size  # imported memory follows
 
     # --- ranks that wait for each other ------------------------------------------------------------------------------
 
     def new_barrier(self) -> DeviceBarrier:
-        """A barrier with counts of its own, for a stream beside the one of `device_barrier`. Collective."""
+        """Return a barrier with its own counts, for another stream than that of `device_barrier`. Collective."""
         memory = self.heap.reserve((DeviceBarrier.WORDS * self.num_ranks,), torch.int32).zero_()
         return DeviceBarrier(self.device, self._context_tensor, self.num_ranks, memory)
 
     def barrier(self, stream: torch.cuda.Stream | None = None, group: Members | Sequence[int] = None) -> None:
-        """Waits for the device, or for `stream`, then until every rank (of `group`) has come here.
+        """Wait for the device, or for `stream`, then until every rank (of `group`) has called this.
 
         `group`: a process group, one dimension of a DeviceMesh or a list of ranks of this context, with this one in it.
         Raises `PeerLostError` naming a rank that did not come in time, `CaptureError` while a graph is captured,
@@ -153,7 +153,7 @@ class Rank:
         self.check()
 
     def device_barrier(self, group: Members | Sequence[int] = None) -> None:
-        """A barrier of the ranks (of `group`, as in `barrier`) in the current stream's order.
+        """Enqueue a barrier of the ranks (of `group`, as in `barrier`) in the current stream.
 
         Can be captured and replayed. Raises `PeerLostError` in a later call where a rank did not come in time.
         """
@@ -164,18 +164,10 @@ class Rank:
         self._barrier(members, self.heap.digest)
         self.check()
 
-    def meet(self, ranks: tuple[int, ...]) -> None:
-        """`device_barrier` of `ranks`, this one among them; they differ by rank where each names those it waits for.
-
-        Two ranks that name each other make the same meetings in the same order.
-        """
-        self.check()
-        self._barrier(ranks, self.heap.digest)
-
     def compare(self, call: str, members: Sequence[int] | None = None, **facts: Any) -> None:
-        """With IRIS_DEBUG=1: raises on all `members`, by default all ranks, where they differ in a collective call.
+        """Raise on all `members`, by default all ranks, where their collective calls differ, with IRIS_DEBUG=1.
 
-        `ArgumentError` names what differs of `facts`, `PeerLostError` a rank that makes no such call in time
+        `ArgumentError` names the `facts` that differ, `PeerLostError` a rank that makes no such call in time
         (`iris/agreement.py`). A library of collective calls may use it for its own.
         """
         if self.agreement is None or platform.is_capturing(self.device):
@@ -183,7 +175,7 @@ class Rank:
         with self.exchanging():
             self.agreement.compare(range(self.num_ranks) if members is None else members, call, **facts)
 
-    def tell_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
+    def report_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
         """Keep the `error` by which this rank refuses a `call`, for the message of heaps that differ afterwards.
 
         With IRIS_DEBUG=1 this rank also sends it to the ranks that compare the call. They raise, too, where they would
@@ -195,32 +187,32 @@ class Rank:
                 self.compare(call, members, **{REFUSAL: error})
 
     @contextmanager
-    def telling_refusals(self, call: str, members: Sequence[int] | None) -> Iterator[None]:
-        """Around the checks of a `call`: does `tell_refusal` where they raise."""
+    def reporting_refusals(self, call: str, members: Sequence[int] | None) -> Iterator[None]:
+        """Call `report_refusal` where the checks of a `call` inside the block raise."""
         try:
             yield
         except IrisError as error:
-            self.tell_refusal(call, members, error)
+            self.report_refusal(call, members, error)
             raise
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What the hosts exchange: a lost rank makes the context void, as after a wait in a kernel."""
+        """Enclose an exchange of the hosts: a lost rank makes the context void, as after a wait in a kernel."""
         try:
             yield
         except PeerLostError:
             waiter = waits.WAITERS.index("an exchange of the hosts")
             lost = self.hosts.lost
-            assert lost is not None  # as the error says
+            assert lost is not None  # known where the error is raised
             for at, word in enumerate((waiter, self.cur_rank, lost, 0, 0), 1):
                 self._record_view[at] = word
             self._record_view[0] = waits.LOST.value
             raise
 
-    # --- whether this rank may go on ---------------------------------------------------------------------------------
+    # --- whether this rank may continue ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises where the context cannot be used, or not here. Costs no device synchronisation.
+        """Raise where the context cannot be used, or not in this thread. Costs no device synchronisation.
 
         `ClosedError` after `close()`; `ThreadError` in another thread than the context's; `PeerLostError` once a wait
         in a kernel has failed; `NotSymmetricError` once kernels have found that the ranks' heaps differ; `ExpertError`
@@ -230,9 +222,9 @@ class Rank:
             self._refuse()
 
     def take_over(self) -> None:
-        """Makes the calling thread the one that uses the context; the thread before must have ended its last call.
+        """Make the calling thread the one that uses the context, after the previous one has ended its last call.
 
-        Ranks make the same calls in the same order, which two threads of a rank would not: so a context belongs to one
+        Ranks make the same calls in the same order, which two threads of a rank would not. So a context belongs to one
         thread, at first to the one that made it, and calls from any other raise `ThreadError`. The thread's current GPU
         becomes the context's, for torch gives each new thread the first one.
         """
@@ -246,9 +238,9 @@ class Rank:
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:
-        """Lets the calling thread use the context inside the block; then it belongs to the thread before again.
+        """Let the calling thread use the context inside the block; after it, return it to the previous thread.
 
-        For one whole call, such as a `generate` whose tokens another thread reads. The thread's current GPU becomes the
+        For one call, such as a `generate` whose tokens another thread reads. The thread's current GPU becomes the
         context's. Raises `ThreadError` while another thread is inside such a block, `ClosedError` after `close()`.
         """
         if self._closed:
@@ -270,9 +262,9 @@ class Rank:
             raise self._other_thread()
 
     def _await_thread(self) -> None:
-        """Waits for the end of another thread's `in_this_thread`, and of the thread that took the context over.
+        """Wait for the end of another thread's `in_this_thread`, and of the thread that took the context over.
 
-        So that the context can be closed here. Raises `ThreadError` where that thread goes on and on.
+        The context can be closed here afterwards. Raises `ThreadError` where that thread does not end.
         """
         deadline = time.monotonic() + _THREAD_ENDS_S
         while threading.get_ident() != self._thread:
@@ -297,19 +289,19 @@ class Rank:
             return
         if kind in (waits.OUT_DIFFERS.value, waits.HEAPS_DIFFER.value):
             if not self._difference:
-                self._difference = failures.heaps_differ(
+                self._difference = failures.heaps_differ_message(
                     self.hosts, self.heap, self._refused, kind, waiter, peer, expected
                 )
             raise NotSymmetricError(self._difference)
-        if kind == waits.LEFT.value and peer == self.cur_rank and self._left is not None:
-            raise PeerLostError(str(self._left))
+        if kind == waits.LEFT.value and peer == self.cur_rank and self._departure is not None:
+            raise PeerLostError(str(self._departure))
         if kind == waits.LEFT.value and not self._difference and threading.get_ident() == self._thread:
-            self._difference = failures.left(self.hosts, waiter, peer)
+            self._difference = failures.left_message(self.hosts, waiter, peer)
         if kind == waits.LEFT.value and self._difference:
             raise PeerLostError(self._difference)
         if kind == waits.BAD_EXPERT.value:
-            raise ExpertError(failures.bad_expert(waiter, expected, seen))
-        raise PeerLostError(failures.lost(kind, waiter, rank, peer, expected, seen))
+            raise ExpertError(failures.bad_expert_message(waiter, expected, seen))
+        raise PeerLostError(failures.lost_message(kind, waiter, rank, peer, expected, seen))
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

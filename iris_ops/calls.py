@@ -188,7 +188,7 @@ class Calls:
             else:
                 rmsnorm_epilogue.check_places((*NAMES, *EPILOGUE_NAMES), addresses, prepared.spans)
         except IrisError as error:
-            self.ctx.tell_refusal(op, None, error)
+            self.ctx.report_refusal(op, None, error)
             raise
         return prepared, addresses
 

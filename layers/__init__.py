@@ -4,11 +4,10 @@
     model = layers.from_pretrained("path/to/model", ctx)       # each rank reads only its slices
     report = layers.parallelize(model, ctx)                    # or: split a model that is already in memory
 
-Reading order: `shard` says which part is whose, `sharded` and `linear` are the layers. `hf/` carries out a model's own
+Reading order: `shard` computes each rank's part, `sharded` and `linear` are the layers. `hf/` applies a model's own
 plan: `styles`, `heads` and `parallelize` split it, and `verify/` runs the split on a copy without weights and refuses a
-wrong one. `checkpoint/` loads and saves; `formats/` knows how quantised weights are stored, `weight_storage` how a
-layer keeps its own. `serving/` has the engine, its cache, its prompts and its graphs.
-`pipeline/` divides a model's layers between hosts.
+wrong one. `checkpoint/` loads and saves; `formats/` reads quantised weights, `weight_storage` keeps those of a layer.
+`serving/` has the engine, its cache, its prompts and its graphs. `pipeline/` divides a model's layers between hosts.
 """
 
 from .checkpoint.load import from_pretrained

@@ -1,9 +1,9 @@
-"""Ranks compare what they are given: checksums of tokens and masks, and options, before anything runs.
+"""Compare the arguments of ranks: checksums of tokens and masks, and options, before anything runs.
 
-Ranks that are given different tokens of the same length make the same calls, and each would answer from a mix. So
-`generate` and the engine's always compare `facts` of their arguments, in the exchange that opens such a call anyway. A
-forward exchanges nothing on the host, so it is compared in debug mode (IRIS_DEBUG=1) only; without, it has no hook.
-There the weights that all ranks hold whole are compared, too (`replicas`).
+Ranks with different tokens of the same length make the same calls, and each would answer from a mix. So `generate` and
+the engine's always compare `facts` of their arguments, in the exchange that such a call begins with anyway. A forward
+exchanges nothing on the host, so it is compared in debug mode (IRIS_DEBUG=1) only; without, it has no hook. Debug mode
+also compares the replicated weights (`replicas`).
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ if TYPE_CHECKING:
 
 _PLAIN = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
 _OWN = "streamer", "tokenizer", "assistant_tokenizer", "custom_generate"  # a process has its own
-_BY_FIELDS = "Config", "Processor", "Criteria", "Warper"  # how classes are named whose fields say all
+_BY_FIELDS = "Config", "Processor", "Criteria", "Warper"  # endings of names of classes that their fields define
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements of a tensor whose checksum is computed at a time, in some 24 bytes each
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def compare(ctx: Iris, call: str, **arguments: Any) -> None:
-    """In debug mode: raises `ArgumentError` on all ranks where one of the named `arguments` differs between them."""
+    """Raise `ArgumentError` on all ranks, in debug mode, where one of the named `arguments` differs between them."""
     if is_compared(ctx):
         facts: dict[str, Any] = {name: digest(each) for name, each in arguments.items() if name not in _OWN}
         ctx.compare(call, **facts)
 
 
 def facts(**arguments: Any) -> dict[str, str]:
-    """Digests of a call's named `arguments`, a configuration's by field, for `checked` to compare between ranks.
+    """Return digests of a call's named `arguments`, a configuration's by field, for `checked` to compare between ranks.
 
-    Left out: what belongs to a process, such as a streamer, and the weights of models.
+    Excluded are arguments that belong to a process, such as a streamer, and the weights of models.
     """
-    found = {}
+    digests = {}
     for name, value in arguments.items():
         if name in _OWN or value is None:
             continue
         if isinstance(value, nn.Module):
-            found[name] = type(value).__name__
+            digests[name] = type(value).__name__
         elif type(value).__name__.endswith("Config"):
-            found |= {f"{name}.{key}": digest(held) for key, held in _fields(value).items() if held is not None}
+            digests |= {f"{name}.{key}": digest(member) for key, member in _fields(value).items() if member is not None}
         else:
-            found[name] = digest(value)
-    return found
+            digests[name] = digest(value)
+    return digests
 
 
 def is_compared(ctx: Iris) -> bool:
-    """Whether calls are compared now: in debug mode, while nothing is captured or traced."""
+    """Return whether calls are compared now: in debug mode, while nothing is captured or traced."""
     if ctx.agreement is None or is_recording():
         return False
     return not platform.is_capturing(ctx.device)
 
 
 def digest(value: Any, depth: int = 3) -> str:
-    """A short text that is the same for the same value, and hardly ever for another."""
+    """Return a short text that is the same for equal values, and hardly ever for others."""
     if isinstance(value, torch.Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if value.is_meta or value.layout is not torch.strided:
@@ -75,18 +75,18 @@ def digest(value: Any, depth: int = 3) -> str:
     if isinstance(value, nn.Module):
         if any(isinstance(module, ShardedLinear) for module in value.modules()):
             return f"{type(value).__name__}, split"  # each rank has weights of its own
-        each = [f"{name} {digest(held)}" for name, held in value.state_dict().items()]
-        return f"{type(value).__name__} with checksum {_crc(each)}"
+        digests = [f"{name} {digest(member)}" for name, member in value.state_dict().items()]
+        return f"{type(value).__name__} with checksum {_crc(digests)}"
     if not depth:
         return type(value).__name__
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {digest(held, depth - 1)}" for key, held in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {digest(member, depth - 1)}" for key, member in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
-        each = [digest(held, depth) for held in value]
+        digests = [digest(member, depth) for member in value]
         if isinstance(value, (set, frozenset)):
-            each.sort()  # its own order differs by process
-        text = ", ".join(each)
-        return f"{type(value).__name__}({text})" if len(text) < 200 else f"{len(each)} with checksum {_crc(each)}"
+            digests.sort()  # its own order differs by process
+        text = ", ".join(digests)
+        return f"{type(value).__name__}({text})" if len(text) < 200 else f"{len(digests)} with checksum {_crc(digests)}"
     if callable(getattr(value, "get_seq_length", None)):  # a cache, whose heads are this rank's
         return f"{type(value).__name__} of {int(value.get_seq_length())} tokens"
     if any(kind.__name__.endswith(_BY_FIELDS) for kind in type(value).__mro__):
@@ -113,8 +113,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The attributes of a configuration, a processor or a criterion; private ones may differ by process."""
-    return {key: held for key, held in vars(value).items() if not key.startswith("_")}
+    """Return the attributes of a configuration, a processor or a criterion; private ones may differ by process."""
+    return {key: member for key, member in vars(value).items() if not key.startswith("_")}
 
 
 def _crc(texts: list[str]) -> str:
@@ -122,10 +122,10 @@ def _crc(texts: list[str]) -> str:
 
 
 def watch_inputs(model: nn.Module, ctx: Iris) -> None:
-    """Hooks that compare what the model is called with, in debug mode, and check what its tables are asked for.
+    """Add hooks that compare the model's arguments, in debug mode, and check the indices into its embeddings.
 
-    On a CPU the latter costs nothing worth saying, and on a GPU the host would wait: there it is done in debug mode
-    only, and otherwise left to the GPU's own assertion, as in the unsplit model.
+    On a CPU the check of indices costs next to nothing. On a GPU the host would wait, so it runs in debug mode only;
+    else the GPU's own assertion remains, as in the unsplit model.
     """
     if ctx.agreement is not None:
         model.register_forward_pre_hook(_Compare(ctx, type(model).__name__), with_kwargs=True)

@@ -1,15 +1,15 @@
-"""Experts of a mixture, every one of them split over the ranks by its intermediate size.
+"""Experts of a mixture, each split over the ranks by its intermediate size.
 
-    parameter              whole                                   this rank's
-    gate_up_proj           [E, 2I, H], or [E, H, 2I]               I/w of the gates, and of what they gate
+    parameter              unsplit                                 this rank's
+    gate_up_proj           [E, 2I, H], or [E, H, 2I]               I/w of the gate, and of the up rows
     up_proj                [E, I, H], experts without a gate       I/w
     down_proj              [E, H, I], or [E, I, H]                 I/w
     gate_up_proj_bias      [E, 2I]                                 I/w of each
-    down_proj_bias         [E, H]                                  whole
+    down_proj_bias         [E, H]                                  all of it
 
 Each rank computes its slice of every expert that a token goes to, and the sum over a token's experts and over the ranks
-is one op. The router stays whole, so all ranks know where each token goes, and no token travels. Splitting whole
-experts instead would leave the ranks with uneven work, for routers' loads are uneven.
+is one op. The router is replicated, so all ranks know where each token goes, and no token travels. A split by experts
+would give the ranks uneven work, for routers' loads are uneven.
 
 `I` need not divide by the ranks. Where it is a multiple of 8, so is every part, for kernels load 16 bytes at a time.
 """
@@ -44,11 +44,11 @@ class Form:
     intermediate: int
     activation: Activation | None  # None: what the module's own forward computes, by elements
     transposed: bool = False  # [E, H, I], as gpt-oss has it, in place of [E, I, H]
-    interleaved: bool = False  # gates and ups in turn, in place of all gates first
+    interleaved: bool = False  # gate and up rows alternate; else all gate rows come first
     gated: bool = True
 
     def parts(self, module: nn.Module, world: int, rank: int) -> dict[str, tuple[Shard, int]]:
-        """By parameter: this rank's part, and of which dimension."""
+        """Return this rank's shard and the split dimension of each parameter by name."""
         start, stop = part_of_experts(self.intermediate, world, rank, unit_of(module, self.second))
         one = Shard(self.intermediate, ((start, stop),))
         both = one
@@ -64,9 +64,9 @@ class Form:
 
 
 def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) -> tuple[int, int]:
-    """`[start, stop)` of an intermediate size: sizes differ by one unit at most.
+    """Return `[start, stop)` of an intermediate size: sizes differ by one unit at most.
 
-    `group` entries share a scale in the files; shares end between groups where that keeps them about even.
+    `group` entries share a scale in the files; shards end between groups where that keeps them about even.
     """
     if group > 1:
         return in_units(intermediate, world, rank, even_unit(intermediate, world, group)).ranges[0]
@@ -76,10 +76,10 @@ def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) ->
 
 
 class SplitExperts(nn.Module):
-    """In place of `module`, whose other attributes it takes over: `moe_gate_up`, then `moe_down_all_reduce`."""
+    """Replaces `module` and takes over its attributes: `moe_gate_up`, then `moe_down_all_reduce`."""
 
     op = "moe_gate_up, moe_down_all_reduce"
-    shared: tuple[nn.Module, ...] = ()  # one whose part, of the same tokens, joins the sum over ranks
+    shared: tuple[nn.Module, ...] = ()  # a shared expert, whose partial result joins the sum over ranks
 
     def __init__(self, module: nn.Module, form: Form, ctx: Iris):
         super().__init__()
@@ -90,7 +90,7 @@ class SplitExperts(nn.Module):
             split_parameter(self, key, part, dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Hidden states [..., H], experts [tokens, k] and weights [tokens, k], by position or by the class's names."""
+        """Map hidden states [..., H], experts and weights [tokens, k], by position or name, to outputs [tokens, H]."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, experts, weights = (given[name] for name in self._names)
         x, form = hidden.reshape(-1, hidden.shape[-1]), self._form
@@ -116,7 +116,7 @@ class SumOverRanks:
 
 
 class OnFirstRank(nn.Module):
-    """What passes a token on, inside of a module whose output is summed over the ranks: one of them does."""
+    """Returns its input on rank 0, else zeros: for a residual inside a module whose output is summed over ranks."""
 
     def __init__(self, ctx: Iris):
         super().__init__()

@@ -15,7 +15,7 @@ With `iris.iris(invariant="ranks")` a Column that gathers nothing and a Row are 
 (`iris_ops/sum_tree.py`), so that their results have the same bits on any number of ranks.
 
 Sequence parallel: rank r holds chunk r of the tokens, as [tokens, features] or [1, tokens, features]. Where the ranks
-do not divide the tokens, a Column is told how many there are in all: `layer(x, tokens=13)`.
+do not divide the tokens, a Column takes their total number: `layer(x, tokens=13)`.
 
 A product is torch's or, of a step's few rows, that of `skinny_matmul`; `gated` ones `iris_ops.matmul_gated`'s. Outputs
 are ordinary tensors, new in each call, so no later call overwrites what a model still holds.
@@ -70,7 +70,7 @@ class ColumnParallelLinear(ShardedLinear):
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
 
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-        """`input` [..., in_features], whole, to this rank's [..., local outputs], with `gather_output` to all outputs.
+        """Map the full `input` [..., in_features] to this rank's [..., local outputs], or to all with `gather_output`.
 
         With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
         the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit, and
@@ -88,10 +88,10 @@ class ColumnParallelLinear(ShardedLinear):
         return out if input.dim() == 2 else out.unsqueeze(0)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
-        """Of `forward`, silu of the first half of this rank's outputs times the second half; nothing is exchanged."""
+        """Return silu of the first half of this rank's outputs times the second half; nothing is exchanged."""
         if self.gather_output or self.sequence_parallel:
             raise ArgumentError(
-                "gated is asked of a layer that gathers: expected neither gather_output nor sequence_parallel"
+                "gated is for layers that do not gather: expected neither gather_output nor sequence_parallel"
             )
         x = self.rows(input, self.in_features)
         weight, bias = self.terms(x.dtype)
@@ -123,7 +123,7 @@ class ColumnParallelLinear(ShardedLinear):
         ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> ColumnParallelLinear:
-        """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta)."""
         check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, gather_output, sequence_parallel, parts=parts,
@@ -131,7 +131,7 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several outputs in one weight (gate and up). Each is split by itself, so the local result splits as the whole."""
+    """Several outputs in one weight (gate and up). Each is split by itself, so the local result has parts of all."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         ctx: Iris,
     ) -> MergedColumnParallelLinear:
-        """From one fused Linear and the sizes of its outputs, or from a list with a Linear for each output."""
+        """Build the layer from one fused Linear and the sizes of its outputs, or from a Linear for each output."""
         linears = _as_list(linear)
         sizes = [each.out_features for each in linears] if out_features is None else out_features
         return cls(linears[0].in_features, sizes, linears[0].bias is not None, gather_output, sequence_parallel,
@@ -171,7 +171,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value in one weight, heads kept whole. `heads` says which are here; `split(y)` gives the three."""
+    """Query, key and value in one weight, split by whole heads: `heads` are this rank's; `split(y)` gives the three."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self._sizes = sizes if gather_output else [part.size for part in parts]
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The query, key and value columns of a result of this layer, as views."""
+        """Return the query, key and value columns of a result of this layer, as views."""
         if y.shape[-1:] != (sum(self._sizes),):
             raise ShapeError(
                 f"y has shape {tuple(y.shape)}: expected [..., {sum(self._sizes)}], a result of this layer"
@@ -219,7 +219,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         ctx: Iris,
     ) -> QKVParallelLinear:
-        """From one fused Linear, or from the list [q, k, v]."""
+        """Build the layer from one fused Linear, or from the list [q, k, v]."""
         linears = _as_list(linear)
         sizes = (linears[0].in_features, head_dim, num_heads, num_kv_heads)
         return cls(*sizes, linears[0].bias is not None, gather_output, sequence_parallel,
@@ -257,7 +257,7 @@ class RowParallelLinear(ShardedLinear):
         positive(in_features=in_features)
         parts = parts_or_plain(parts, in_features, ctx)
         if not input_is_parallel and not parts[0].is_contiguous:
-            raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the whole input")
+            raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the full input")
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self.sequence_parallel = sequence_parallel
@@ -265,7 +265,7 @@ class RowParallelLinear(ShardedLinear):
         self.op = reducing if reduce_results else LOCAL
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` [..., local inputs], or whole if not `input_is_parallel`, to [..., out_features], summed over ranks.
+        """Map `input` [..., local inputs], all if not `input_is_parallel`, to [..., out_features], summed over ranks.
 
         Without `reduce_results`, what this rank adds to the sum; with `sequence_parallel`, this rank's chunk of the
         tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
@@ -296,7 +296,7 @@ class RowParallelLinear(ShardedLinear):
         ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> RowParallelLinear:
-        """This rank's part of `linear`, copied to the context's device (empty if `linear` is on meta)."""
+        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta)."""
         check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, input_is_parallel, reduce_results, sequence_parallel, parts=parts,

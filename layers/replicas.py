@@ -1,8 +1,8 @@
-"""Parameters that every rank holds whole: in debug mode ranks compare them before each forward of the model.
+"""Replicated parameters, which every rank has in full: in debug mode ranks compare them before each forward.
 
 A change in place must be the same on all ranks: norms, embeddings, routers and the biases of row-parallel layers are
-copies. Random noise over `parameters()` is not, even from one seed: the parts of split weights may differ in size, so
-the ranks' generators part ways behind the first of them. Draw the noise on one rank and broadcast it, or draw the noise
+copies. Random noise over `parameters()` is not, even from one seed: shards may differ in size, so the
+ranks' generators diverge after the first split weight. Draw the noise on one rank and broadcast it, or draw the noise
 of each parameter from a generator that is seeded by the parameter's name.
 """
 
@@ -15,11 +15,11 @@ from torch import nn
 
 from .sharded import ShardedLinear, part_of
 
-_SAMPLE = 4096  # elements, by which a change through `.data` shows, which counts no version
+_SAMPLE = 4096  # elements that reveal a change through `.data`, which does not change `_version`
 
 
 def replicated(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of each parameter of a split `model` that all ranks hold whole."""
+    """Yield name and value of each parameter of a split `model` that all ranks have in full."""
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None or part_of(module, key) is not None:
@@ -37,7 +37,7 @@ class Replicas:
         self._known: dict[str, tuple[tuple, str]] = {}
 
     def digests(self, model: nn.Module) -> dict[str, str]:
-        """Return a digest for the name of each replicated parameter of `model`."""
+        """Return the digest of each replicated parameter of `model` by name."""
         for name, parameter in replicated(model):
             sample = parameter.detach().flatten()[:_SAMPLE]
             state = parameter.data_ptr(), parameter._version, self._digest(sample)

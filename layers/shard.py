@@ -1,7 +1,7 @@
-"""Which part of which tensor belongs to which rank. Pure arithmetic: the same on every rank, without talking.
+"""Compute which part of which tensor belongs to which rank: pure arithmetic, the same on every rank.
 
 A `Shard` is data: the ranges of one dimension that a rank holds, in local order. Everything else (linears, loading,
-reports) reads it. These ways of splitting make all the shards there are:
+reports) reads it. Every shard comes from one of these ways to split:
 
 - `chunk`     torch.chunk's: ceil(total / world) each, so the last ranks may be short or empty. The fused ops gather and
               scatter by it, so whatever an op gathers is split this way.
@@ -17,7 +17,7 @@ reports) reads it. These ways of splitting make all the shards there are:
                         query heads. A rank then caches one kv head; its group is all its query heads.
 
 With fewer query heads than ranks some ranks are idle. An idle rank still holds one query head, because attention cannot
-reshape zero heads; its slice of the output projection is zero padding, so what it computes counts for nothing.
+reshape zero heads; its slice of the output projection is zero padding, so its result adds nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shard:
         return len(self.ranges) <= 1 and not self.pad
 
     def fill(self, local: torch.Tensor, source: Any, dim: int) -> None:
-        """Copies this part of `source`, a tensor or a safetensors slice, into `local`; reads nothing else of it."""
+        """Copy this part of `source`, a tensor or a safetensors slice, into `local`; read nothing else of it."""
         at = 0
         for start, stop in self.ranges:
             if start < stop:
@@ -66,15 +66,15 @@ class Shard:
                 at += stop - start
         local.narrow(dim, at, self.pad).zero_()
 
-    def view(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This part of `whole`, sharing its memory. Only for a contiguous shard."""
+    def view(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return a view of this part of `full`. Only for a contiguous shard."""
         assert self.is_contiguous, self
         start, stop = self.ranges[0] if self.ranges else (0, 0)
-        return whole.narrow(dim, start, stop - start)
+        return full.narrow(dim, start, stop - start)
 
 
 def fill(local: torch.Tensor, source: Any, index: tuple[slice, ...] = (slice(None),)) -> None:
-    """Copies `source[index]` into `local`; a tensor in a checkpoint copies itself (see `checkpoint.files`)."""
+    """Copy `source[index]` into `local`; a tensor in a checkpoint copies itself (see `checkpoint.files`)."""
     if hasattr(source, "copy_to"):
         source.copy_to(local, index)
     else:
@@ -82,7 +82,7 @@ def fill(local: torch.Tensor, source: Any, index: tuple[slice, ...] = (slice(Non
 
 
 class Transposed:
-    """The transpose of a matrix `source`, a tensor or one in a checkpoint, of which parts are read."""
+    """The transpose of a matrix `source`, a tensor or one in a checkpoint, which is read by parts."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -98,14 +98,14 @@ class Transposed:
 
 
 def chunk(total: int, world: int, rank: int) -> Range:
-    """`[start, stop)` of `rank` when `total` entries are split as torch.chunk and DTensor's Shard split them."""
+    """Return `[start, stop)` of `rank` when `total` entries are split as torch.chunk and DTensor's Shard split them."""
     _check(world, rank)
     part = -(-total // world)
     return min(rank * part, total), min((rank + 1) * part, total)
 
 
 def balanced(total: int, world: int, rank: int) -> Range:
-    """`[start, stop)` of `rank` when `total` entries are split into parts whose sizes differ by at most one."""
+    """Return `[start, stop)` of `rank` when `total` entries are split into parts whose sizes differ by at most one."""
     _check(world, rank)
     base, extra = divmod(total, world)
     start = rank * base + min(rank, extra)
@@ -113,14 +113,14 @@ def balanced(total: int, world: int, rank: int) -> Range:
 
 
 def plain(total: int, world: int, rank: int, invariant: str | None = None) -> Shard:
-    """One chunk: rows of a column-parallel weight, columns of a row-parallel one. `invariant`: as in `iris.iris`."""
+    """Return a chunk: rows of a column-parallel weight, columns of a row-parallel one. `invariant`: see `iris.iris`."""
     if invariant == RANKS:
         return by_leaves(total, world, rank)
     return Shard(total, (chunk(total, world, rank),))
 
 
 def in_units(total: int, world: int, rank: int, unit: int) -> Shard:
-    """Whole units of `unit` entries, as many on each rank or one more; the last unit may be short."""
+    """Return whole units of `unit` entries, as many on each rank or one more; the last unit may be short."""
     spans = [balanced(-(-total // unit), world, each) for each in range(world)]
     ends = [(min(start * unit, total), min(stop * unit, total)) for start, stop in spans]
     return Shard(total, (ends[rank],), depths=tuple(stop - start for start, stop in ends))
@@ -137,7 +137,7 @@ def even_unit(total: int, world: int, unit: int) -> int:
 
 
 def by_leaves(total: int, world: int, rank: int) -> Shard:
-    """Whole leaves of a sum over `total`, about as many on each rank: the last ranks may have none."""
+    """Return whole leaves of a sum over `total`, about as many on each rank: the last ranks may have none."""
     _check(world, rank)
     return Shard(total, (sum_tree.share(total, world, rank),), depths=sum_tree.shares(total, world))
 
@@ -145,10 +145,10 @@ def by_leaves(total: int, world: int, rank: int) -> Shard:
 def merged(
     sizes: Sequence[int], world: int, rank: int, gathered: bool, invariant: str | None = None
 ) -> tuple[Shard, ...]:
-    """One shard for each of several outputs that share one weight (gate and up, say).
+    """Return one shard for each of several outputs that share one weight, as gate and up do.
 
-    Each output is split by itself, so that the local result splits like the whole one. If the result is gathered, the
-    whole weight is split as one instead: the gathered columns are then in the right order without a shuffle.
+    Each output is split by itself, so that the local result divides into the same outputs. If the result is gathered,
+    the weight is split as one output instead: the gathered columns are then in the right order without a shuffle.
     """
     if not gathered:
         return tuple(plain(size, world, rank, invariant) for size in sizes)
@@ -162,7 +162,7 @@ def merged(
 
 
 def concat(parts: Sequence[Shard]) -> Shard:
-    """The shard of the tensor that holds the wholes of `parts` one after the other. At most the last may be padded."""
+    """Return the shard of the concatenation of the tensors that `parts` split. At most the last may be padded."""
     assert not any(part.pad for part in parts[:-1]), parts
     ranges, offset = [], 0
     for part in parts:
@@ -198,15 +198,15 @@ class HeadSplit:
         return self.num_local_heads // self.num_local_kv_heads
 
     def q_shard(self, width: int) -> Shard:
-        """Rows of the query projection, `width` to a head."""
+        """Return rows of the query projection, `width` to a head."""
         return Shard(self.num_heads * width, (_scaled(self.q, width),))
 
     def kv_shard(self, width: int) -> Shard:
-        """Rows of the key or the value projection, `width` to a head."""
+        """Return rows of the key or the value projection, `width` to a head."""
         return Shard(self.num_kv_heads * width, (_scaled(self.kv, width),))
 
     def o_shard(self, width: int) -> Shard:
-        """Columns of the output projection, `width` to a query head: zeros where the rank's head is another's."""
+        """Return columns of the output projection, `width` to a query head: zeros where the rank is idle."""
         total, depths = self.num_heads * width, tuple(count * width for count in self.counts)
         if self.idle:
             return Shard(total, (), self.num_local_heads * width, depths)
@@ -214,7 +214,7 @@ class HeadSplit:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:
-    """Which whole heads `rank` holds. See the module's docstring for the rule."""
+    """Return the heads that `rank` holds. See the module's docstring for the rule."""
     _check(world, rank)
     splits = [_split_heads(num_heads, num_kv_heads, world, each) for each in range(world)]
     return replace(

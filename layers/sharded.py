@@ -1,10 +1,10 @@
-"""What every split linear shares: one weight split along one dimension, how it is loaded, and the checks of its input.
+"""The base of every split linear: one weight split along one dimension, its loading, and the checks of its input.
 
 The split is data. `parts` holds one `Shard` for each output that the weight fuses (one for a plain linear; q, k and v,
 or gate and up, for a fused one), and `dim` says which dimension of the weight they split. No method asks for the class.
 
-`load_shard(name, source)` fills a parameter from the whole tensor, or from a safetensors slice of it, and reads this
-rank's part only. A layer built on "meta" allocates when it is loaded, not before. Weights hold no gradient: the layers
+`load_shard(name, source)` fills a parameter from the full tensor, or from a safetensors slice of it, and reads this
+rank's shard only. A layer built on "meta" allocates when it is loaded, not before. Weights hold no gradient: the layers
 are for inference.
 """
 
@@ -36,10 +36,10 @@ class ShardedLinear(nn.Module):
     """A linear layer that holds this rank's part of W [out_features, in_features]; `dim` 0 splits outputs, 1 inputs."""
 
     dim: int
-    op: str  # the op that serves forward, for reports
+    op: str  # the op of forward, for reports
     sequence_parallel: bool
     stored_transposed = False  # whether checkpoints have its weight as [in_features, out_features]
-    own_steps = True  # whether products of few rows without an exchange are ours, where that is faster
+    own_steps = True  # whether `skinny_matmul` runs products of few rows without an exchange, where that is faster
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, parts: tuple[Shard, ...], ctx: Iris,
@@ -48,11 +48,11 @@ class ShardedLinear(nn.Module):
         super().__init__()
         positive(in_features=in_features, out_features=out_features)
         placed = device_of(dtype, device, ctx)
-        shard, whole = concat(parts), (out_features, in_features)
-        if shard.total != whole[self.dim]:
-            raise ShapeError(f"parts split {shard.total} features: expected {whole[self.dim]}, all of the layer's")
+        shard, full_size = concat(parts), (out_features, in_features)
+        if shard.total != full_size[self.dim]:
+            raise ShapeError(f"parts split {shard.total} features: expected {full_size[self.dim]}, all of the layer's")
         self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
-        self._device_type = ctx.device.type  # to ask a device for its type takes half a microsecond
+        self._device_type = ctx.device.type  # reading a device's type takes half a microsecond
         even = shard.size * ctx.num_ranks == shard.total
         self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
@@ -60,7 +60,7 @@ class ShardedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self._invariant = ctx.invariant
-        self._depths = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
+        self._k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
         self.own_steps = type(self).own_steps and not self._invariant
         self.weight_scale: nn.Parameter | None = None  # of a storage that has one, a channel
         self.storage: InDtype = IN_DTYPE
@@ -68,32 +68,32 @@ class ShardedLinear(nn.Module):
             self.reset_parameters()
 
     def _shares(self) -> tuple[int, ...]:
-        """How many inputs each rank has. Raises for shares whose sum could not be the same on any number of ranks."""
-        depths = self.parts[0].depths or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
-        if len(self.parts) != 1 or len(depths) != self.ctx.num_ranks:
+        """Return how many inputs each rank has. Raises where their sum could differ by the number of ranks."""
+        k_per_rank = self.parts[0].depths or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
+        if len(self.parts) != 1 or len(k_per_rank) != self.ctx.num_ranks:
             raise ArgumentError(
-                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard whose depths say what"
-                f" each of {self.ctx.num_ranks} ranks has"
+                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard with depths of"
+                f" {self.ctx.num_ranks} ranks"
             )
-        checked_shares(f"a layer of {self.in_features} inputs", depths)
-        return depths
+        checked_shares(f"a layer of {self.in_features} inputs", k_per_rank)
+        return k_per_rank
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what goes in and comes out; the weight's own unless that is fp8."""
+        """Return the dtype of inputs and outputs: the weight's own unless that is fp8."""
         return self.storage.dtype(self.weight)
 
     @property
     def served_by(self) -> str:
-        """For reports: the op that serves forward."""
+        """Return the op of forward, for reports."""
         return self.op
 
     def few_rows(self, gated: bool) -> int:
-        """Of how many rows, at most, a product without an exchange is `skinny_matmul`'s in compiled code."""
+        """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
         return self.storage.few_rows(self, gated)
 
     def reset_parameters(self) -> None:
-        """Draws the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
+        """Draw the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         pad = self.parts[-1].pad
@@ -103,7 +103,7 @@ class ShardedLinear(nn.Module):
 
     @torch.no_grad()
     def load_shard(self, name: str, source: Any, part: int | None = None) -> None:
-        """Fills parameter `name` from `source`: the whole tensor, or a safetensors slice of it.
+        """Fill parameter `name` from `source`: the full tensor, or a safetensors slice of it.
 
         With `part`, `source` holds only that one of the layer's outputs (0 is q or gate, 1 is k or up, and so on).
         """
@@ -143,7 +143,7 @@ class ShardedLinear(nn.Module):
         return parameter
 
     def load_linears(self, linears: Sequence[nn.Linear]) -> Self:
-        """Fills this layer from one Linear that holds all outputs, or from one for each output. Returns itself."""
+        """Fill this layer from one Linear that holds all outputs, or from one for each output, and return it."""
         fused = len(linears) == 1
         if not fused and len(linears) != len(self.parts):
             raise ArgumentError(
@@ -160,12 +160,12 @@ class ShardedLinear(nn.Module):
         return self
 
     def rows(self, x: torch.Tensor, features: int) -> torch.Tensor:
-        """`x` as [rows, features], checked, in the dtype of the product."""
+        """Return `x` as [rows, features], checked, in the dtype of the product."""
         x = self.check(x, features)
         return x.reshape(row_count(x), features)
 
     def check(self, x: torch.Tensor, features: int) -> torch.Tensor:
-        """`x` in the dtype of the product. Raises unless it is [..., features] of the weight's dtype, where that lies.
+        """Return `x` in the dtype of the product. Raises unless it is [..., features] of the weight's dtype and device.
 
         Under torch.autocast both may have other dtypes: the product is in autocast's, as that of torch.nn.Linear.
         """
@@ -193,7 +193,7 @@ class ShardedLinear(nn.Module):
         return x
 
     def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias for a product in `dtype`, which is another than theirs under torch.autocast only."""
+        """Return weight and bias for a product in `dtype`, which differs from theirs only under torch.autocast."""
         weight, bias = self.weight, self.bias
         if dtype != self.dtype:
             weight = self.storage.cast(weight, dtype)
@@ -201,24 +201,24 @@ class ShardedLinear(nn.Module):
         return weight, bias
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
-        """What `op` makes of `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
+        """Return the result of `op` on `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
         return self.exchanged(self.storage.op(self), x, size)
 
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        """What an op makes of `x` [rows, K] and the weight, however it is stored."""
+        """Return the result of `op` on `x` [rows, K] and the weight, in whichever dtype it is stored."""
         weight, bias = self.terms(x.dtype)
-        if self._depths is not None and (depth := self._depths[self.ctx.cur_rank]) < weight.shape[1]:
-            x, weight = x[:, :depth], weight[:, :depth]  # zeros behind are no part of the sum
+        if self._k_per_rank is not None and (k := self._k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
+            x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
         return torch_ops.product(
-            op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale, self._depths
+            op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale, self._k_per_rank
         )
 
     def named(self, op: str) -> str:
-        """For reports: an op, and how it takes the weight as it is stored."""
+        """Return an op and how it reads the stored weight, for reports."""
         return self.storage.named(op)
 
     def local_product(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        """`x` [..., K] times the weight here, however it is stored, plus the bias, without an exchange."""
+        """Return `x` [..., K] times this rank's weight, plus the bias, without an exchange."""
         weight, bias = self.terms(x.dtype)
         bias = bias if biased else None
         if self._invariant:
@@ -229,11 +229,11 @@ class ShardedLinear(nn.Module):
 
     @torch.no_grad()
     def store_as_fp8(self) -> None:
-        """Rounds the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
+        """Round the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
         self.storage = InFp8(self)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """As torch's; a storage may keep a dtype of its own."""
+        """Apply `fn` as torch does; a storage may keep its own dtype."""
         return self.storage.apply(self, fn, lambda changed: super(ShardedLinear, self)._apply(changed, recurse))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -245,14 +245,14 @@ class ShardedLinear(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        """Refuses another rank's part, which may have the same shape."""
+        """Load a state dict. Refuses another rank's shard, which may have the same shape."""
         own = self.ctx.cur_rank, self.ctx.num_ranks
-        held = local_metadata.get("rank", own)
-        if held == own:
+        stored = local_metadata.get("rank", own)
+        if stored == own:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         else:
             errors.append(
-                f"{prefix[:-1]} is the part of rank {held[0]} of {held[1]}: expected rank {own[0]} of {own[1]}'s"
+                f"{prefix[:-1]} is the part of rank {stored[0]} of {stored[1]}: expected rank {own[0]} of {own[1]}'s"
             )
 
     def extra_repr(self) -> str:
@@ -264,41 +264,41 @@ class ShardedLinear(nn.Module):
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether `value` is a DTensor, by the name of its class: importing torch.distributed.tensor takes long."""
+    """Return whether `value` is a DTensor, by the name of its class: importing torch.distributed.tensor is slow."""
     return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()
 def split_parameter(module: nn.Module, key: str, part: Shard, dim: int = 0) -> None:
-    """Keeps `part` of dimension `dim` of a parameter that is no linear's, or of a buffer; `part_of` then says which."""
-    whole = getattr(module, key)
-    size = (*whole.shape[:dim], part.size, *whole.shape[dim + 1 :])
-    local = torch.empty(size, dtype=whole.dtype, device=whole.device)
-    if not whole.is_meta:
-        part.fill(local, whole, dim)
-    setattr(module, key, nn.Parameter(local, requires_grad=False) if isinstance(whole, nn.Parameter) else local)
+    """Keep `part` of dimension `dim` of a buffer, or of a parameter of no linear; `part_of` then returns both."""
+    full = getattr(module, key)
+    size = (*full.shape[:dim], part.size, *full.shape[dim + 1 :])
+    local = torch.empty(size, dtype=full.dtype, device=full.device)
+    if not full.is_meta:
+        part.fill(local, full, dim)
+    setattr(module, key, nn.Parameter(local, requires_grad=False) if isinstance(full, nn.Parameter) else local)
     holder: Any = module
     holder._parts = {**getattr(module, "_parts", {}), key: (part, dim)}
 
 
 def part_of(module: nn.Module, key: str) -> tuple[Shard, int] | None:
-    """What `split_parameter` left of a parameter, and of which dimension; None if it is whole."""
+    """Return the shard and the dimension that `split_parameter` kept of a parameter; None if it is not split."""
     return getattr(module, "_parts", {}).get(key)
 
 
 def keep_units(module: nn.Module, key: str, unit: int) -> None:
-    """Remembers that `unit` entries of a parameter's inputs share a scale in the files that it will be filled from."""
+    """Record that `unit` entries of a parameter's inputs share a scale in the files that it will be filled from."""
     holder: Any = module
     holder._units = {**getattr(module, "_units", {}), key: unit}
 
 
 def unit_of(module: nn.Module, key: str = "weight") -> int:
-    """How many entries of a parameter's inputs had better stay together; 1 where no file says so."""
+    """Return how many entries of a parameter's inputs share a scale and should stay together; 1 by default."""
     return getattr(module, "_units", {}).get(key, 1)
 
 
 def check_context(ctx: Any) -> None:
-    """Raises for what is no context, or one that was closed or has lost a rank."""
+    """Raise for an object that is not a context, or for one that was closed or has lost a rank."""
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
     if getattr(ctx, "across", None) is not None:
@@ -310,7 +310,7 @@ def check_context(ctx: Any) -> None:
 
 
 def check_linears(linears: Sequence[Any]) -> None:
-    """Raises unless all are Linears of torch: others (transformers' Conv1D) may store their weight in another way."""
+    """Raise unless all are torch.nn.Linear: other classes (transformers' Conv1D) may store their weight differently."""
     for linear in linears:
         if not isinstance(linear, nn.Linear):
             raise ArgumentError(f"linear is a {type(linear).__name__}: expected a torch.nn.Linear")
@@ -324,30 +324,32 @@ def device_of(dtype: Any, device: Any, ctx: Any) -> torch.device:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise DtypeError(f"dtype is {dtype!r}: expected None or a floating-point torch.dtype")
     try:
-        wanted = ctx.device if device is None else torch.device(device)
+        requested = ctx.device if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise DeviceError(f"device is {device!r}: expected None, {str(ctx.device)!r} or 'meta'") from None
-    if wanted.type != "meta" and (wanted.type != ctx.device.type or wanted.index not in (None, ctx.device.index)):
-        raise DeviceError(f"device is {str(wanted)!r}: expected the context's, {str(ctx.device)!r}, or 'meta'")
-    return wanted if wanted.type == "meta" else ctx.device
+    if requested.type != "meta" and (
+        requested.type != ctx.device.type or requested.index not in (None, ctx.device.index)
+    ):
+        raise DeviceError(f"device is {str(requested)!r}: expected the context's, {str(ctx.device)!r}, or 'meta'")
+    return requested if requested.type == "meta" else ctx.device
 
 
 def positive(**sizes: int) -> None:
-    """Raises unless each of the named sizes is a positive integer."""
+    """Raise unless each of the named sizes is a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{name} is {value!r}: expected a positive integer")
 
 
 def flags(or_none: bool = False, /, **options: bool | None) -> None:
-    """Raises unless each of the named options is a bool, or None where `or_none`: a text like "no" would be a yes."""
+    """Raise unless each of the named options is a bool, or None where `or_none`: a text like "no" would be true."""
     for name, value in options.items():
         if not (isinstance(value, bool) or (or_none and value is None)):
             raise ArgumentError(f"{name} is {value!r}: expected {'None or ' * or_none}a bool")
 
 
 def parts_or_plain(parts: Any, features: int, ctx: Iris, gathered: bool = False) -> tuple[Shard, ...]:
-    """`parts`, checked; of None, one chunk of all features. `gathered`: whether an op puts the ranks' together."""
+    """Check and return `parts`, by default one chunk of all features. `gathered`: whether outputs are gathered."""
     if parts is None:
         return (plain(features, ctx.num_ranks, ctx.cur_rank, None if gathered else ctx.invariant),)
     known = isinstance(parts, (tuple, list)) and parts and all(isinstance(each, Shard) for each in parts)

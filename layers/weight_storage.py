@@ -1,6 +1,6 @@
-"""How a split linear keeps its weight: as it is multiplied, or in fp8 with a scale for each output channel.
+"""Store the weight of a split linear: in the dtype of its product, or in fp8 with a scale for each output channel.
 
-A layer asks its storage for what differs, so a way to keep weights is an object here and no condition there. The
+A layer calls its storage where storages differ, so each is an object here and not a condition in the layer. The
 tensors are the layer's own: `weight`, and `weight_scale` where the storage has one.
 """
 
@@ -27,7 +27,7 @@ Layer = Any  # a `ShardedLinear`, whose module imports this one
 
 LOCAL = "matmul (local)"
 REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
-# What is said of an op once the weight is stored in fp8: multiplied as it is, or converted.
+# Suffixes of an op in reports once the weight is stored in fp8: multiplied so, or converted.
 WITH_FP8 = {
     LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
     **{op: (f"fp8 {op}", f"{op} (weight converted from fp8)") for op in (REDUCED, SCATTERED, GATHERED)},
@@ -35,47 +35,47 @@ WITH_FP8 = {
 
 
 class InDtype:
-    """The weight in the dtype of what goes in and comes out."""
+    """The weight in the dtype of inputs and outputs."""
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """Of what goes in and comes out."""
+        """Return the dtype of inputs and outputs."""
         return weight.dtype
 
     def op(self, layer: Layer) -> str:
-        """The op that serves forward."""
+        """Return the op of forward."""
         return layer.op
 
     def named(self, op: str) -> str:
-        """For reports: an op, and how it takes the weight."""
+        """Return an op and how it reads the weight, for reports."""
         return op
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        """Of how many rows, at most, a product without an exchange is `skinny_matmul`'s in compiled code."""
+        """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
         return skinny_matmul.most_rows(len(layer.weight) // (1 + gated), gated, True, layer.weight.device)
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight for a product in `dtype`, under torch.autocast."""
+        """Return the weight for a product in `dtype`, under torch.autocast."""
         return weight.to(dtype)
 
     def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        """`x` times the weight by torch, plus `bias`."""
+        """Return `x` times the weight by torch, plus `bias`."""
         return F.linear(x, weight, bias)
 
     def fill(self, layer: Layer, weight: nn.Parameter, before: int, shard: Shard, source: Any) -> None:
-        """Fills the part of `weight` from entry `before` on with `shard` of `source`."""
+        """Fill the part of `weight` from entry `before` on with `shard` of `source`."""
         shard.fill(weight.narrow(layer.dim, before, shard.size), source, layer.dim)
 
     def exact(self, layer: Layer) -> torch.Tensor:
-        """The numbers that the weight stands for, in the layer's dtype."""
+        """Return the numbers of the weight in the layer's dtype."""
         return layer.weight.detach()
 
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
-        """`apply(fn)`, by which torch moves and converts the layer's tensors."""
+        """Run `apply(fn)`, by which torch moves and converts the layer's tensors."""
         return apply(fn)
 
 
 class InFp8(InDtype):
-    """The weight in e4m3 with a float32 scale for each output channel; `exact_dtype` is that of what comes out."""
+    """The weight in e4m3 with a float32 scale for each output channel; `exact_dtype` is the dtype of outputs."""
 
     def __init__(self, layer: Layer) -> None:
         if layer.ctx.invariant == RANKS:
@@ -125,7 +125,7 @@ class InFp8(InDtype):
         return fp8.linear(x, weight, layer.weight_scale, bias)
 
     def fill(self, layer: Layer, weight: nn.Parameter, before: int, shard: Shard, source: Any) -> None:
-        """As files that hold e4m3 with a scale for each channel, or one, have it; others are rounded."""
+        """Copy e4m3 and scales from files that have one for each channel, or one in all; round other weights."""
         scales = layer._allocated("weight_scale")
         own = scales.narrow(0, before, shard.size) if layer.dim == 0 else scales
         local = weight.narrow(layer.dim, before, shard.size)
@@ -147,7 +147,7 @@ class InFp8(InDtype):
         return restored(layer.weight.detach(), layer.weight_scale, self.exact_dtype)
 
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
-        """A change of dtype is one of `exact_dtype`: e4m3 and its scales stay what they are."""
+        """Apply `fn`; a change of dtype changes `exact_dtype` only, not e4m3 and its scales."""
         self.exact_dtype = fn(torch.empty(0, dtype=self.exact_dtype, device=layer.weight.device)).dtype
         kept = layer.weight, layer.weight_scale
         result = apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in kept) else fn(t))

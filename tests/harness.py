@@ -75,7 +75,7 @@ class _Renewable:
 
     def renew(self) -> None:
         """Restore the heap. Every rank has ended its body, and none begins the next before all are here."""
-        self.ctx._kept.clear()
+        self.ctx._components.clear()
         self.ctx.on_change.clear()
         self.ctx.recording, self.ctx.invariant = False, None
         for begin, end in self.ctx.heap.cut(self._used):

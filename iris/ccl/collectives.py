@@ -194,7 +194,7 @@ class Collectives(RootedCalls):
             members = self._group(group)
             workspace = self._workspace_of(norm.OP, members, workspace)
         except IrisError as error:
-            ctx.tell_refusal(norm.OP, self._group(group).ranks, error)
+            ctx.report_refusal(norm.OP, self._group(group).ranks, error)
             raise
         if ctx.agreement is not None:
             ctx.compare(
@@ -294,7 +294,7 @@ class Collectives(RootedCalls):
             if at < to + got and to < at + given:
                 check_overlap(op, out, inp, prepared.members.rank)
         except IrisError as error:
-            ctx.tell_refusal(op, self._group(group).ranks, error)
+            ctx.report_refusal(op, self._group(group).ranks, error)
             raise
         problem, chosen = prepared.problem, prepared.plan
         if ctx.agreement is not None:

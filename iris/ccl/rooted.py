@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> None:
     op = "broadcast"
-    with group.ctx.telling_refusals(op, group.ranks):
+    with group.ctx.reporting_refusals(op, group.ranks):
         check(op, "tensor", tensor, group.ctx, written=True)  # on the root, too: ranks that have one raise alike
         check_rank(op, "src", src, group)
     _agree(op, group, tensor, src=src)
@@ -48,7 +48,7 @@ def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> Non
 
 def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
     op = "gather"
-    with group.ctx.telling_refusals(op, group.ranks):
+    with group.ctx.reporting_refusals(op, group.ranks):
         check(op, "inp", inp, group.ctx)
         check_rank(op, "dst", dst, group)
         if group.rank == dst:
@@ -68,7 +68,7 @@ def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tens
 
 def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | None, src: int) -> None:
     op = "scatter"
-    with group.ctx.telling_refusals(op, group.ranks):
+    with group.ctx.reporting_refusals(op, group.ranks):
         check(op, "out", out, group.ctx, written=True)
         check_rank(op, "src", src, group)
         if group.rank == src:
@@ -88,7 +88,7 @@ def reduce(
     rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor | None, dst: int, reduce_op: Any
 ) -> None:  # fmt: skip
     op = "reduce"
-    with group.ctx.telling_refusals(op, group.ranks):
+    with group.ctx.reporting_refusals(op, group.ranks):
         _check_reduce(op, group, out, inp, dst, reduce_op)
     assert inp is not None
     _agree(op, group, inp, dst=dst)

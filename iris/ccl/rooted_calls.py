@@ -246,7 +246,7 @@ class RootedCalls:
         key = _key(op, tensors, root, reduce_op, group, async_op, config)
         if (workspace := self._made_again(key)) is None:
             members = self._group(group)
-            with self._ctx.telling_refusals(op, members.ranks):
+            with self._ctx.reporting_refusals(op, members.ranks):
                 check_async(op, async_op)
                 check_options(op, None, config)
             workspace = self._workspace_of(op, members, None)

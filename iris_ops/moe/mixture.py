@@ -94,7 +94,7 @@ class Mixture:
         key = key_of(op, parts)
         if self._again(key):
             return
-        with ctx.telling_refusals(op, None):
+        with ctx.reporting_refusals(op, None):
             problem = checks.describe_down(op, ctx, tensors)
             chosen = self._chosen(problem, config)
             self._look(op, experts, problem.experts)

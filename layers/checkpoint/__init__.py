@@ -1,4 +1,4 @@
-"""How are checkpoints read and written?
+"""Read and write checkpoints.
 
 Each rank reads its slices only. A save that is killed leaves the old checkpoint or the new one.
 """

@@ -1,8 +1,8 @@
-"""Bytes between files and tensors, a few rows at a time: what loading and saving a checkpoint hold in host memory.
+"""Copy bytes between files and tensors through two host buffers, a few rows at a time.
 
-Two buffers of 32 MiB (or one row, if that is more), pinned where the tensors are on a GPU: while one is filled from the
-file, the other is on its way to the device. Only the bytes asked for are read, with pread: nothing is mapped, so what
-was read does not stay in the process's memory. Every byte is counted.
+The buffers have 32 MiB (or one row, if that is more) and are pinned where the tensors are on a GPU: while one is filled
+from the file, the other is copied to the device. pread reads only the requested bytes and maps nothing, so they do not
+stay in the process's memory. Every byte is counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BUFFER = 32 << 20
 
 
 class Staging:
-    """The way between files and tensors on `device`; `bytes_read` and `bytes_written` count what took it."""
+    """Copies between files and tensors on `device`; `bytes_read` and `bytes_written` count their bytes."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
@@ -27,7 +27,7 @@ class Staging:
         self._turn = 0
 
     def read(self, file: int, start: int, stride: int, local: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fills `local`: row i from byte `start + i * stride` of `file`, where its elements lie together as `dtype`."""
+        """Fill row i of `local` from byte `start + i * stride` of `file`, where its elements lie as `dtype`."""
         for rows, offset, staged, memory in self._pieces(start, stride, local, dtype):
             for at, piece in _runs(memory, rows.shape[0], offset, stride):
                 self.bytes_read += _all(os.preadv, file, piece, at)
@@ -37,7 +37,7 @@ class Staging:
                 self._sent[self._turn].record()
 
     def write(self, file: int, start: int, stride: int, local: torch.Tensor, dtype: torch.dtype) -> None:
-        """The way back: row i of `local` to byte `start + i * stride` of `file`."""
+        """Write row i of `local`, as `dtype`, to byte `start + i * stride` of `file`."""
         for rows, offset, staged, memory in self._pieces(start, stride, local, dtype):
             staged.copy_(rows)
             for at, piece in _runs(memory, rows.shape[0], offset, stride):
@@ -46,7 +46,7 @@ class Staging:
     def _pieces(
         self, start: int, stride: int, local: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor, memoryview]]:
-        """Rows of `local` that fit a buffer, the byte they start at in the file, and a buffer of their shape."""
+        """Yield rows of `local` that fit a buffer, the byte they start at in the file, and a buffer of their shape."""
         local = local.unsqueeze(0) if local.dim() == 0 else local
         row = local[:1].numel() * dtype.itemsize
         step = max(1, _BUFFER // max(row, 1))
@@ -56,7 +56,7 @@ class Staging:
             yield rows, start + first * stride, buffer.view(dtype).view(rows.shape), buffer.numpy().data
 
     def _free(self, size: int) -> torch.Tensor:
-        """The buffer whose turn it is, of at least `size` bytes, once what it last held has gone."""
+        """Return the next buffer, of at least `size` bytes, once its last copy to the device has ended."""
         self._turn = (self._turn + 1) % 2
         while len(self._buffers) < 2:
             self._buffers.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -69,7 +69,7 @@ class Staging:
 
 
 def _runs(memory: memoryview, rows: int, offset: int, stride: int) -> Iterator[tuple[int, memoryview]]:
-    """The pieces of `memory` that lie together in the file, and where they start there."""
+    """Yield the pieces of `memory` that are contiguous in the file, and where they start there."""
     row = len(memory) // rows
     if row == stride:
         yield offset, memory
@@ -79,7 +79,7 @@ def _runs(memory: memoryview, rows: int, offset: int, stride: int) -> Iterator[t
 
 
 def _all(transfer: Callable[[int, list[memoryview], int], int], file: int, memory: memoryview, offset: int) -> int:
-    """`transfer` of all of `memory`, for the system may move less at a time; its length."""
+    """Repeat `transfer` until all of `memory` is moved, for the system may move less at a time; return its length."""
     done = 0
     while done < len(memory):
         moved = transfer(file, [memory[done:]], offset + done)

@@ -1,11 +1,11 @@
-"""Tensors that a model has as one and a checkpoint as several: stacked experts, gate and up side by side.
+"""Parameters that a checkpoint stores as several tensors: stacked experts, gate and up side by side.
 
     experts.3.gate_proj.weight [I, H]  \\
     experts.3.up_proj.weight   [I, H]   Stack of Concatenations: experts.gate_up_proj [E, 2I, H]
 
-They are read as a stored tensor is, by parts: `copy_to(local, index)` asks each tensor inside for its share of the
-part, and nothing is put together in memory. transformers says which tensors make one (`WeightConverter`); `compose`
-does what its operations would, and answers None for those that are more than an order of whole rows.
+`copy_to(local, index)` reads a part of one as of a stored tensor: each tensor inside copies its share, and no full
+tensor is assembled in memory. transformers' `WeightConverter` lists the tensors of a parameter. `compose` follows its
+operations, and returns None for those that do more than order whole rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class Source(Protocol):
-    """What a parameter is filled from: a stored tensor, or one that is composed of several."""
+    """The values of a parameter: a stored tensor, or one that is composed of several."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class _Composed:
-    """Several sources as one."""
+    """Several sources that are read as one."""
 
     shape: tuple[int, ...]
 
@@ -54,7 +54,7 @@ class _Composed:
 
     @property
     def place(self) -> tuple[int, int]:
-        """File and byte of what comes first."""
+        """Return file and byte of the source that comes first."""
         return min(each.place for each in self.inside)
 
     def get_shape(self) -> list[int]:
@@ -97,7 +97,7 @@ class Concatenation(_Composed):
 
 
 def compose(operations: Sequence[Any], by_pattern: Sequence[Sequence[Source]]) -> Source | None:
-    """What transformers' `operations` make of the tensors of each source pattern; None if that is not served here."""
+    """Return the source that transformers' `operations` make of each pattern's tensors, None if not supported here."""
     kinds = [type(each).__name__ for each in operations]
     dims = [getattr(each, "dim", None) for each in operations]
     columns: list[Source]

@@ -1,10 +1,9 @@
 """The empty model of a checkpoint's folder: from its configuration, on meta, with no more work than its files warrant.
 
 A configuration is not trusted. Code that it names (a model's own, a kernel from the hub) runs only where the caller
-allows it. What it asks of transformers beyond a plain model (fused modules, other files) is refused by name;
-quantised weights are the business of `formats`. And it may describe a model of any size: numbers that the files cannot
-bear out are refused before anything is built, and building stops once the model has far more parameters than there are
-tensors.
+allows it. Requests to transformers beyond a plain model (fused modules, other files) are refused by name; `formats`
+reads quantised weights. And it may describe a model of any size: counts that exceed what the files can fill are
+refused before anything is built, and building stops once the model has far more parameters than there are tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _GENERATION_CONFIG = "generation_config.json"
 _LAYERS, _COUNTS = re.compile("layers?$"), re.compile("^(num|n)_")
 _MOST_COUNTED = 100_000  # of anything in a model but its layers
 _SPARE_PARAMETERS, _SPARE_BYTES = 1000, 1 << 30
-# The packages by which transformers serves these without the hub.
+# The packages that let transformers run these without the hub.
 _FLASH = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
@@ -44,7 +43,7 @@ _FLASH = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it is. Raises `CheckpointError` for what no loader should act on."""
+    """Return `config.json` unchanged. Raises `CheckpointError` for keys that no loader should act on."""
     raw = read_json(folder / CONFIG)
     if os.path.lexists(folder / _GENERATION_CONFIG):
         read_json(folder / _GENERATION_CONFIG)  # before transformers opens it, and waits if it is a FIFO
@@ -58,7 +57,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_counts(raw: Any, tensors: int) -> None:
-    """Raises `CheckpointError` where a configuration counts more than `tensors` in files can be the weights of."""
+    """Raise `CheckpointError` where a configuration has more layers or parts than `tensors` stored ones can fill."""
     for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
         if isinstance(value, (dict, list)):
             check_counts(value, tensors)
@@ -72,7 +71,7 @@ def check_counts(raw: Any, tensors: int) -> None:
 def empty_model(
     folder: Path, raw: dict[str, Any], checkpoint: Checkpoint, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> nn.Module:
-    """The model on meta, in `dtype`: by default the configuration's, else the files', as transformers has it."""
+    """Return the model on meta in `dtype`, by default the configuration's, else the files', as in transformers."""
     from transformers import AutoConfig
 
     check_counts(raw, len(checkpoint))
@@ -95,7 +94,7 @@ def empty_model(
     computed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
     if computed > checkpoint.nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"the configuration asks for {computed} bytes of buffers beside {checkpoint.nbytes} of weights"
+            f"the configuration asks for {computed} bytes of buffers and the files hold {checkpoint.nbytes} of weights"
         )
     if model.can_generate():
         model.generation_config = _generation_config(folder)
@@ -103,7 +102,7 @@ def empty_model(
 
 
 def _refuse_kernels(config: Any) -> None:
-    """Raises `CheckpointError` for an implementation that transformers would fetch from the hub, and run."""
+    """Raise `CheckpointError` for an implementation that transformers would fetch from the hub, and run."""
     for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         for what in ("attn_implementation", "experts_implementation"):
             value = getattr(each, f"_{what}", None)
@@ -121,7 +120,7 @@ def _is_fetched(name: str) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    """The auto class of transformers that has the architecture which `config` names, else one that knows its type.
+    """Return the auto class of transformers for the architecture that `config` names, else one that knows its type.
 
     A type may have several models that generate text: BART's has a decoder alone, and an encoder with a decoder.
     """
@@ -137,7 +136,7 @@ def _auto_class(config: Any) -> Any:
 
 
 def _used(config: Any, auto: Any) -> Any:
-    """The configuration that the model is built from: of some, which hold several, it is the text's."""
+    """Return the configuration that the model is built from: the text's, where `config` holds several."""
     kind = getattr(auto, "_model_mapping", {}).get(type(config), None)
     of_text = getattr(config, "sub_configs", {}).get("text_config")
     return config.get_text_config() if of_text and getattr(kind, "config_class", None) == of_text else config
@@ -145,12 +144,12 @@ def _used(config: Any, auto: Any) -> Any:
 
 @contextmanager
 def _no_more_parameters(most: int) -> Iterator[None]:
-    """Building a model raises `CheckpointError` at its parameter number `most`, or at eight times as many modules."""
-    left = {"parameters": most, "modules": 8 * most}
+    """Raise `CheckpointError` in the block once a model has more than `most` parameters, or 8 times as many modules."""
+    remaining = {"parameters": most, "modules": 8 * most}
 
     def count(what: str) -> None:
-        left[what] -= 1
-        if left[what] < 0:
+        remaining[what] -= 1
+        if remaining[what] < 0:
             raise CheckpointError(f"the configuration's model has far more {what} than the files have tensors")
 
     hooks = [
@@ -165,7 +164,7 @@ def _no_more_parameters(most: int) -> Iterator[None]:
 
 
 def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the parameters and buffers that transformers keeps in float32 that dtype."""
+    """Convert to float32 the parameters and buffers that transformers keeps so."""
     plan: Any = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
     if not plan:
         return
@@ -176,7 +175,7 @@ def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _generation_config(folder: Path) -> Any:
-    """That of the folder; else what the configuration says of it, as older ones do."""
+    """Return the folder's generation config, else the settings that older files keep in the configuration."""
     from transformers import GenerationConfig
 
     if (folder / _GENERATION_CONFIG).exists():

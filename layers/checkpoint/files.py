@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from iris.errors import CheckpointError
 import torch
 
-from ..together import listed, shown, words
+from ..together import listed, one_line, shown
 from .buffers import Staging
 from .folder import open_regular, parse_object, weight_files
 
@@ -57,16 +57,16 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The file, and the byte at which it starts there."""
+        """Return the file, and the byte at which the tensor starts there."""
         return self.file, self.start
 
     def entry(self, at: int) -> StoredTensor:
-        """`self[at]`, one entry of the first dimension."""
+        """Return `self[at]`, one entry of the first dimension."""
         size = math.prod(self.shape[1:]) * self.dtype.itemsize
         return StoredTensor(self.file, self.start + at * size, self.dtype, self.shape[1:], self.staging)
 
     def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
-        """The same bytes in another shape."""
+        """Return the same bytes in another shape."""
         assert math.prod(shape) == math.prod(self.shape), (self.shape, shape)
         return StoredTensor(self.file, self.start, self.dtype, shape, self.staging)
 
@@ -78,9 +78,9 @@ class StoredTensor:
         return out
 
     def copy_to(self, local: torch.Tensor, index: tuple[slice, ...] = ()) -> None:
-        """Fills `local` with `self[index]`, converted to its dtype; `index` slices rows, columns, or both.
+        """Fill `local` with `self[index]`, converted to its dtype; `index` slices rows, columns, or both.
 
-        It may slice the third dimension instead, of all that stands in the first two.
+        It may slice the third dimension instead, with all of the first two.
         """
         if len(index) > 2:
             self._flat(index).copy_to(local.flatten(0, 1), (slice(None), *index[2:]))
@@ -88,20 +88,20 @@ class StoredTensor:
         self.staging.read(self.file, *self._place(index), local, self.dtype)
 
     def copy_from(self, local: torch.Tensor, index: tuple[slice, ...] = ()) -> None:
-        """Stores `local` as `self[index]`."""
+        """Store `local` as `self[index]`."""
         if len(index) > 2:
             self._flat(index).copy_from(local.flatten(0, 1), (slice(None), *index[2:]))
             return
         self.staging.write(self.file, *self._place(index), local, self.dtype)
 
     def _flat(self, index: tuple[slice, ...]) -> StoredTensor:
-        """The same with its first two dimensions, which `index` leaves whole, as one."""
+        """Return the tensor with its first two dimensions, of which `index` takes all, flattened into one."""
         assert index[:2] == (slice(None), slice(None)), index
         shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         return StoredTensor(self.file, self.start, self.dtype, shape, self.staging)
 
     def _place(self, index: tuple[slice, ...]) -> tuple[int, int]:
-        """The byte at which `self[index]` starts, and the bytes from one of its rows to the next."""
+        """Return the byte at which `self[index]` starts, and the bytes from one of its rows to the next."""
         bounds = self._bounds(index)
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         start = self.start + (bounds[0][0] * row if bounds else 0)
@@ -132,7 +132,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             try:
                 tensors = self._open(self.folder / name, staging)
             except (OSError, ValueError) as error:  # CheckpointError is a ValueError
-                problems.append(f"{shown(name)}: {words(error)}")
+                problems.append(f"{shown(name)}: {one_line(error)}")
                 continue
             for tensor in tensors:
                 listed_in = name if index is None else index.get(tensor)
@@ -144,8 +144,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
                     elsewhere[tensor] = name
         if index is not None and not problems:
             for tensor in index.keys() - self._tensors.keys():
-                found = f"in {shown(elsewhere[tensor])}" if tensor in elsewhere else "nowhere"
-                problems.append(f"{shown(tensor)} is stored {found}, and the index says in {shown(index[tensor])}")
+                place = f"in {shown(elsewhere[tensor])}" if tensor in elsewhere else "nowhere"
+                problems.append(f"{shown(tensor)} is stored {place}, and the index says in {shown(index[tensor])}")
         if problems:
             self.close()
             raise CheckpointError(f"{shown(str(self.folder))} cannot be read: {listed(problems)}")
@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return sum(stored.nbytes for stored in self.values())
 
     def dtype(self) -> torch.dtype | None:
-        """That of the first floating-point tensor of 16 bits or more, in the order of files and names."""
+        """Return the dtype of the first floating-point tensor of 16 bits or more, in the order of files and names."""
         ordered = sorted(self.items(), key=lambda item: (self._files.index(item[1].file), item[0]))
         kinds = (stored.dtype for _, stored in ordered)
         return next((kind for kind in kinds if kind.is_floating_point and kind.itemsize > 1), None)
@@ -178,7 +178,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         while self._files:
             os.close(self._files.pop())
 
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
 
 def _read_header(file: int) -> dict[str, tuple[int, torch.dtype, list[int]]]:
-    """Where each tensor of an open safetensors file starts, its dtype and shape. Raises `CheckpointError`."""
+    """Return start, dtype and shape of each tensor of an open safetensors file. Raises `CheckpointError`."""
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
@@ -218,7 +218,7 @@ def _read_header(file: int) -> dict[str, tuple[int, torch.dtype, list[int]]]:
 
 
 def _checked(name: str, entry: Any) -> tuple[int, int]:
-    """Where the tensor of a header's `entry` starts and ends in the data."""
+    """Return where the tensor of a header's `entry` starts and ends in the data."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{shown(name)} is {shown(repr(entry))}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -244,7 +244,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of `tensors`, and the byte at which each starts."""
+    """Return the header of a file of `tensors`, and the byte at which each starts."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):  # so that every tensor is aligned

@@ -1,8 +1,8 @@
-"""The files of a checkpoint's folder: which hold the weights, and what else is there that transformers would act on.
+"""The files of a checkpoint's folder: which hold the weights, and which others transformers would act on.
 
-A folder is not trusted: an index names plain files of the folder, which may be links as in the hub's cache; what is
-opened is a regular file, for a FIFO would wait for a writer; JSON has a size and no key twice. What transformers would
-apply and this loader does not (an adapter, a distributed checkpoint) is refused by name: the model would be another.
+A folder is not trusted: an index names plain files of the folder, which may be links as in the hub's cache; only
+regular files are opened, for a FIFO would wait for a writer; JSON has a limited size and no key twice. Files that
+transformers would apply and this loader does not (an adapter, a distributed checkpoint) are refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from iris.errors import CheckpointError
 
-from ..together import listed, shown, words
+from ..together import listed, one_line, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER, _CUSTOM_GENERATE = "adapter_config.json", "custom_generate/generate.py"
@@ -28,7 +28,7 @@ _MOST_BYTES = 256 << 20  # of a JSON file; an index of 100,000 tensors has some 
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of the regular file `path`, for reading. Anything else is refused, and nothing is waited for."""
+    """Open the regular file `path` for reading, without waiting. Raises `CheckpointError` for any other file."""
     if stat.S_ISREG(os.stat(path).st_mode):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(file).st_mode):
@@ -38,7 +38,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `CheckpointError` for anything else."""
+    """Return the object in a JSON file. Raises `CheckpointError` for anything else."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -46,15 +46,15 @@ def read_json(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path.name} has {size} bytes: expected at most {_MOST_BYTES}")
             return parse_object(file.read(_MOST_BYTES + 1), float)
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {words(error)}") from error
+        raise CheckpointError(f"{path.name} cannot be read: {one_line(error)}") from error
     except ValueError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path.name}: {error}") from error
 
 
 def parse_object(text: bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """The JSON object in `text`, in which no object has a key twice. Raises `ValueError`.
+    """Return the JSON object in `text`. Raises `ValueError`, also where an object has a key twice.
 
-    Python's JSON knows `Infinity` and `NaN`, which configurations use: `constant` makes what they stand for.
+    Python's JSON has `Infinity` and `NaN`, which configurations use: `constant` returns their values.
     """
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=constant or _no_number)
@@ -68,12 +68,12 @@ def parse_object(text: bytes, constant: Callable[[str], Any] | None = None) -> d
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"has {shown(name)} twice")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _no_number(text: str) -> Any:
@@ -81,17 +81,17 @@ def _no_number(text: str) -> Any:
 
 
 def is_plain(name: Any) -> bool:
-    """Whether `name` is that of a file in a folder: no path, and nothing that leads out of the folder."""
+    """Return whether `name` is that of a file in a folder: no path, and nothing that leads out of the folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def prevailing(names: set[str]) -> str | None:
-    """The one of a folder's files that transformers acts on before, or on top of, the model's own weights."""
+    """Return the one of a folder's files that transformers acts on before, or on top of, the model's own weights."""
     return _ADAPTER if _ADAPTER in names else next(filter(_DISTRIBUTED.fullmatch, sorted(names)), None)
 
 
 def check_contents(folder: Path, trust_remote_code: bool) -> None:
-    """Raises `CheckpointError` for what transformers would act on in `folder` and this loader does not."""
+    """Raise `CheckpointError` for files of `folder` that transformers would act on and this loader does not."""
     names = set(os.listdir(folder))
     first = prevailing(names)
     if first == _ADAPTER:
@@ -109,7 +109,7 @@ def check_contents(folder: Path, trust_remote_code: bool) -> None:
         )
     if trust_remote_code and os.path.lexists(folder / _CUSTOM_GENERATE):
         raise CheckpointError(
-            f"the folder holds {_CUSTOM_GENERATE}, which replaces the model's generate and cannot serve a split model:"
+            f"the folder holds {_CUSTOM_GENERATE}, which replaces the model's generate and cannot run on a split model:"
             " load without trust_remote_code, or from a copy without that file"
         )
     if CONFIG not in names:
@@ -117,9 +117,9 @@ def check_contents(folder: Path, trust_remote_code: bool) -> None:
 
 
 def weight_files(folder: Path, explicit: Any = None) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the files with the weights, and the index if there is one, from tensors to these names.
+    """Return the names of the files with the weights, and the index if there is one, from tensors to these names.
 
-    As transformers chooses: the file that the configuration names (`explicit`), one file, several by an index.
+    In the order of transformers: the file that the configuration names (`explicit`), one file, several by an index.
     """
     if explicit is not None:
         if not is_plain(explicit) or not explicit.endswith((".safetensors", ".safetensors.index.json")):
@@ -151,6 +151,10 @@ def _indexed(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _without_weights(folder: Path) -> str:
-    others = sorted(name for name in os.listdir(folder) if name.endswith(WEIGHTS))
-    found = f"; {listed(others)}: load with transformers (variant=, gguf_file=) and save once" if others else ""
-    return f"{folder} holds neither {SINGLE} nor {INDEX}: only safetensors are read{found}"
+    other_weights = sorted(name for name in os.listdir(folder) if name.endswith(WEIGHTS))
+    remedy = (
+        f"; {listed(other_weights)}: load with transformers (variant=, gguf_file=) and save once"
+        if other_weights
+        else ""
+    )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}: only safetensors are read{remedy}"

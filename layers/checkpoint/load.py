@@ -35,7 +35,7 @@ from ..pipeline.mesh import Place, place_in
 from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import check_context, flags, keep_units, part_of, split_parameter
-from ..together import agree, raise_together, run_together, shown, words
+from ..together import agree, one_line, raise_together, run_together, shown
 from . import names
 from .buffers import Staging
 from .composed import Source
@@ -69,18 +69,18 @@ def from_pretrained(
     mesh: DeviceMesh | None = None,
     **options: Unpack[Options],
 ) -> SplitModel:
-    """A model that generates text, split over the ranks of `ctx` by its tensor-parallel plan, in eval mode. Collective.
+    """Load a model that generates text, split over the ranks of `ctx` by its tensor-parallel plan. Collective.
 
-    It is a causal language model, one of an encoder and a decoder, or one of text and images.
+    Return it in eval mode. It is a causal language model, an encoder-decoder, or a model of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
     files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
-    reads its slices of its own stage's layers only. What became of each module is in the model's `parallel_report`.
+    reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
-    with `strict`, if they hold more, and ArgumentError, before anything is read, for what any of them asks wrongly, or
-    otherwise than rank 0.
+    with `strict`, if they hold more. Raises ArgumentError, before anything is read, for arguments that are wrong on any
+    rank, or differ from rank 0's.
     """
     check_context(ctx)
     own = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
@@ -96,11 +96,11 @@ def _load_split(
     path_or_id: str | Path, ctx: Iris, place: Place | None, dtype: torch.dtype | None, own: dict[str, Any],
     options: Options,
 ) -> tuple[SplitModel, Part | None]:  # fmt: skip
-    """The model, or its stage, and which layers that has. `own`: the flags of `from_pretrained`, by name."""
+    """Return the model and None, or its stage and that stage's layers. `own`: flags of `from_pretrained`, by name."""
     strict, trust_remote_code = own["strict"], own["trust_remote_code"]
-    asked = {"dtype": dtype, **own, **options}
+    requested = {"dtype": dtype, **own, **options}
     refusal = _refusal(path_or_id, dtype, own, options)
-    agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **asked})
+    agree(ctx, refusal, {"path_or_id": None if refusal else _place(path_or_id), **requested})
     folder, name = _folder(path_or_id, trust_remote_code, ctx), shown(str(path_or_id))
     with _in_turn(ctx, trust_remote_code):
         model, checkpoint, held, problems = _read(folder, Staging(ctx.device), dtype, strict, trust_remote_code)
@@ -116,8 +116,8 @@ def _load_split(
                 _load(model, target, source, ctx.device)
             _tie(model, held.sources, ctx.device)
             _compute_buffers(model, ctx.device)
-        except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
-            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+        except Exception as error:  # a file, or memory of the device; the other ranks wait in `raise_together`
+            problems = [f"rank {ctx.cur_rank}: {one_line(error)}"]
         raise_together(problems, f"{name} cannot be read", ctx)
         if own["verify"]:
             report = replace(report, verified=compare_with_files(model, held.sources, name, ctx))
@@ -141,7 +141,7 @@ def _load_split(
 def _read(
     folder: Path, staging: Staging, dtype: torch.dtype | None, strict: bool, trust_remote_code: bool
 ) -> tuple[Any, Any, Contents, list[str]]:
-    """The empty model, the open checkpoint, what each of the model's tensors is filled from, and what is wrong."""
+    """Return the empty model, the open checkpoint, the sources of the model's tensors, and the problems."""
     model = checkpoint = None
     held = Contents({})
     try:
@@ -158,14 +158,14 @@ def _read(
     except PlatformError:  # of what is installed, for all ranks alike
         raise
     except (OSError, ValueError) as error:  # CheckpointError is a ValueError
-        problems = [words(error)]
-    except Exception as error:  # of a configuration that says anything; the other ranks are waiting for a word
-        problems = [f"the configuration makes no model: {type(error).__name__}: {words(error)}"]
+        problems = [one_line(error)]
+    except Exception as error:  # from any configuration; the other ranks wait in `raise_together`
+        problems = [f"the configuration makes no model: {type(error).__name__}: {one_line(error)}"]
     return model, checkpoint, held, problems
 
 
 def _keep_groups(model: nn.Module, sources: dict[str, Source]) -> None:
-    """Tells each module whose weight's groups share a scale how large they are: its split then ends between them."""
+    """Set the group size of each module whose weight has scales by group, so that its split ends between groups."""
     for name, source in sources.items():
         unit = max((each.format.unit for each in quantised_weights(source)), default=1)
         if unit > 1:
@@ -192,40 +192,40 @@ def _refusal(path_or_id: Any, dtype: Any, own: Mapping[str, Any], options: Mappi
 
 
 def _place(path_or_id: str | Path) -> str:
-    """What a rank means by it: a folder wherever the process works, or a name on the hub."""
+    """Return the absolute path of a folder, which does not depend on the working directory, or the name on the hub."""
     return os.path.abspath(path_or_id) if os.path.isdir(path_or_id) else str(path_or_id)
 
 
 def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
-    """Where the files are. Rank 0 looks, and downloads if it must."""
-    found = error = None
+    """Return the folder of the files, which rank 0 finds, or downloads."""
+    place = error = None
     if ctx.cur_rank == 0 and os.path.lexists(path_or_id) and not os.path.isdir(path_or_id):
         error = f"{str(path_or_id)!r} is no folder, but a file"
     elif ctx.cur_rank == 0:
-        found = _place(path_or_id)
+        place = _place(path_or_id)
         try:
-            if not Path(found).is_dir():
+            if not Path(place).is_dir():
                 from huggingface_hub import snapshot_download
 
                 code = ["*.py"] if trust_remote_code else []
-                found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", *code])
-        except Exception as caught:  # whatever it was, the other ranks are waiting for a word
-            error = f"{found!r} is no folder, and the hub did not give a model of that name: {words(caught)}"
-    found, error = ctx.broadcast((found, error))
+                place = snapshot_download(place, allow_patterns=["*.json", "*.safetensors", *code])
+        except Exception as caught:  # any error: the other ranks wait in `broadcast`
+            error = f"{place!r} is no folder, and the hub did not give a model of that name: {one_line(caught)}"
+    place, error = ctx.broadcast((place, error))
     if error:
         raise CheckpointError(shown(error, 2000))
-    return Path(found)
+    return Path(place)
 
 
 @contextmanager
-def _in_turn(ctx: Iris, wanted: bool) -> Iterator[None]:
-    """If `wanted`, rank 0 first: it copies a model's code to where transformers imports it from."""
-    if wanted and ctx.cur_rank:
+def _in_turn(ctx: Iris, rank_0_first: bool) -> Iterator[None]:
+    """If `rank_0_first`, let rank 0 run the block before the others: it copies the model's code for transformers."""
+    if rank_0_first and ctx.cur_rank:
         ctx.broadcast(None)
     try:
         yield
     finally:
-        if wanted and not ctx.cur_rank:
+        if rank_0_first and not ctx.cur_rank:
             ctx.broadcast(None)
 
 
@@ -235,8 +235,8 @@ def _load(model: nn.Module, name: str, source: Source, device: torch.device) -> 
         module.load_shard(key, source)
         return
     local = torch.empty_like(getattr(module, key), device=device)
-    if found := part_of(module, key):
-        part, dim = found
+    if split_by := part_of(module, key):
+        part, dim = split_by
         part.fill(local, source, dim)
     else:
         fill(local, source)
@@ -244,9 +244,9 @@ def _load(model: nn.Module, name: str, source: Source, device: torch.device) -> 
 
 
 def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> None:
-    """Gives each tied parameter that is not `stored` by itself what it is tied to, or if split its part of that.
+    """Give each tied parameter that is not `stored` itself the tensor it is tied to, or this rank's shard of that.
 
-    Heads that are split by rows are for `retie`.
+    `retie` ties heads that are split by rows.
     """
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         (module, key), (other, of) = (_owner(model, name) for name in (target, source))
@@ -259,18 +259,18 @@ def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> N
 
 
 def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
-    """The module that has the parameter or buffer `name`, and as what."""
+    """Return the module that has the parameter or buffer `name`, and its name there."""
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
 
 
 def _compute_buffers(model: Any, device: torch.device) -> None:
-    """Fills the buffers that are not stored, as the model's class initialises them. Whatever was loaded stays."""
+    """Fill the buffers that are not stored, as the model's class initialises them. Keep what was loaded."""
     computed, parts = set(), []
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, key = name.rpartition(".")
         owner, size = model.get_submodule(parent), list(buffer.shape)
-        if (held := part_of(owner, key)) is not None:  # the class knows of the whole only
+        if (held := part_of(owner, key)) is not None:  # the class computes the unsplit buffer
             parts.append((owner, key, *held))
             size[held[1]] = held[0].total
         setattr(owner, key, buffer.new_empty(size, device=device))
@@ -288,11 +288,11 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def _progress(tensors: dict[str, Source], ctx: Iris) -> Iterator[tuple[str, Source]]:
-    """The tensors in the order of the files, with a bar on rank 0 only."""
+    """Yield the tensors in the order of the files, with a progress bar on rank 0."""
     from tqdm import tqdm
 
-    whole = sum(stored.nbytes for stored in tensors.values())
-    with tqdm(total=whole, desc="loading", unit="B", unit_scale=True, disable=ctx.cur_rank != 0) as bar:
+    total = sum(stored.nbytes for stored in tensors.values())
+    with tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=ctx.cur_rank != 0) as bar:
         for name, stored in sorted(tensors.items(), key=lambda item: item[1].place):
             yield name, stored
             bar.update(stored.nbytes)

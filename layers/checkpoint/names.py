@@ -32,32 +32,32 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     floating = {name: tensor.is_floating_point() for name, tensor in state.items()}
     labels, problems = _renamed(model, stored)
-    found: dict[str, Source] = {target: source for target, (_, source) in labels.items()}
+    sources: dict[str, Source] = {target: source for target, (_, source) in labels.items()}
     ignored = re.compile("|".join((*_OUTDATED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
-    for target in [name for name in found if name not in shapes]:
-        del found[target]
+    for target in [name for name in sources if name not in shapes]:
+        del sources[target]
         name = labels[target][0]
         if strict and not ignored.search(name) and not ignored.search(target):
             problems.append(f"{shown(name)} has no place in {type(model).__name__}")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if target in found and source in found:
+        if target in sources and source in sources:
             parent, _, key = target.rpartition(".")
             own = torch.empty_like(model.get_parameter(target))
             setattr(model.get_submodule(parent), key, nn.Parameter(own))
             continue
         shapes.pop(target, None)
-        if target in found:
-            found[source] = found.pop(target)
+        if target in sources:
+            sources[source] = sources.pop(target)
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in sources:
             problems.append(f"{name}{MISSING} {list(shape)}")
-        elif (given := found[name].get_shape()) != list(shape):
+        elif (given := sources[name].get_shape()) != list(shape):
             problems.append(f"{name} has shape {given}, expected {list(shape)}")
-        elif (held := found[name].dtype).is_floating_point != floating[name]:
+        elif (held := sources[name].dtype).is_floating_point != floating[name]:
             problems.append(
                 f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
             )
-    return found, problems
+    return sources, problems
 
 
 def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
@@ -71,27 +71,27 @@ def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
-    found: dict[str, tuple[str, Source]] = {}
-    pieces: dict[str, dict[str, list[str]]] = {}  # by the model's name and the pattern
+    by_name: dict[str, tuple[str, Source]] = {}
+    composed: dict[str, dict[str, list[str]]] = {}  # by the model's name and the pattern
     problems: list[str] = []
     for name in sorted(stored):  # the order that renames by group rely on
         target, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:  # it has its name already
             target, converted = rename_source_key(name, [], [], model.base_model_prefix, state)
         if converted is not None and target in state:
-            pieces.setdefault(target, {}).setdefault(converted, []).append(name)
+            composed.setdefault(target, {}).setdefault(converted, []).append(name)
         elif converted is not None:
             problems.append(_elsewhere(name, converted))
-        elif target in found:
-            problems.append(f"{shown(name)} and {shown(found[target][0])} are both {shown(target)}")
+        elif target in by_name:
+            problems.append(f"{shown(name)} and {shown(by_name[target][0])} are both {shown(target)}")
         else:
-            found[target] = name, stored[name]
-    for target, names in pieces.items():
+            by_name[target] = name, stored[name]
+    for target, names in composed.items():
         pattern = next(iter(names))
         converter = by_pattern[pattern]
         first = names[pattern][0]
-        if target in found:
-            problems.append(f"{shown(first)} and {shown(found[target][0])} are both {shown(target)}")
+        if target in by_name:
+            problems.append(f"{shown(first)} and {shown(by_name[target][0])} are both {shown(target)}")
             continue
         columns = [
             [stored[name] for name in sorted(names[each], key=dot_natural_key)]
@@ -102,8 +102,8 @@ def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[
         if source is None:
             problems.append(_elsewhere(first, pattern))
         else:
-            found[target] = first, source
-    return found, problems
+            by_name[target] = first, source
+    return by_name, problems
 
 
 def _elsewhere(name: str, pattern: str) -> str:

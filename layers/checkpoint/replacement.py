@@ -1,6 +1,6 @@
 """Puts a new checkpoint in the place of an old one, so that at every moment the folder loads: as the old or the new.
 
-New weights are written beside the old, under names that no file has, and reach the disk before anything names them.
+New weights are written into the same folder, under unused names, and reach the disk before any file names them.
 Then one rename, or one removal, decides:
 
     one file, the configuration as before       `model.safetensors` is replaced
@@ -28,7 +28,7 @@ from iris.errors import CheckpointError
 from .folder import CONFIG, INDEX, SINGLE, WEIGHTS, prevailing, read_json
 
 PARTIAL = ".partial"
-_OURS = re.compile(
+_WRITTEN_NAMES = re.compile(
     r"(model(-\d{1,4})?-\d{5}-of-\d{5}\.safetensors|model\.safetensors|model(-\d{1,4})?\.safetensors\.index\.json)"
     rf"({re.escape(PARTIAL)})?|(generation_)?config\.json{re.escape(PARTIAL)}"
 )
@@ -46,22 +46,22 @@ class Replacement:
         del self.configurations[CONFIG]
         self._is_new_folder = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        there = set(os.listdir(folder))
-        if first := prevailing(there):
+        existing = set(os.listdir(folder))
+        if first := prevailing(existing):
             raise CheckpointError(f"the folder holds {first}, which transformers would load: expected none in it")
-        self._replaces = CONFIG in there and any(name.endswith(WEIGHTS) for name in there)
+        self._replaces = CONFIG in existing and any(name.endswith(WEIGHTS) for name in existing)
         self._differs = self._replaces and not _same(folder / CONFIG, self.config)
         self._single = len(shards) == 1 and not self._differs
         self._index = INDEX
         if self._single:
             self.names = [SINGLE + PARTIAL]
         else:
-            self.names, self._index = _unused(there, len(shards))
-        self._made: list[str] = []
+            self.names, self._index = _unused(existing, len(shards))
+        self._created: list[str] = []
         self._is_committed = False
 
     def create(self, name: str, header: bytes, size: int) -> None:
-        """Makes the file `name`, of `size` bytes, that begins with `header`."""
+        """Create the file `name`, of `size` bytes, that begins with `header`."""
         file = self._open(name)
         try:
             os.write(file, header)
@@ -70,7 +70,7 @@ class Replacement:
             os.close(file)
 
     def commit(self, total: int) -> None:
-        """Makes the new files, which hold `total` bytes of tensors, the folder's checkpoint, and removes the old."""
+        """Make the new files, which hold `total` bytes of tensors, the folder's checkpoint, and remove the old ones."""
         _sync(self.folder)
         if self._differs:
             self._put(self._index, self._index_of(total))
@@ -93,12 +93,12 @@ class Replacement:
         for name, content in self.configurations.items():
             self._put(name, content)
         kept = {SINGLE} if self._single else {INDEX, *self.names}
-        stale = [name for name in os.listdir(self.folder) if _OURS.fullmatch(name) and name not in kept]
+        stale = [name for name in os.listdir(self.folder) if _WRITTEN_NAMES.fullmatch(name) and name not in kept]
         self._remove(sorted(stale, key=lambda name: (not name.startswith(INDEX), name)))  # what names files goes first
 
     def discard(self) -> None:
-        """Removes what was made, unless it is the folder's checkpoint by now."""
-        for name in () if self._is_committed else self._made:
+        """Remove the files that were created, unless they are the folder's checkpoint by now."""
+        for name in () if self._is_committed else self._created:
             with suppress(OSError):
                 os.unlink(self.folder / name)
         if self._is_new_folder:
@@ -110,7 +110,7 @@ class Replacement:
         return (json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n").encode()
 
     def _put(self, name: str, content: bytes) -> None:
-        """The file `name` with `content`, at once."""
+        """Write the file `name` with `content` atomically."""
         file = self._open(name + PARTIAL)
         try:
             with os.fdopen(os.dup(file), "wb") as out:
@@ -122,11 +122,11 @@ class Replacement:
         _sync(self.folder)
 
     def _open(self, name: str) -> int:
-        """A new file: one of that name is removed, and a link of that name is not followed."""
+        """Create a file and open it. One of that name is removed first, and a link of that name is not followed."""
         with suppress(FileNotFoundError):
             os.unlink(self.folder / name)
         file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._made.append(name)
+        self._created.append(name)
         return file
 
     def _remove(self, names: list[str]) -> None:
@@ -143,19 +143,19 @@ def _same(path: Path, config: bytes) -> bool:
         return False
 
 
-def _unused(there: set[str], count: int) -> tuple[list[str], str]:
-    """Names for `count` files and their own index that no file has."""
+def _unused(taken: set[str], count: int) -> tuple[list[str], str]:
+    """Return names for `count` files and their index that no file has."""
     for turn in itertools.count():
         stem = f"model-{turn}" if turn else "model"
         names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         index = f"model-{turn}.safetensors.index.json"
-        if not there & {index, *names}:
+        if not taken & {index, *names}:
             return names, index
     raise AssertionError("counting ended")
 
 
 def _sync(folder: Path) -> None:
-    """What happened to names in `folder` is on the disk."""
+    """Write changes of names in `folder` to the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

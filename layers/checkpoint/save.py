@@ -28,7 +28,7 @@ from ..hf.merge import Slice
 from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
 from ..sharded import check_context, part_of
-from ..together import agree, digest, raise_together, said, shown, words
+from ..together import agree, digest, one_line, raise_together, safe_repr, shown
 from .buffers import Staging
 from .files import StoredTensor, layout
 from .replacement import PARTIAL, Replacement
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds of one tensor of the unsplit model: `local`, the part `shard` along `dim`; None is all."""
+    """This rank's values of one tensor of the unsplit model: `local` is its `shard` along `dim`, None for all."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -73,12 +73,12 @@ class _Held:
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shard_size: int | str = "5GB") -> None:
-    """Writes the whole of a split `model`, its configuration too, into `folder`, which every rank must see. Collective.
+    """Write a split `model` and its configuration into `folder`, which every rank must see. Collective.
 
-    Several files of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may be larger) and an index, or
-    one file. Files of a checkpoint from before are removed once the new ones are in place: whenever the processes end,
-    the folder loads, as the old checkpoint or as the new. Raises `ArgumentError` for bad arguments, and
-    `CheckpointError` with what each rank met where the folder cannot be written, on every rank.
+    Weights go into one file, or into several of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may
+    be larger) and an index. Files of an earlier checkpoint are removed once the new ones are in place: whenever the
+    processes end, the folder loads, as the old checkpoint or as the new. Raises `ArgumentError` for bad arguments, and
+    `CheckpointError` on every rank, with the failure of each, where the folder cannot be written.
     """
     check_context(ctx)
     _save(model, folder, ctx, max_shard_size, None)
@@ -91,11 +91,11 @@ def _save(model: Any, folder: Any, ctx: Iris, max_shard_size: Any, refusal: str 
         folder, most = Path(os.path.abspath(folder)), _bytes_of(max_shard_size) or 0
         try:
             held = dict(_held(model))
-        except Exception as error:  # the other ranks are waiting for a word
-            refusal = f"model is a {type(model).__name__}, whose tensors cannot be told: {words(error)}"
+        except Exception as error:  # the other ranks wait in `agree`
+            refusal = f"model is a {type(model).__name__}, whose tensors cannot be listed: {one_line(error)}"
     kinds = [(name, each.shape, each.dtype) for name, each in held.items()]
-    asked = {"folder": str(folder), "max_shard_size": max_shard_size}
-    agree(ctx, refusal, asked | {"model": f"{type(model).__name__} of {len(kinds)} tensors {digest(kinds)}"})
+    requested = {"folder": str(folder), "max_shard_size": max_shard_size}
+    agree(ctx, refusal, requested | {"model": f"{type(model).__name__} of {len(kinds)} tensors {digest(kinds)}"})
     shards = _shards(held, most)
     replacement = None
     try:
@@ -106,20 +106,20 @@ def _save(model: Any, folder: Any, ctx: Iris, max_shard_size: Any, refusal: str 
                 for name, tensors in zip(replacement.names, shards, strict=True):
                     header, _, size = _places(held, tensors)
                     replacement.create(name, header, size)
-            except Exception as error:  # whatever it is, the other ranks are waiting for a word
-                problems = [f"rank 0: {words(error)}"]
+            except Exception as error:  # any error: the other ranks wait in `raise_together`
+                problems = [f"rank 0: {one_line(error)}"]
         raise_together(problems, f"{folder} cannot be written", ctx)
         names = ctx.broadcast(replacement and replacement.names)
         try:
             _write(folder, dict(zip(names, shards, strict=True)), held, Staging(ctx.device), ctx.cur_rank)
         except Exception as error:
-            problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+            problems = [f"rank {ctx.cur_rank}: {one_line(error)}"]
         raise_together(problems, f"{folder} cannot be written", ctx)
         try:
             if replacement is not None:
                 replacement.commit(sum(each.nbytes for each in held.values()))
         except Exception as error:
-            problems = [f"rank 0: {words(error)}"]
+            problems = [f"rank 0: {one_line(error)}"]
         raise_together(problems, f"{folder} cannot be written", ctx)
     except BaseException:
         if replacement is not None:
@@ -131,9 +131,9 @@ def _refusal(model: Any, folder: Any, max_shard_size: Any) -> str | None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return f"model is a {type(model).__name__}: expected a Hugging Face model"
     if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
-        return f"folder is {shown(said(folder))}: expected a str or a Path that names one"
+        return f"folder is {shown(safe_repr(folder))}: expected a str or a Path that names one"
     if _bytes_of(max_shard_size) is None:
-        return f"max_shard_size is {shown(said(max_shard_size))}: expected bytes, at least 1, or a text like '5GB'"
+        return f"max_shard_size is {shown(safe_repr(max_shard_size))}: expected bytes, at least 1, or a text like '5GB'"
     return None
 
 
@@ -141,7 +141,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def _bytes_of(size: Any) -> int | None:
-    """The number of bytes that `size` says, if it says one from 1 on."""
+    """Return the bytes of a `max_shard_size`, or None where it is not a size of at least 1."""
     if type(size) is int:
         return size if size >= 1 else None
     number = r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([KMGT]B)\s*"
@@ -150,19 +150,19 @@ def _bytes_of(size: Any) -> int | None:
     return int(amount) if 1 <= amount < math.inf else None
 
 
-# What transformers' own may be told, and does here anyway.
+# Options of transformers' `save_pretrained` with the values that ask for what happens here anyway.
 _SAVED_SO = {"safe_serialization": [True], "is_main_process": [True, False], "push_to_hub": [False]}
 
 
 def wrap_save_pretrained(model: nn.Module, ctx: Iris) -> None:
-    """Makes `model.save_pretrained` of this instance save the whole model: the class's own would save rank 0's part."""
+    """Replace this instance's `save_pretrained` by one that saves the unsplit model, not only rank 0's shard."""
     if hasattr(model, "save_pretrained"):
 
         def save(self: Any, save_directory: str | Path, *, max_shard_size: int | str = "5GB", **options: Any) -> None:
             refusal = None
             for name, value in options.items():
                 if not any(value is each for each in _SAVED_SO.get(name, ())):
-                    refusal = f"save_pretrained: {name} is {shown(said(value))}: expected max_shard_size only"
+                    refusal = f"save_pretrained: {name} is {shown(safe_repr(value))}: expected max_shard_size only"
             _save(self, save_directory, ctx, max_shard_size, refusal)
 
         holder: Any = model
@@ -170,7 +170,7 @@ def wrap_save_pretrained(model: nn.Module, ctx: Iris) -> None:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
-    """Each tensor of the unsplit model, under its name there. A tied weight comes once."""
+    """Yield each tensor of the unsplit model under its name there, a tied weight once."""
     modules = dict(model.named_modules())
     merged = {id(module.merged) for module in modules.values() if isinstance(module, Slice)}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -192,8 +192,8 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
                     yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
                     continue
                 yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
-            elif found := part_of(module, key):
-                part, dim = found
+            elif split_by := part_of(module, key):
+                part, dim = split_by
                 yield name, _Held(local, (*local.shape[:dim], part.total, *local.shape[dim + 1 :]), part, dim)
             else:
                 yield name, _Held(local, tuple(local.shape))
@@ -205,11 +205,11 @@ def _is_tied(model: nn.Module, name: str, module: nn.Module, tied: dict[str, str
     if hasattr(module, "tied_to") and name.endswith(".weight"):
         return True
     source, _, key = tied[name].rpartition(".")
-    return local is getattr(model.get_submodule(source), key)  # not where both are split: each has a part of its own
+    return local is getattr(model.get_submodule(source), key)  # not where both are split: each has its own shard
 
 
 def _shards(held: dict[str, _Held], most: int) -> list[list[str]]:
-    """The names of the tensors of each file, in the order of the model."""
+    """Return the names of the tensors of each file, in the order of the model."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, each in held.items():
@@ -240,9 +240,9 @@ def _write(folder: Path, files: dict[str, list[str]], held: dict[str, _Held], st
 
 
 def _configurations(model: Any, folder: Path) -> dict[str, bytes]:
-    """The files beside the weights, as transformers writes them; it refuses some configurations.
+    """Return the files other than weights, by name, as transformers writes them; it refuses some configurations.
 
-    It writes files, into a folder inside `folder`: were the process killed, the next save would remove that.
+    transformers writes them into a folder inside `folder`, which the next save removes if this process is killed.
     """
     aside, is_new = folder / f".configuration{PARTIAL}", not folder.exists()
     config = copy.deepcopy(model.config)

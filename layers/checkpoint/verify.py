@@ -1,8 +1,8 @@
-"""Whether a loaded model holds what its files say: `from_pretrained(..., verify=True)`.
+"""Compare a loaded model with its files: `from_pretrained(..., verify=True)`.
 
-Of each kind of weight (one name with any layer number, in one format) one is read again and widened in float64. This
-rank's part may differ from that by one rounding to its dtype. Then the ranks compare: where two hold the same part,
-their digests are the same, and the parts of all together are the whole.
+One weight of each kind (one name with any layer number, in one format) is read again and widened in float64. This
+rank's shard may differ from that by one rounding to its dtype. Then the ranks compare digests: equal shards must have
+equal digests, and the shards of all ranks must cover the weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..formats.fp8 import by_rows
 from ..formats.weight_format import quantised_weights
 from ..shard import Shard, Transposed, concat, fill
 from ..sharded import part_of
-from ..together import raise_together, words
+from ..together import one_line, raise_together
 from .composed import Source
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ _OF_FP8, _SMALLEST_FP8 = 2.0**-4, 2.0**-10  # what rounding to e4m3 costs: of a 
 
 @dataclass(frozen=True)
 class _Allowed:
-    """How far a number may be from the files': a share of itself, and so much at least."""
+    """The largest allowed error of a number: `share` of its magnitude plus `least`."""
 
     share: float
     least: float = torch.finfo(torch.float32).tiny
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> _Allowed:
-        """One rounding to `dtype`."""
+        """Return the error of one rounding to `dtype`."""
         if not dtype.is_floating_point:
             return cls(0.0)
         return cls(torch.finfo(dtype).eps / 2 + _SLACK, torch.finfo(dtype).tiny)
@@ -49,7 +49,7 @@ class _Allowed:
 
 @dataclass(frozen=True)
 class Verified:
-    """One weight: how many numbers of this rank's part were compared, and the largest error in roundings to `dtype`."""
+    """One weight: how many numbers of this shard were compared, and their largest error in roundings to `dtype`."""
 
     name: str
     stored: str  # its format, or dtype, in the files
@@ -62,9 +62,9 @@ class Verified:
 
 
 def compare_with_files(model: nn.Module, sources: Mapping[str, Source], folder: str, ctx: Iris) -> tuple[Verified, ...]:
-    """Return what was compared of `model` on this rank with the `sources` that it was filled from. Collective.
+    """Compare `model` on this rank with the `sources` that it was filled from, and return the results. Collective.
 
-    Raises `CheckpointError` on every rank, with a line for each weight that is not what the files or other ranks have.
+    Raises `CheckpointError` on every rank, with a line for each weight that differs from the files or other ranks.
     """
     own: list[Verified] = []
     try:
@@ -74,18 +74,18 @@ def compare_with_files(model: nn.Module, sources: Mapping[str, Source], folder: 
             for each in own
             if not each.error <= 1
         ]
-    except Exception as error:  # a file, or memory of the device; the other ranks are waiting for a word
-        problems = [f"rank {ctx.cur_rank}: {words(error)}"]
+    except Exception as error:  # a file, or memory of the device; the other ranks wait in `raise_together`
+        problems = [f"rank {ctx.cur_rank}: {one_line(error)}"]
     what = f"{folder} was not loaded as it is stored"
     raise_together(problems, what, ctx)
-    told = ctx.hosts.all_gather(own)
+    by_rank = ctx.hosts.all_gather(own)
     for number, each in enumerate(own):
-        alike = [rows[number] for rows in told]
-        for other in alike:
+        same_weight = [rows[number] for rows in by_rank]
+        for other in same_weight:
             if other.ranges == each.ranges and other.digest != each.digest:
                 problems.append(f"{each.name} differs between ranks that hold the same part of it")
                 break
-        if (missing := _missing(alike, each.total)) is not None:
+        if (missing := _missing(same_weight, each.total)) is not None:
             problems.append(f"entry {missing} of {each.total} of {each.name} is on no rank")
     raise_together(problems, what, ctx)
     return tuple(own)
@@ -110,7 +110,7 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     module = model.get_submodule(parent)
     local, shard, dim = _part(module, key)
     scale = getattr(module, "weight_scale", None) if key == "weight" else None
-    kept = str(local.dtype).removeprefix("torch.")
+    local_dtype = str(local.dtype).removeprefix("torch.")
     if scale is None:
         allowed = _Allowed.of(local.dtype)
     else:
@@ -123,11 +123,11 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     error = max((_error(piece, source, index, allowed) for piece, index in _pieces(local, shard, dim)), default=0.0)
     ranges = shard.ranges if shard is not None else ((0, local.shape[0] if local.dim() else 1),)
     total = shard.total if shard is not None else ranges[0][1]
-    return Verified(name, stored, kept, local.numel(), error, f"{checksum(local):016x}", ranges, total)
+    return Verified(name, stored, local_dtype, local.numel(), error, f"{checksum(local):016x}", ranges, total)
 
 
 def _part(module: Any, key: str) -> tuple[torch.Tensor, Shard | None, int]:
-    """What this rank holds of a parameter, which part of the whole that is, and along which dimension."""
+    """Return this rank's values of a parameter, its shard (None: all of it) and the dimension that is split."""
     local = getattr(module, key).detach()
     if hasattr(module, "load_shard"):
         split = key == "weight" or module.dim == 0
@@ -137,28 +137,28 @@ def _part(module: Any, key: str) -> tuple[torch.Tensor, Shard | None, int]:
 
 
 def _pieces(local: torch.Tensor, shard: Shard | None, dim: int) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """Parts of `local` of about 2 million numbers, and where each stands in the whole."""
+    """Yield pieces of `local` of about 2 million numbers, and the index of each in the unsplit tensor."""
     if not local.dim():
         yield local, ()
         return
-    whole = shard or Shard(local.shape[0], ((0, local.shape[0]),))
+    ranges = shard.ranges if shard is not None else ((0, local.shape[0]),)
     at = 0
-    for start, stop in whole.ranges:
-        held, at = local.narrow(dim, at, stop - start), at + stop - start
-        if not held.numel():
+    for start, stop in ranges:
+        block, at = local.narrow(dim, at, stop - start), at + stop - start
+        if not block.numel():
             continue
         if dim > 1:  # a stored tensor is cut in one of its later dimensions only
-            yield held, (slice(None),) * dim + (slice(start, stop),)
+            yield block, (slice(None),) * dim + (slice(start, stop),)
             continue
-        rows = max(1, _PIECE * held.shape[0] // held.numel())
-        for first in range(0, held.shape[0], rows):
-            piece = held[first : first + rows]
+        rows = max(1, _PIECE * block.shape[0] // block.numel())
+        for first in range(0, block.shape[0], rows):
+            piece = block[first : first + rows]
             along = slice(first, first + piece.shape[0])
             yield piece, (slice(start + along.start, start + along.stop),) if dim == 0 else (along, slice(start, stop))
 
 
 def _error(piece: torch.Tensor, source: Any, index: tuple[slice, ...], allowed: _Allowed) -> float:
-    """The largest difference of `piece` from `source[index]`, in allowed ones."""
+    """Return the largest difference of `piece` from `source[index]`, in units of the allowed error."""
     exact = torch.empty(piece.shape, dtype=torch.float64, device=piece.device)
     fill(exact, source, index)
     difference = (piece.double() - exact).abs()
@@ -167,7 +167,7 @@ def _error(piece: torch.Tensor, source: Any, index: tuple[slice, ...], allowed: 
 
 
 def _missing(parts: list[Verified], total: int) -> int | None:
-    """The first entry that none of `parts` has."""
+    """Return the first of `total` entries that none of `parts` has, None if they cover all."""
     end = 0
     for start, stop in sorted(each for part in parts for each in part.ranges):
         if start > end:

@@ -1,4 +1,4 @@
-"""How are published weights stored in fewer bits, and what are their numbers?
+"""Read published weights that are stored in fewer bits.
 
 A format (`fp8`, `mxfp4`, `nvfp4`, `packed`, `awq`, `gptq`) is an object that knows one layout: which slices of the
 stored tensors a part of the weight needs, and how these widen. A scheme (`transformers_schemes`, `compressed_tensors`,

@@ -29,8 +29,8 @@ class Awq(GroupedIntegers):
     stored_by_columns: ClassVar[bool] = True
 
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
-        words, groups = slice(*self.words(rows)), slice(*self.groups(columns))
-        return {"packed": (slice(*columns), words), "zero": (groups, words), "scale": (groups, slice(*rows))}
+        packed, groups = slice(*self.packed_span(rows)), slice(*self.groups(columns))
+        return {"packed": (slice(*columns), packed), "zero": (groups, packed), "scale": (groups, slice(*rows))}
 
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
         return self._unpacked(held["packed"], rows)
@@ -41,8 +41,8 @@ class Awq(GroupedIntegers):
     def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return held["scale"].t()
 
-    def _unpacked(self, words: torch.Tensor, rows: Span) -> torch.Tensor:
-        codes = fields(words, _BITS).unflatten(1, (-1, 8))
+    def _unpacked(self, packed: torch.Tensor, rows: Span) -> torch.Tensor:
+        codes = fields(packed, _BITS).unflatten(1, (-1, 8))
         return self.within(codes[..., list(_NIBBLE_OF)].flatten(1).t(), rows, 0)
 
 

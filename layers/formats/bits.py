@@ -17,10 +17,10 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned codes in int32 `words` [..., n], the lowest bits first, in `bits` (4 or 8) each."""
-    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, too
-    return packed if bits == 8 else nibbles(packed)
+def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the unsigned codes of `bits` (4 or 8) in int32 `packed` [..., n], the lowest bits first."""
+    raw = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a view of one column needs the clone
+    return raw if bits == 8 else nibbles(raw)
 
 
 def e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -64,9 +64,9 @@ class _Group:
             return fp8_weight(roles["weight"], roles["scale"], self.block)
         if "packed" not in roles:
             needs(roles, "weight", "scale")
-            whole = dict(roles)
-            weight = whole["packed"] = whole.pop("weight")
-            return packed_weight(whole, self.bits, weight.shape)
+            renamed = dict(roles)
+            weight = renamed["packed"] = renamed.pop("weight")
+            return packed_weight(renamed, self.bits, weight.shape)
         needs(roles, "scale", "shape")
         return packed_weight(roles, self.bits, _values(roles["shape"]))
 
@@ -93,17 +93,17 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _group_of(module: str, groups: list[_Group]) -> _Group:
-    """The group whose targets name the module; else the one whose targets name a class, as `Linear`."""
+    """Return the group whose targets name the module, else the one whose targets name a class, as `Linear`."""
     if len(groups) == 1:
         return groups[0]
     named = [each for each in groups if targets_module(module, each.targets)]
-    by_class = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
-    found = named or by_class
-    if not found:
+    of_classes = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
+    candidates = named or of_classes
+    if not candidates:
         raise CheckpointError("is quantised, and no group of the configuration targets it")
-    if any(each != found[0] for each in found):
+    if any(each != candidates[0] for each in candidates):
         raise CheckpointError("is targeted by several groups of the configuration: expected one")
-    return found[0]
+    return candidates[0]
 
 
 def _group(name: str, given: Any, default: Any) -> _Group:
@@ -143,7 +143,7 @@ def _checked_group(given: Any, default: Any) -> _Group:
 
 
 def _values(stored: StoredTensor) -> tuple[int, ...]:
-    """The integers in a small stored tensor."""
+    """Return the integers in a small stored tensor."""
     if stored.dtype not in (torch.int64, torch.int32) or len(stored.shape) != 1 or stored.shape[0] > 8:
         raise CheckpointError(f"has weight_shape {stored.dtype} {list(stored.shape)}: expected two integers")
     return tuple(stored[(slice(None),)].tolist())

@@ -25,7 +25,7 @@ SCALES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, tor
 
 @dataclass(frozen=True)
 class Fp8(WeightFormat):
-    """`block` rows and columns share a scale. With `halves` 2, blocks begin anew at row N/2: gates, then ups."""
+    """`block` rows and columns share a scale. With `halves` 2, blocks begin anew at row N/2: gate, then up rows."""
 
     block: tuple[int, int]
     halves: int = 1
@@ -93,9 +93,9 @@ def by_rows(source: Any) -> tuple[Source, Source] | None:
 def fp8_weight(
     weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, fused: bool = False
 ) -> QuantisedWeight:
-    """Return the weight that `weight` e4m3 [N, K] and `scale` are; the scale's shape says what shares one.
+    """Return the weight of `weight` e4m3 [N, K] and `scale`, whose shape decides which entries share a scale.
 
-    `block` is that of the configuration. `fused`: gates and ups follow each other along N, each with blocks of its own.
+    `block` is the configuration's. `fused`: gate rows, then up rows lie along N, each half with its own blocks.
     Raises `CheckpointError` for a scale of another shape or dtype.
     """
     if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2:
@@ -106,24 +106,24 @@ def fp8_weight(
     shape = scale.shape
     if len(shape) == 4 and shape[1] == shape[3] == 1:
         shape = (shape[0], shape[2])
-    found: Fp8 | None = None
+    layout: Fp8 | None = None
     if shape in ((), (1,), (1, 1)):
-        found = Fp8((rows, columns), (rows, columns))
+        layout = Fp8((rows, columns), (rows, columns))
     elif block is not None and shape == (-(-rows // block[0]), -(-columns // block[1])):
         if fused and (rows // 2) % block[0] and shape[0] == 2 * -(-(rows // 2) // block[0]):
             raise CheckpointError(
                 f"[{rows}, {columns}] has {shape[0]} rows of scales, which may belong to gates and ups by themselves"
                 f" or to both: expected a size of experts that {block[0]} divides, or experts one by one"
             )
-        found = Fp8((rows, columns), block)
+        layout = Fp8((rows, columns), block)
     elif block is not None and fused and shape == (2 * -(-(rows // 2) // block[0]), -(-columns // block[1])):
-        found = Fp8((rows, columns), block, 2)
+        layout = Fp8((rows, columns), block, 2)
     elif shape in ((rows,), (rows, 1)):
-        found = Fp8((rows, columns), (1, columns))
-    if found is None:
+        layout = Fp8((rows, columns), (1, columns))
+    if layout is None:
         blocked = f", or one for each block of {block[0]} x {block[1]}" if block else ""
         raise CheckpointError(
             f"[{rows}, {columns}] has scales of shape {list(scale.shape)}: expected one, one for each row{blocked}"
         )
-    grid = (found._row_block(rows - 1) + 1, -(-columns // found.block[1]))
-    return QuantisedWeight(found, {"weight": weight, "scale": scale.reshaped(grid)})
+    grid = (layout._row_block(rows - 1) + 1, -(-columns // layout.block[1]))
+    return QuantisedWeight(layout, {"weight": weight, "scale": scale.reshaped(grid)})

@@ -38,8 +38,8 @@ class Gptq(GroupedIntegers):
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         groups = slice(*self.groups(columns))
         return {
-            "packed": (slice(*self.words(columns)), slice(*rows)),
-            "zero": (groups, slice(*self.words(rows))),
+            "packed": (slice(*self.packed_span(columns)), slice(*rows)),
+            "zero": (groups, slice(*self.packed_span(rows))),
             "scale": (groups, slice(*rows)),
             **self.order(columns),
         }
@@ -48,8 +48,8 @@ class Gptq(GroupedIntegers):
         return self.within(fields(held["packed"].t(), self.bits), columns, 1)
 
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
-        words = held["zero"] + _ONES[self.bits] if self.less_one else held["zero"]
-        return self.within(fields(words, self.bits).t(), rows, 0)
+        packed = held["zero"] + _ONES[self.bits] if self.less_one else held["zero"]
+        return self.within(fields(packed, self.bits).t(), rows, 0)
 
     def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return held["scale"].t()

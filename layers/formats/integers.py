@@ -31,19 +31,19 @@ class GroupedIntegers(WeightFormat):
         return 32 // self.bits if apart else self.group
 
     def groups(self, columns: Span) -> Span:
-        """The groups whose scales `columns` need: all of them where entries are ordered by activation."""
+        """Return the groups whose scales `columns` need: all of them where entries are ordered by activation."""
         return (0, -(-self.shape[1] // self.group)) if self.ordered else blocks(columns, self.group)
 
-    def words(self, span: Span) -> Span:
-        """The int32 words that `span` lies in, where words are packed along it."""
+    def packed_span(self, span: Span) -> Span:
+        """Return the int32 elements that hold `span`, where codes are packed along it."""
         return blocks(span, 32 // self.bits)
 
     def within(self, codes: torch.Tensor, span: Span, dim: int) -> torch.Tensor:
-        """`span` of `codes`, which hold the words that it touches along `dim`."""
+        """Return `span` of `codes`, which are unpacked from `packed_span(span)` along `dim`."""
         return codes.narrow(dim, span[0] % (32 // self.bits), span[1] - span[0])
 
     def order(self, columns: Span) -> dict[str, Index]:
-        """What of the stored index `columns` need."""
+        """Return the part of the stored index that `columns` need."""
         return {"order": (slice(*columns),)} if self.ordered else {}
 
     def widen(
@@ -58,12 +58,12 @@ class GroupedIntegers(WeightFormat):
 
     @abstractmethod
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        """The integers [rows, columns]."""
+        """Return the integers [rows, columns]."""
 
     @abstractmethod
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
-        """The integers that stand for 0: [rows, groups read], or one for all."""
+        """Return the integers that represent 0: [rows, groups read], or one for all."""
 
     @abstractmethod
     def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The scales [rows, groups read]."""
+        """Return the scales [rows, groups read]."""

@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 in groups of 16 along K, each with an e4m3 scale, and one scale of the whole weight.
+"""NVFP4: e2m1 in groups of 16 along K, each with an e4m3 scale, and one global scale.
 
 packed  uint8 [N, K / 2], the low nibble is the even entry
 scale   e4m3 [N, K / 16]
@@ -41,25 +41,25 @@ class Nvfp4(WeightFormat):
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         codes = window(nibbles(held["packed"].flatten(1)), columns, GROUP)
-        scale, whole = held["scale"].to(dtype), held["global"].to(dtype)
-        scale = scale / whole if self.divides else scale * whole
+        scale, overall = held["scale"].to(dtype), held["global"].to(dtype)
+        scale = scale / overall if self.divides else scale * overall
         return e2m1(codes, dtype) * grouped(scale, columns, GROUP)
 
 
-def nvfp4_weight(packed: StoredTensor, scale: StoredTensor, whole: StoredTensor, divides: bool) -> QuantisedWeight:
-    """Return the weight that the stored tensors are. Raises `CheckpointError` where they do not fit."""
+def nvfp4_weight(packed: StoredTensor, scale: StoredTensor, overall: StoredTensor, divides: bool) -> QuantisedWeight:
+    """Return the weight of the stored tensors. Raises `CheckpointError` where they do not fit."""
     if packed.dtype != torch.uint8 or len(packed.shape) != 2:
         raise CheckpointError(f"is packed as {packed.dtype} {list(packed.shape)}: expected uint8 [N, K/2]")
-    if scale.dtype != torch.float8_e4m3fn or whole.dtype != torch.float32:
+    if scale.dtype != torch.float8_e4m3fn or overall.dtype != torch.float32:
         raise CheckpointError(
-            f"has scales in {scale.dtype} and a global one in {whole.dtype}: expected float8_e4m3fn and float32"
+            f"has scales in {scale.dtype} and a global one in {overall.dtype}: expected float8_e4m3fn and float32"
         )
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    if columns % GROUP or scale.shape != (rows, columns // GROUP) or whole.shape not in ((), (1,), (1, 1)):
+    if columns % GROUP or scale.shape != (rows, columns // GROUP) or overall.shape not in ((), (1,), (1, 1)):
         raise CheckpointError(
-            f"[{rows}, {columns}] has scales of shape {list(scale.shape)} and a global one of {list(whole.shape)}:"
+            f"[{rows}, {columns}] has scales of shape {list(scale.shape)} and a global one of {list(overall.shape)}:"
             f" expected one for each {GROUP} entries of a row, and one in all"
         )
     by_groups = packed.reshaped((rows, columns // GROUP, GROUP // 2))
-    tensors = {"packed": by_groups, "scale": scale, "global": whole.reshaped(())}
+    tensors = {"packed": by_groups, "scale": scale, "global": overall.reshaped(())}
     return QuantisedWeight(Nvfp4((rows, columns), divides), tensors)

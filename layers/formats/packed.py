@@ -35,12 +35,12 @@ class Packed(GroupedIntegers):
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         groups = slice(*self.groups(columns))
         index: dict[str, Index] = {
-            "packed": (slice(*rows), slice(*(columns if self.loose else self.words(columns)))),
+            "packed": (slice(*rows), slice(*(columns if self.loose else self.packed_span(columns)))),
             "scale": (slice(*rows), groups),
             **self.order(columns),
         }
         if self.asymmetric:
-            index["zero"] = (slice(*(rows if self.loose else self.words(rows))), groups)
+            index["zero"] = (slice(*(rows if self.loose else self.packed_span(rows))), groups)
         return index
 
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:

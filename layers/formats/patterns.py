@@ -1,4 +1,4 @@
-"""Which modules a configuration names: three libraries, three ways to write it."""
+"""Match names of modules against the patterns of a configuration, as each of three libraries writes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def patterns_of(config: Mapping[str, Any], key: str) -> list[str]:
 
 
 def names_module(module: str, patterns: Sequence[str]) -> bool:
-    """Whether one of transformers' `modules_to_not_convert` names `module`.
+    """Return whether one of transformers' `modules_to_not_convert` names `module`.
 
     A pattern is a name, the beginning of one up to a dot, a regular expression for either, or the end of a name.
     """
@@ -35,7 +35,7 @@ def names_module(module: str, patterns: Sequence[str]) -> bool:
 
 
 def targets_module(module: str, targets: Sequence[str]) -> bool:
-    """Whether one of compressed-tensors' `targets` or `ignore` names `module`: its name, or `re:` and an expression."""
+    """Return whether one of compressed-tensors' `targets` or `ignore`, a name or an `re:` pattern, names `module`."""
     return any(
         re.match(each.removeprefix("re:"), module) is not None if each.startswith("re:") else module == each
         for each in targets
@@ -43,7 +43,7 @@ def targets_module(module: str, targets: Sequence[str]) -> bool:
 
 
 def excludes_module(module: str, patterns: Sequence[str]) -> bool:
-    """Whether one of ModelOpt's `exclude_modules` names `module`, or what it is in; `*` stands for anything."""
+    """Return whether one of ModelOpt's `exclude_modules`, with `*` for anything, names `module` or its parent."""
     return any(fnmatchcase(module, each) or module.startswith(f"{each}.") for each in patterns)
 
 

@@ -1,4 +1,4 @@
-"""The schemes by the `quant_method` of a configuration: the one table of what is read."""
+"""The schemes by the `quant_method` of a configuration: the one table of supported formats."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scheme_of(folder: Path, raw: Mapping[str, Any]) -> Scheme | None:
 
 
 def without_scheme(config: Any) -> None:
-    """Removes from a transformers `config`, and from those within it, what says that weights are quantised."""
+    """Remove from a transformers `config`, and from those within it, the settings of quantised weights."""
     for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         for key in _KEYS:
             if each is not None and hasattr(each, key):

@@ -1,4 +1,4 @@
-"""Which stored tensors form one weight, as a scheme says, and what a checkpoint holds beside weights.
+"""Group stored tensors into weights by a scheme, and list the others that a checkpoint holds.
 
     stored                                            as a mapping for the loader
     model.layers.0.mlp.up_proj.weight          e4m3   model.layers.0.mlp.up_proj.weight   a QuantisedWeight
@@ -21,7 +21,7 @@ import torch
 
 from ..checkpoint.composed import Source, Stack
 from ..checkpoint.files import StoredTensor
-from ..together import listed, shown, words
+from ..together import listed, one_line, shown
 from .fp8 import by_rows
 from .weight_format import QuantisedWeight, quantised_weights
 
@@ -61,9 +61,9 @@ class Contents:
         return {name: source for name, source in self.sources.items() if quantised_weights(source)}
 
     def line(self, dtype: torch.dtype, in_fp8: Set[str] = frozenset()) -> str:
-        """Return what loading made of quantised weights, in one line, empty where there are none.
+        """Return a line that reports how quantised weights were loaded, empty where there are none.
 
-        `in_fp8`: the names of those that layers hold in fp8.
+        `in_fp8`: the names of the weights that layers hold in fp8.
         """
         name = str(dtype).removeprefix("torch.")
         quantised = self.quantised
@@ -87,10 +87,10 @@ class Contents:
 
 
 def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: bool) -> Contents:
-    """Return what `stored` tensors hold by `scheme`. Without `strict`, scales of a KV cache are left out."""
+    """Return the weights that `scheme` reads from `stored` tensors. Without `strict`, ignore scales of a KV cache."""
     if scheme is None:
         return Contents(dict(stored), _unexplained(stored))
-    found = Contents({})
+    result = Contents({})
     cache: list[str] = []
     groups: dict[str, dict[str, str]] = {}  # names of stored tensors, by the weight and the role
     placed: dict[str, tuple[str, str]] = {}
@@ -100,33 +100,33 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
         elif (place := _place(scheme, name, stored)) is not None:
             placed[name] = place
         else:
-            found.sources[name] = stored[name]
+            result.sources[name] = stored[name]
     for name, (target, role) in placed.items():
         groups.setdefault(target, {})[role] = name
     for target, names in groups.items():
         if set(names) == {"weight"} and stored[names["weight"]].dtype not in PACKED_DTYPES[:2]:
-            found.sources[target] = stored[names["weight"]]
+            result.sources[target] = stored[names["weight"]]
             continue
-        found.activation_scales += "activation" in names
+        result.activation_scales += "activation" in names
         try:
-            found.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+            result.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
         except CheckpointError as error:
-            found.problems.append(f"{shown(target)} {words(error)}")
-    if not found.problems and not found.quantised:
-        found.problems.append(
+            result.problems.append(f"{shown(target)} {one_line(error)}")
+    if not result.problems and not result.quantised:
+        result.problems.append(
             f"the configuration says that weights are quantised ({scheme.method}), and no stored weight is: remove"
             " quantization_config from config.json"
         )
     if cache and strict:
-        found.problems.append(
+        result.problems.append(
             f"the files hold scales of a quantised KV cache, and the cache here is not quantised: {listed(cache)};"
             " strict=False loads the model without them"
         )
-    return found
+    return result
 
 
 def _place(scheme: Scheme, name: str, stored: Mapping[str, StoredTensor]) -> tuple[str, str] | None:
-    """The weight that a stored tensor is of, and its role there; None for a tensor by itself."""
+    """Return the name of a stored tensor's weight and its role there, None for a tensor by itself."""
     for suffix in sorted(scheme.suffixes, key=len, reverse=True):
         if name.endswith(suffix):
             role, ending = scheme.suffixes[suffix]
@@ -169,9 +169,9 @@ def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
     return [f"the weights are quantised, and config.json has no quantization_config that says how: {listed(names)}"]
 
 
-def needs(roles: Roles, *wanted: str) -> None:
-    """Raises `CheckpointError` unless `roles` has each of those `wanted`."""
-    if missing := [each for each in wanted if each not in roles]:
+def needs(roles: Roles, *required: str) -> None:
+    """Raise `CheckpointError` unless `roles` has each of those `required`."""
+    if missing := [each for each in required if each not in roles]:
         raise CheckpointError(f"has no stored {', '.join(missing)}")
 
 

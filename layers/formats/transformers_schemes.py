@@ -52,7 +52,7 @@ def fp8(config: Config) -> Scheme:
             return mxfp4_weight(roles["weight"], roles["scale"])
         return fp8_weight(roles["weight"], roles["scale"], block, fused="gate_up" in name)
 
-    return Scheme("fp8", _FP8, build, _left_out(config, "modules_to_not_convert", "ignored_layers"))
+    return Scheme("fp8", _FP8, build, _exclusion(config, "modules_to_not_convert", "ignored_layers"))
 
 
 def fbgemm_fp8(config: Config) -> Scheme:
@@ -63,7 +63,7 @@ def fbgemm_fp8(config: Config) -> Scheme:
         return fp8_weight(roles["weight"], roles["scale"], None)
 
     suffixes = {".weight": ("weight", ".weight"), ".weight_scale": ("scale", ".weight"), **ACTIVATIONS}
-    return Scheme("fbgemm_fp8", suffixes, build, _left_out(config, "modules_to_not_convert"))
+    return Scheme("fbgemm_fp8", suffixes, build, _exclusion(config, "modules_to_not_convert"))
 
 
 def mxfp4(config: Config) -> Scheme:
@@ -74,7 +74,7 @@ def mxfp4(config: Config) -> Scheme:
         return Turned(mxfp4_weight(roles["blocks"], roles["scale"]))
 
     suffixes = {"_blocks": ("blocks", ""), "_scales": ("scale", "")}
-    return Scheme("mxfp4", suffixes, build, _left_out(config, "modules_to_not_convert"))
+    return Scheme("mxfp4", suffixes, build, _exclusion(config, "modules_to_not_convert"))
 
 
 _INTEGERS = {
@@ -97,7 +97,7 @@ def awq(config: Config) -> Scheme:
         needs(roles, "packed", "zero", "scale")
         return awq_weight(roles, group)
 
-    return Scheme("awq", _INTEGERS, build, _left_out(config, "modules_to_not_convert"))
+    return Scheme("awq", _INTEGERS, build, _exclusion(config, "modules_to_not_convert"))
 
 
 def gptq(config: Config) -> Scheme:
@@ -122,7 +122,7 @@ def gptq(config: Config) -> Scheme:
         return gptq_weight(roles, bits, group, layout == "gptq", bool(config.get("desc_act")))
 
     suffixes = {**_INTEGERS, ".g_idx": ("order", ".weight")}
-    return Scheme("gptq", suffixes, build, _left_out(config, "modules_to_not_convert"))
+    return Scheme("gptq", suffixes, build, _exclusion(config, "modules_to_not_convert"))
 
 
 def one_of(config: Config, key: str, allowed: tuple) -> Any:
@@ -135,7 +135,7 @@ def one_of(config: Config, key: str, allowed: tuple) -> Any:
     return value
 
 
-def _left_out(config: Config, *keys: str) -> Any:
+def _exclusion(config: Config, *keys: str) -> Any:
     patterns = [each for key in keys for each in patterns_of(config, key)]
     return lambda module: names_module(module, patterns)
 

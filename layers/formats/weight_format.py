@@ -1,11 +1,11 @@
-"""The interface of a weight format, and a quantised weight as something that a parameter is filled from.
+"""The interface of a weight format, and a quantised weight as the source of a parameter.
 
     reads(rows, columns)        which part of each stored tensor these rows and columns of the weight need
     widen(held, rows, columns)  their numbers, from those parts
 
-Rows, columns, blocks and groups are counted in the whole weight [N, K]. So a rank may cut inside a block: two ranks
-that share a block both read its scale. A quantised weight is read a few rows at a time, so that loading holds one piece
-of float32 numbers beside the part that it fills.
+Rows, columns, blocks and groups are counted in the unsplit weight [N, K]. So a rank may cut inside a block: two
+ranks that share a block both read its scale. A quantised weight is read a few rows at a time, so that loading holds
+one piece of float32 numbers besides the parameter.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class WeightFormat(ABC):
 
     @property
     def label(self) -> str:
-        """The layout and what shares a scale, for reports."""
+        """Return the layout and which entries share a scale, for reports."""
         return self.name
 
     @property
     def unit(self) -> int:
-        """How many entries along K share a scale, so that shares had better end there; 1 where that does not matter."""
+        """Return how many entries along K share a scale, at which shards should end; 1 where that does not matter."""
         return 1
 
     @abstractmethod
@@ -64,19 +64,19 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the files."""
+        """Return the bytes in the files."""
         return sum(each.nbytes for each in self.tensors.values())
 
     @property
     def place(self) -> tuple[int, int]:
-        """File and byte of the tensor that comes first."""
+        """Return file and byte of the tensor that comes first."""
         return min(each.place for each in self.tensors.values())
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def copy_to(self, local: torch.Tensor, index: Index = ()) -> None:
-        """Fills `local` with the numbers of `self[index]`, computed in float32, or float64 if that is its dtype."""
+        """Fill `local` with the numbers of `self[index]`, computed in float32, or float64 if that is its dtype."""
         precision = torch.float64 if local.dtype == torch.float64 else torch.float32
         rows, columns = self._spans(index)
         for some_rows, some_columns in self._pieces(rows, columns):
@@ -89,12 +89,12 @@ class QuantisedWeight:
         return self.format.widen(held, rows, columns, dtype)
 
     def _spans(self, index: Index) -> tuple[Span, Span]:
-        whole = (*index, *[slice(None)] * (2 - len(index)))
-        (first, last, _), (start, stop, _) = (each.indices(size) for each, size in zip(whole, self.shape, strict=True))
+        padded = (*index, *[slice(None)] * (2 - len(index)))
+        (first, last, _), (start, stop, _) = (each.indices(size) for each, size in zip(padded, self.shape, strict=True))
         return (first, last), (start, stop)
 
     def _pieces(self, rows: Span, columns: Span) -> Iterator[tuple[Span, Span]]:
-        """The part in pieces of about 2 million numbers, cut between blocks, in the order of the files."""
+        """Yield spans of about 2 million numbers, cut between blocks, in the order of the files."""
         along, across = (columns, rows) if self.format.stored_by_columns else (rows, columns)
         step = max(1, _PIECE // max(1, across[1] - across[0]) // 128) * 128
         start = along[0]
@@ -105,7 +105,7 @@ class QuantisedWeight:
 
 
 class Turned:
-    """The transpose of a quantised weight: what a module holds that stores its weights as [K, N]."""
+    """The transpose of a quantised weight, for a module that stores its weights as [K, N]."""
 
     dtype = torch.float32
 
@@ -128,7 +128,7 @@ class Turned:
 
 
 def quantised_weights(source: Any) -> list[QuantisedWeight]:
-    """Return the quantised weights that `source` is made of: none for a stored tensor."""
+    """Return the quantised weights that `source` is composed of: none for a stored tensor."""
     if isinstance(source, QuantisedWeight):
         return [source]
     inside = getattr(source, "inside", [])

@@ -1,21 +1,21 @@
-"""Splits a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
+"""Split a Hugging Face model over ranks, in place: `parallelize(model, ctx)`.
 
-The model's own plan says how (see `styles`). Instances of torch.nn.Linear are swapped for split ones: no class is
-patched and no forward rewritten. In attention modules heads stay whole, and the instance is told how many it has
-(`heads`).
+The model's own plan decides how (see `styles`). Instances of torch.nn.Linear are swapped for split ones: no class is
+patched and no forward rewritten. Attention modules are split by whole heads, and each instance gets its number of
+heads (`heads`).
 
 1. The plan is resolved and checked.
 2. The split is carried out on a copy of the model without weights and verified there (`layers/verify`).
-3. It is carried out on the model. Behind each of the two steps the ranks tell each other how it went: if one of them
-   failed, all raise, and the model is put back as it was (`snapshot`). So until the end it keeps its weights, beside
-   the parts; `from_pretrained` has only parts.
+3. It is carried out on the model. After each of these two steps the ranks exchange its outcome: if one of them failed,
+   all raise, and the model is restored (`snapshot`). So until the end it keeps its full weights as well as the shards;
+   `from_pretrained` has only shards.
 
-Tied embeddings: the embedding stays whole on every rank, and the head multiplies by a view of its rows (see `tied`), so
-tying costs no memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
+Tied embeddings: the embedding is replicated, and the head multiplies by a view of its rows (see `tied`), so tying costs
+no memory. The view is by rows of this rank's chunk of the vocabulary, which the world size need not divide.
 
 Works on a model with weights, whose slices are copied to the context's device, and on an empty one on meta, which
-`from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw what
-they drop out by themselves would part ways, and no parameter keeps a gradient (see `guards`).
+`from_pretrained` then fills. The result is for inference: it is in eval mode and stays there, for ranks that draw their
+own dropout would diverge, and no parameter keeps a gradient (see `guards`).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ if TYPE_CHECKING:
     from iris.context import Iris
     from torch.distributed.device_mesh import DeviceMesh
 
-# the ops of linears whose weights are stored so
+# the ops of linears whose weights are stored in each format
 _FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
 
 
 class Options(TypedDict, total=False):
-    """Those of `parallelize`, for functions that pass them on."""
+    """The options of `parallelize`, for functions that pass them on."""
 
     plan: str | dict[str, str]
     filter_fn: Callable[[str, nn.Module], bool] | None
@@ -92,21 +92,21 @@ def parallelize(
     partial: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Report:
-    """Splits the Linears of `model` over the ranks of `ctx` and says what became of each module. Collective.
+    """Split the Linears of `model` over the ranks of `ctx` and return a report of each module. Collective.
 
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
-    `filter_fn(name, module)` keeps a module whole by returning False. `fuse`: linears that share an input become one
+    `filter_fn(name, module)` keeps a module unsplit by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `merge`), plain norms one kernel (see `norms`), and gates part of
     the product before them (see `gated_mlp`). `weights="fp8"` keeps the weights of column-parallel linears, but the
-    head's, in eight bits, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks
+    head's, in fp8, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks
     share the tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is
     given. "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without
     `weights`; there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the
     model's own that splits none of its layers, the head at most. Every rank calls this with the same model.
 
     Raises on every rank `ArgumentError` for bad arguments, `DtypeError` for weights that no op takes, and `StyleError`,
-    with the names of module and style, for what the plan asks and no layer serves, for what would fail or be wrong in
-    the first forward, and for weights that are no plain tensors. Whatever is raised, the model is then as it was.
+    with the names of module and style, for styles that no layer supports, for forwards that would fail or be wrong, and
+    for weights that are no plain tensors. After any error the model is unchanged.
     """
     check_context(ctx)
     options: dict[str, Any] = dict(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights)
@@ -187,43 +187,43 @@ def check_options(
 
 @dataclass(frozen=True)
 class _Split:
-    """What will be done to a model."""
+    """How a model is split."""
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
-    linears: dict[str, str]  # of those that are split
+    linears: dict[str, str]  # styles of the linears that are split
     recurrent: list[str]  # modules that keep a state for each head
-    experts: dict[str, Any]  # of the modules that hold experts, how these are split
+    experts: dict[str, Any]  # forms of experts, by the module that holds them
     by_own_plan: bool
-    plan: str  # whose it is, in words
+    plan: str  # its origin, for the report
     fuse: bool
     weights: str | None
     shares_tokens: bool
-    least: int | None  # tokens that are shared; None: what is measured to pay
+    least: int | None  # tokens of the shortest call that shares them; None: the measured break-even
 
     def within(self, skeleton: nn.Module) -> _Split:
-        """What of it there is to do in a skeleton, where layers that are alike are one."""
-        there = {name for name, _ in skeleton.named_modules()}
-        linears = {name: style for name, style in self.linears.items() if name in there}
-        experts = {name: form for name, form in self.experts.items() if name in there}
-        nets = [name for name in self.recurrent if name in there]
+        """Return the split of a skeleton, in which one layer represents all that are alike."""
+        names = {name for name, _ in skeleton.named_modules()}
+        linears = {name: style for name, style in self.linears.items() if name in names}
+        experts = {name: form for name, form in self.experts.items() if name in names}
+        nets = [name for name in self.recurrent if name in names]
         return replace(self, linears=linears, experts=experts, recurrent=nets)
 
     def parents(self, kinds: set[str]) -> list[str]:
-        """The modules of which a linear has one of the styles `kinds`."""
+        """Return the modules of which a linear has one of the styles `kinds`."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
 
     def joined(self) -> list[str]:
-        """The modules that return whole tensors: they sum or gather what is split inside."""
+        """Return the modules that return whole tensors: they sum or gather what is split inside."""
         return self.parents(styles_of.ROW) + self.recurrent
 
     def cutting(self, model: nn.Module) -> list[str]:
-        """The modules that cut a rank's outputs as they would cut all: gates and ups, or q, k and v, side by side."""
+        """Return the modules that cut a rank's outputs as they would cut all: gate and up, or q, k and v."""
         column = self.parents(styles_of.COLUMN)
         column = [name for name in column if cuts_its_output(name, model.get_submodule(name), self.linears)]
         return self.parents(styles_of.PACKED) + column + self.recurrent
 
     def digest(self, model: nn.Module) -> dict[str, Any]:
-        """What all ranks must have alike."""
+        """Return the facts that must be equal on all ranks."""
         sizes = [(name, tuple(each.shape), each.dtype) for name, each in model.named_parameters()]
         return {
             "model": f"a {type(model).__name__} ({_digest(sizes)})",
@@ -235,7 +235,7 @@ class _Split:
 
 
 class _Alone:
-    """A context's place where it is the only rank: what is split over it stays whole."""
+    """A context of one rank, as far as splitting reads one: modules that are split over it keep their sizes."""
 
     num_ranks, cur_rank = 1, 0
 
@@ -243,7 +243,7 @@ class _Alone:
         self.device, self.invariant = ctx.device, ctx.invariant
 
     def check(self) -> None:
-        """Nothing: the context was checked."""
+        """Do nothing: the context was checked."""
 
 
 def _resolve(
@@ -263,12 +263,12 @@ def _resolve(
     recurrent = [name for name, style in styles.items() if style == recurrent_heads.STYLE and name in modules]
     if automatic and not partial:
         styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
-    served = styles_of.COLUMN | styles_of.PACKED
+    stored = styles_of.COLUMN | styles_of.PACKED
     if weights == "fp8_all":
-        served |= styles_of.ROW | styles_of.ROW_SPLIT
-    if weights and not set(linears.values()) & served:
-        wanted = "product" if weights == "fp8_all" else "colwise product without an exchange"
-        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {wanted}")
+        stored |= styles_of.ROW | styles_of.ROW_SPLIT
+    if weights and not set(linears.values()) & stored:
+        missing = "product" if weights == "fp8_all" else "colwise product without an exchange"
+        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {missing}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     source, _ = styles_of.rules_of(model, plan)
     own = automatic and filter_fn is None and built_in(model) is None
@@ -276,7 +276,7 @@ def _resolve(
 
 
 def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
-    """`split` as it has the same bits on any number of ranks. Raises where that cannot be."""
+    """Return the variant of `split` with the same bits on any number of ranks. Raises where there is none."""
     if split.weights:
         raise ArgumentError(f"weights is {split.weights!r}: expected None with invariant='ranks'")
     for names, what in ((split.experts, "the sums over its experts"), (split.recurrent, "its state's sums")):
@@ -296,9 +296,9 @@ def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
 
 
 def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
-    """How the experts of each module that holds some are split."""
+    """Return the form of the experts of each module that holds some."""
     kinds: dict[Any, Any] = {}
-    found = {}
+    forms = {}
     for name, style in styles.items():
         if style in EXPERTS and name in modules:
             before = f"{name}."
@@ -306,12 +306,12 @@ def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str,
             kind = kind_of(modules[name]), *sorted(own.items())
             if kind not in kinds:
                 kinds[kind] = form_of(name, modules[name], own)
-            found[name] = kinds[kind]
-    return found
+            forms[name] = kinds[kind]
+    return forms
 
 
 def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
-    """Swaps the modules of `model`; the styles of what it has now."""
+    """Swap the modules of `model` and return the styles of its modules now."""
     styles, heads = split.styles, _split_heads(model, split.linears, ctx)
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
@@ -320,9 +320,9 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        found = as_linear(getattr(parent, child))
-        assert found is not None, name
-        linear, transposed = found
+        as_stored = as_linear(getattr(parent, child))
+        assert as_stored is not None, name
+        linear, transposed = as_stored
         attention = outputs.get(name, parent_name if parent_name in heads else None)
         parts = layout = None
         if style in styles_of.LINKED and attention is not None:
@@ -396,7 +396,7 @@ def _digest(value: Any) -> str:
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:
-    """The heads of this rank in each attention module whose projections are split."""
+    """Return the heads of this rank in each attention module whose projections are split."""
     names = {name.rpartition(".")[0]: None for name, style in styles.items() if style in styles_of.LINKED}
     return {
         name: head_split(name, model, styles, ctx.num_ranks, ctx.cur_rank)

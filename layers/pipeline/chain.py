@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..together import words
+from ..together import one_line
 from ..verify.skeleton import skeleton
 
 _TOKENS = 3
@@ -39,7 +39,7 @@ def check_chain(model: Any, stack: str) -> None:
     except Exception as error:
         raise StyleError(
             f"{name} cannot be run without weights, which would show what its layers pass on: 'pp' cannot divide it "
-            f"({type(error).__name__}: {words(error)[:200]})"
+            f"({type(error).__name__}: {one_line(error)[:200]})"
         ) from error
     if len(calls) != len(layers):
         raise StyleError(f"{name} calls {len(calls)} layers of the {len(layers)} in {stack}: 'pp' cannot divide it")

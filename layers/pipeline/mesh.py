@@ -15,7 +15,7 @@ from iris.across import Across
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
 import torch.distributed as dist
 
-from ..together import words
+from ..together import one_line
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -106,4 +106,6 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
 
 def _described(error: Exception) -> tuple[str, str]:
     name = type(error).__name__
-    return (name, str(error)) if isinstance(error, IrisError) else (PlatformError.__name__, f"{name}: {words(error)}")
+    if isinstance(error, IrisError):
+        return name, str(error)
+    return PlatformError.__name__, f"{name}: {one_line(error)}"

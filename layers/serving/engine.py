@@ -1,24 +1,23 @@
 """Generation with a static cache and captured steps: `Engine(model, ctx).generate(prompts)`.
 
 The engine drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one
-length, and fill a cache of fixed size. Then each step makes one token a row. A step reads and writes the engine's own
-tensors only (the last tokens, their positions, what was generated, how much). So on a GPU it is captured once in a CUDA
-graph and replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
+length, and fill a cache of fixed size. Then each step generates one token a row. A step reads and writes the engine's
+own tensors only (the last tokens, their positions, the output and its length). So on a GPU it is captured once in a
+CUDA graph and replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
 
 Prompts of few tokens take the device less time than the host needs to launch their kernels (25 ms for 32 layers). So on
 a GPU those, too, are captured, when a shape comes for the second time (`graphs`): batch, length, with or without
 padding. Longer ones gain nothing and run eagerly, because a captured one would keep its activations' memory. Where the
-host is the limit, lengths are on a grid, so that one graph serves all lengths that are a little shorter. Such a prompt
-ends with tokens at which none of its own looks, and the cache forgets them.
+host is the limit, lengths are rounded up to a grid, so that one graph runs all lengths that are a little shorter. Such
+a prompt is padded at its end with tokens that it does not attend to, and the cache drops them.
 
-Ranks agree on every token without talking. An op gathers the logits and gives every rank the same bits. The noise of a
-sample comes from a generator of the engine's own, seeded alike on all ranks. Where to stop is read from the same
-tokens.
+Ranks choose the same tokens without an exchange. An op gathers the logits and gives every rank the same bits. The noise
+of a sample comes from the engine's own generator, with the same seed on all ranks. Every rank stops by the same tokens.
 
 Layers with a sliding window get a cache of full length, too: the mask alone keeps the window, so a step stays the same
 whatever the position. Layers that keep a state of fixed size run as they are (`cache`), on prompts eagerly. With
-sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few are put behind: attention is
-causal, and the cache forgets them. This is not a server: it takes one batch at a time, to the end of the longest row.
+sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few are appended: attention is
+causal, and the cache drops them. This is not a server: it takes one batch at a time, to the end of the longest row.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _Method = TypeVar("_Method", bound=Callable)
 
 
 def _untracked(method: _Method) -> _Method:
-    """`method` without gradients, nor in inference mode: tensors made there could not be changed outside."""
+    """Return `method` without gradients and outside inference mode, whose tensors could not be changed later."""
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
@@ -91,16 +90,16 @@ class Engine:
         max_length: the largest number of tokens of a row, prompt included.
         graphs: whether steps are captured in a CUDA graph; by default on GPUs.
         cache: the cache of another engine of the same sizes, to share. It holds the batch of one of them at a time.
-        step_attention: whether our attention kernels replace torch's; by default on GPUs.
+        step_attention: whether this library's attention kernels replace torch's; by default on GPUs.
         compile: whether decoder layers are compiled at their first use, which takes seconds; True for inductor, or the
             name of a torch.compile backend.
         prompt_graphs: how many shapes of prompts, up to 8192 tokens, keep a CUDA graph. Short prompts are padded to few
             lengths. Without `graphs` or `step_attention` there are none.
 
-    A graph keeps what it captured: after replacing modules, hooks or tensors of the model, make a new engine.
+    A graph replays what it captured: after replacing modules, hooks or tensors of the model, make a new engine.
 
     Raises:
-        ArgumentError: for bad arguments, and for models that an engine cannot serve, with the layer's name.
+        ArgumentError: for bad arguments, and for models that an engine does not support, with the layer's name.
     """
 
     @_untracked
@@ -135,29 +134,29 @@ class Engine:
         check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
-        wanted = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
-        # Under capture, transformers' own attention masks what needs no mask, and takes longer for it.
-        ours = wanted and attention.use(model, bool(ctx.invariant))
-        capturable = self.graphs and (ours or attention.use_own_masks(model))
+        use_kernels = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
+        # Under capture, transformers' own attention applies masks that are not needed, which takes longer.
+        own_attention = use_kernels and attention.use(model, bool(ctx.invariant))
+        capturable = self.graphs and (own_attention or attention.use_own_masks(model))
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
-        self._recurrent = bool(recurrent(self.cache))  # a state takes in what stands behind a prompt, so nothing may
+        self._recurrent = bool(recurrent(self.cache))  # a state includes padding after a prompt, so there may be none
         self._cache_name = cache_name(model)
         like: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.tokens = torch.zeros(batch_size, 1, **like)  # the last of each row, not yet seen by the model
         self.positions = torch.zeros(batch_size, 1, **like)
         self.mask = torch.zeros(batch_size, max_length, dtype=torch.bool, device=device)  # where the cache has tokens
         self.filled = torch.zeros(1, **like)  # of the cache, padding included
-        self.output = torch.zeros(batch_size, max_length, **like)  # what was generated ...
-        self.count = torch.zeros(1, **like)  # ... and how many of each row
+        self.output = torch.zeros(batch_size, max_length, **like)  # tokens that were generated ...
+        self.count = torch.zeros(1, **like)  # ... and their number in each row
         self.sampler = Sampler(device)
         self._switch = RopeSwitch.of(model, self.output)
-        # As a step's attention takes it; with windows, or another attention, the model makes its own masks of it.
+        # Shaped for a step's attention; with windows, or another attention, the model derives its own masks.
         config: Any = model.config
         own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
-        self._whole_masks = wants_whole_masks(model)
-        self._seen = self.mask[:, None, None] if own and not self._whole_masks else self.mask
-        self._masks_steps = bool(attending(self.cache))  # a state that is masked would be so once for each token
+        self._full_masks = wants_whole_masks(model)
+        self._seen = self.mask[:, None, None] if own and not self._full_masks else self.mask
+        self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
         self._keeps_any = keeps_any_logits(model)  # else so many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
@@ -169,7 +168,7 @@ class Engine:
             around=partial(ctx.ops.outputs.keeping, Kept()),
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
-        self._held = self._made = 0  # tokens of each row in the cache, and in `output`, as the host counts them
+        self._cached = self._generated = 0  # tokens of each row in the cache, and in `output`, as the host counts them
         self._compiled: CompiledLayers | None = None
         if compile:
             self._compile("inductor" if compile is True else compile)
@@ -216,26 +215,26 @@ class Engine:
             self.sampler.share_seed(self.ctx, share_seed(self.model, seed))
         self.reset()
         self.accept(self._first(self._replayed, request.prompts, request.mask))
-        made, ends = 1, request.ends
-        while made < max_new_tokens and not (ends and self._ended(made, ends, request.count)):
-            steps = min(max_new_tokens - made, _LOOK_EVERY if ends else max_new_tokens)
+        generated, ends = 1, request.ends
+        while generated < max_new_tokens and not (ends and self._ended(generated, ends, request.count)):
+            steps = min(max_new_tokens - generated, _LOOK_EVERY if ends else max_new_tokens)
             self.decode(steps)
-            made += steps
-        tokens = self.output[: request.count, :made].tolist()
-        self.ctx.check()  # a replay asks for no failure
+            generated += steps
+        tokens = self.output[: request.count, :generated].tolist()
+        self.ctx.check()  # a replay does not check for failures
         return [until(row, ends) for row in tokens]
 
     def reset(self) -> None:
         """Clear the batch, so that new prompts can be read."""
         self.cache.holder = self._shape = None
-        self._held = self._made = 0
+        self._cached = self._generated = 0
         self.cache.reset()
         self.count.zero_()
         self.mask.fill_(False)
 
     @_untracked
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Read prompts and return the logits of the next token. Replays a CUDA graph if one fits.
+        """Read prompts and return the logits of the next token. Replays a CUDA graph where one matches.
 
         Args:
             prompts: int64 [batch_size, length], padded in front.
@@ -258,12 +257,12 @@ class Engine:
         return self._first(self._read, prompts, mask)
 
     def _first(self, read: Callable, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """What `read` makes of a batch's prompts, which are checked."""
-        self.cache.holder = self.tokens  # be it half of them, where reading fails
+        """Return the logits of `read` for a batch's prompts, which are checked."""
+        self.cache.holder = self.tokens  # also where reading fails halfway
         if self._switch is not None:
             self._switch.begin(prompts, mask)
         logits = read(prompts, mask)
-        self._shape, self._held = logits.shape, prompts.shape[1]
+        self._shape, self._cached = logits.shape, prompts.shape[1]
         return logits
 
     def _replayed(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -284,7 +283,7 @@ class Engine:
             return self.prompts.run(key, self._read, prompts, mask, end).clone()  # the next graph may overwrite it
 
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
-        """`end` [1]: how long the prompts are, where less than their tensor is; what is behind means nothing."""
+        """Return logits of the prompts. `end` [1]: their length, where shorter than the tensor; the rest is padding."""
         batch, length = prompts.shape
         prompts, mask = padded_behind(prompts, mask, self._sharable(batch, length))
         keep = prompts.shape[1] - length + 1 if end is None else end - 1
@@ -293,46 +292,46 @@ class Engine:
         seen = seen if mask is None else seen & mask.bool()
         self.mask[:, : prompts.shape[1]] = seen
         self.filled.copy_(end)
-        # what is behind has the last one's position: some rotary embeddings go by the largest
+        # padding has the last token's position: some rotary embeddings depend on the largest
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         self.positions.copy_(positions[:, -1:] + 1)
         with known_empty(self.cache):
-            logits = self._logits(prompts, self.mask if self._whole_masks else mask, positions, keep)
-        if not isinstance(keep, int) or keep > 1:  # the cache has what is behind
+            logits = self._logits(prompts, self.mask if self._full_masks else mask, positions, keep)
+        if not isinstance(keep, int) or keep > 1:  # the cache has the padding, too
             forget_behind(self.cache, prompts.shape[1] - end)
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
         check_no_autocast(self.tokens.device.type)
         if self.cache.holder is not None:
-            raise ArgumentError("prompts come behind others in the engine's cache: expected reset() before them")
+            raise ArgumentError("prompts come after others in the engine's cache: expected reset() before them")
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
         check_prompts(self.model, prompts, mask, self.batch_size, self.max_length, self.tokens.device)
 
     def _sharable(self, batch: int, length: int) -> int:
-        """The next length at which ranks can share the tokens, if the model does and there are enough."""
+        """Return the next length at which ranks can share the tokens, if the model does and there are enough."""
         if self._sharing is None or self._recurrent or not self._sharing.suits(batch * length):
             return length
         longer = -(-length // self._step(batch)) * self._step(batch)
         return longer if longer <= self.max_length else length
 
     def _step(self, batch: int) -> int:
-        """The step between lengths at which all ranks of a sequence-parallel call have as many tokens."""
+        """Return the step between lengths at which all ranks of a sequence-parallel call have as many tokens."""
         return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
     @_untracked
     def accept(self, logits: torch.Tensor) -> None:
-        """Chooses the next token of each row by its `logits`, those of `prefill` or others of their shape.
+        """Choose the next token of each row by its `logits`, those of `prefill` or others of their shape.
 
         Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
         """
         check_logits(logits, self._expect_prompts(), self.tokens.device)
         compare(self.ctx, "Engine.accept", logits=logits)
-        if self._made == self.max_length:
+        if self._generated == self.max_length:
             raise ArgumentError(
-                f"the engine has made {self._made} tokens, its max_length: expected reset(), and prompts anew"
+                f"the engine has generated {self._generated} tokens, its max_length: expected reset(), and prompts anew"
             )
-        self._made += 1
+        self._generated += 1
         self._accept(logits)
 
     def _accept(self, logits: torch.Tensor) -> None:
@@ -342,10 +341,10 @@ class Engine:
 
     @_untracked
     def decode(self, steps: int = 1) -> None:
-        """Makes `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
+        """Generate `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        Raises `ArgumentError` where no prompts have been read since the last `reset`, and where the steps do not fit
-        behind them in `max_length`.
+        Raises `ArgumentError` where no prompts have been read since the last `reset`, and where the steps
+        exceed `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
@@ -359,13 +358,13 @@ class Engine:
 
     @_untracked
     def step(self) -> torch.Tensor:
-        """One token a row, eagerly, on the engine's own tensors; the logits that they were chosen from."""
+        """Generate one token a row, eagerly, and return the logits that it was chosen from."""
         self._expect_prompts()
         self._make_room(1)
         return self._advance(self._one_step)
 
     def _advance(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `step` gives; where the rotary embedding changes, what all tokens give when they are read again."""
+        """Return the logits of `step`, or of all tokens read again where the rotary embedding changes."""
         if self._switch is None or not self._switch.passes(self.tokens):
             return step()
         self.cache.reset()
@@ -381,16 +380,17 @@ class Engine:
         return logits
 
     def _make_room(self, steps: int) -> None:
-        """Counts so many more tokens in each row, if they fit: on a GPU, what is written behind the end ends it."""
-        most = self.max_length - max(self._held, self._made)
+        """Count `steps` more tokens in each row, if they fit: on a GPU, a write past the end ends the process."""
+        most = self.max_length - max(self._cached, self._generated)
         if steps > most:
             raise ArgumentError(
-                f"steps is {steps} behind {self._held} tokens: expected at most {most}, max_length is {self.max_length}"
+                f"steps is {steps} after {self._cached} tokens: expected at most {most}, max_length is "
+                f"{self.max_length}"
             )
-        self._held, self._made = self._held + steps, self._made + steps
+        self._cached, self._generated = self._cached + steps, self._generated + steps
 
     def _expect_prompts(self) -> torch.Size:
-        """The shape of the logits of the prompts that the engine holds. Raises where it holds none."""
+        """Return the shape of the logits of the prompts that the engine holds. Raises where it holds none."""
         check_no_autocast(self.tokens.device.type)
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
@@ -401,7 +401,7 @@ class Engine:
     def _logits(
         self, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: torch.Tensor | int = 1
     ) -> torch.Tensor:
-        """Of one token a row, so many from the end or at `keep` [1]: the head's product is the largest there is."""
+        """Return logits of one token a row, `keep` from the end or at `keep` [1]: the head has the largest product."""
         kind = tokens.shape[1] == 1, mask is None
         trying = nullcontext() if kind in self._tried else first_call(self.model, self.cache)
         with trying, nullcontext() if self._compiled is None else self._compiled.serving(tokens.shape[1]):
@@ -414,7 +414,7 @@ class Engine:
                 logits_to_keep=keep,
             )
         self._tried.add(kind)
-        return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some make all of them
+        return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some compute all of them
 
     @_untracked
     def _compile(self, backend: str) -> None:
@@ -422,9 +422,9 @@ class Engine:
         layers = decoder_layers(self.model, len(self.cache.layers))
         if not all(each.is_initialized for each in self.cache.layers):
             self.mask.fill_(True)
-            self._logits(self.tokens, self._seen, self.positions)  # allocates them, which a compiled layer could not
+            self._logits(self.tokens, self._seen, self.positions)  # allocates, as a compiled layer could not
             self.reset()
         self._compiled = CompiledLayers(self.model, layers, self.cache, backend)
 
-    def _ended(self, made: int, ends: set[int], rows: int) -> bool:
-        return all(ends.intersection(row) for row in self.output[:rows, :made].tolist())
+    def _ended(self, generated: int, ends: set[int], rows: int) -> bool:
+        return all(ends.intersection(row) for row in self.output[:rows, :generated].tolist())

@@ -1,11 +1,11 @@
-"""Finds ops that mean something else on a rank's part than on the whole, by the sizes of their tensors.
+"""Find ops that mean something else on a rank's shard than on the whole tensor, by the sizes of their tensors.
 
-The same code runs twice, once on whole tensors and once on a rank's parts, so the ops of the two runs correspond one by
+The same code runs twice, once on whole tensors and once on shards, so the ops of the two runs correspond one by
 one. A dimension whose size differs in the second run is split. Most ops treat the entries of a dimension alike, one by
-one: they are right on any part. Three kinds are wrong, though every shape fits:
+one: they are right on any shard. Three kinds are wrong, though every shape fits:
 
     they join entries            a product's inner dimension, a sum, a softmax, a norm
-    they tell them by place      a slice, chunks (gate and up side by side), a concatenation
+    they select by position      a slice, chunks (gate and up side by side), a concatenation
     they count them              arange, or a factor that is computed from their number
 """
 
@@ -59,24 +59,24 @@ class Op:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it takes what lies side by side apart, or puts it there: gates and ups, or q, k and v."""
+        """Whether the op splits or concatenates blocks along a dimension: gate and up, or q, k and v."""
         return self.name in _CUTS or self.name == "cat"
 
     def differs(self, part: Op) -> str | None:
-        """What is wrong with `part`, this op on a rank's part; None if nothing is."""
+        """Return why `part`, this op on a rank's shard, means something else; None if it does not."""
         if self.name in _COUNTS and self.out != part.out:
             return f"counts {_text(self.out)}, of which a rank has {_text(part.out)} ({self.name})"
         if self.name in _ARITHMETIC:
             for key, value in self.given.items():
                 if isinstance(value, (int, float)) and value != part.given.get(key):
                     return f"computes with {value}, which would be {part.given.get(key)} ({self.name})"
-        for (verb, whole), (_, own) in zip(self._joined(), part._joined(), strict=False):
-            if whole != own:
-                return f"{verb} {_text(whole)} entries, of which a rank has {_text(own)} ({self.name})"
+        for (verb, full), (_, own) in zip(self._joined(), part._joined(), strict=False):
+            if full != own:
+                return f"{verb} {_text(full)} entries, of which a rank has {_text(own)} ({self.name})"
         return None
 
     def _joined(self) -> Iterator[tuple[str, Any]]:
-        """What is done with entries that an op does not treat one by one, and how many these are."""
+        """Yield what the op does to entries that it does not treat one by one, and their number."""
         name, given = self.name, self.given
         if name in _PRODUCTS:
             operand, dim = _PRODUCTS[name]
@@ -101,7 +101,7 @@ class Op:
 
 
 def _along(size: Any, dims: Any) -> Any:
-    """The sizes along `dims`; all for None."""
+    """Return the sizes along `dims`, all for None."""
     if not isinstance(size, torch.Size):
         return None
     if dims is None or (isinstance(dims, tuple) and not dims):

@@ -1,12 +1,12 @@
-"""Proves a split before weights move: what each rank would run is run on meta, beside what one rank alone would run.
+"""Check a split before weights move: run each rank's share on meta, and compare it with a run on one rank.
 
-Both are skeletons (see `skeleton`). The model's forward is called with tokens, and with one more and the cache; of a
-module that takes no tokens, those inside it are tried, each with inputs as wide as its parameters. Where the whole one
-runs and the split one raises, gives a tensor of another shape, or takes a rank's part for the whole (see `meaning`),
-the plan is refused with the name of the module. So is a forward that reads a split weight itself. What cannot be run
-on meta is not refused, and its names are returned.
+Both are skeletons (see `skeleton`). The model's forward is called with tokens, then with one more and the cache. Where
+a module takes no tokens, the modules inside it are tried, with inputs as wide as their parameters. The plan is refused
+with the name of the module where the unsplit one runs and the split one raises, returns a tensor of another shape, or
+takes a shard for the whole tensor (see `op_semantics`). So is a forward that reads a split weight itself. Modules that
+cannot run on meta are not refused; their names are returned.
 
-The layers of a stack that are alike run once. What asks a tensor on meta for its value is told 1, or True.
+Equal layers of a stack run once. Code that reads the value of a tensor on meta gets 1, or True.
 """
 
 from __future__ import annotations
@@ -33,56 +33,56 @@ from .views import WeightView
 
 _BATCH, _TOKENS = 11, 13  # which no sizes of a model are multiples of
 _WIDTHS = 4  # of inputs that are tried, of those that a module's parameters have
-_OURS = __name__.partition(".")[0] + "."
+_OWN_PACKAGE = __name__.partition(".")[0] + "."
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _FAR, _SAME = 40, 4  # ops: between those that correspond, at most; that have to be the same to go on
 _VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
-def prove(whole: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> list[str]:
-    """Raises `StyleError` where skeleton `split` does not run as skeleton `whole` does, which is split over one rank.
+def prove(unsplit: nn.Module, split: nn.Module, joined: list[str], packed: list[str]) -> list[str]:
+    """Raise `StyleError` where skeleton `split` does not run as skeleton `unsplit` does, which is split over one rank.
 
-    `joined`: names of the modules out of which nothing split comes, for they sum or gather it; `packed`: of those that
-    cut a rank's outputs as they would cut all. Returns the names of the split linears that could not be tried.
+    `joined`: names of the modules that return whole tensors, for they sum or gather; `packed`: of those that cut a
+    rank's outputs as they would cut all. Returns the names of the split linears that could not be tried.
     """
     proof = _Proof(joined, packed)
-    proof.of(whole, split, "")
+    proof.of(unsplit, split, "")
     linears = [name for name, module in split.named_modules() if isinstance(module, ShardedLinear)]
     return [name for name in linears if id(split.get_submodule(name)) not in proof.tried]
 
 
 class _Proof:
-    """The runs of a model's modules: of the model itself if it can be run, else of what is in it."""
+    """The runs of a model's modules: of the model itself if it can be run, else of the modules in it."""
 
     def __init__(self, joined: list[str], packed: list[str]) -> None:
         self._joined, self._packed = joined, packed
-        self._kinds: dict[tuple, nn.Module] = {}  # by kind, the split module that stands for others
+        self._kinds: dict[tuple, nn.Module] = {}  # by kind, the split module that represents others
         self.tried: set[int] = set()
 
-    def of(self, whole: nn.Module, split: nn.Module, name: str) -> None:
+    def of(self, unsplit: nn.Module, split: nn.Module, name: str) -> None:
         if name and not _is_complete(split):
             return
         inside = [each for each in self._joined if each == name or not name or each.startswith(f"{name}.")]
-        for arguments in _arguments(whole):
-            expected = _Run(whole, name, inside, self._packed)
+        for arguments in _arguments(unsplit):
+            expected = _Run(unsplit, name, inside, self._packed)
             if expected(arguments):
                 _compare(expected, _Run(split, name, inside, self._packed), arguments, split)
                 self.tried |= {id(each) for each in split.modules()}
                 return
             if isinstance(expected.error, StyleError):
                 raise expected.error
-        for child, module in whole.named_children():
-            part = split.get_submodule(child)
-            if (like := self._kinds.setdefault(kind_of(module), part)) is part:
-                self.of(module, part, f"{name}.{child}".lstrip("."))
+        for child, module in unsplit.named_children():
+            shard = split.get_submodule(child)
+            if (first := self._kinds.setdefault(kind_of(module), shard)) is shard:
+                self.of(module, shard, f"{name}.{child}".lstrip("."))
             else:
-                pairs = zip(like.modules(), part.modules(), strict=False)
-                self.tried |= {id(own) for other, own in pairs if id(other) in self.tried}
+                pairs = zip(first.modules(), shard.modules(), strict=False)
+                self.tried |= {id(twin) for tried, twin in pairs if id(tried) in self.tried}
 
 
 def _is_complete(module: nn.Module) -> bool:
-    """Whether some of the linears inside are split, and what one leaves split another takes."""
+    """Return whether linears inside are split, and a row-parallel one takes what a column-parallel one leaves split."""
     layers = [each for each in module.modules() if isinstance(each, ShardedLinear)]
     leaves = any(isinstance(each, ColumnParallelLinear) and not each.gather_output for each in layers)
     takes = any(isinstance(each, RowParallelLinear) and each.input_is_parallel for each in layers)
@@ -120,7 +120,7 @@ class _Run:
     def __init__(self, module: nn.Module, name: str, watched: list[str], packed: list[str]) -> None:
         self.module, self.name, self.watched, self.packed = module, name, watched, packed
         self.ops: list[Op] = []
-        self.callers: list[tuple[str, bool]] = []  # of each op: the module whose code calls it, and whether it is ours
+        self.callers: list[tuple[str, bool]] = []  # of each op: its calling module; whether the code is ours
         self.error: Exception | None = None
         self.result: tuple[int, ...] | None = None
         self.shapes: dict[str, list] = {}
@@ -206,13 +206,13 @@ class _OnMeta(TorchDispatchMode):
                 raise StyleError(weight_reads.refusal(f"{self._names[id(head)]}.weight"))
         out = function(*args, **(kwargs or {}))
         self._check_fused(function, args, out)
-        caller, is_ours = _caller()
+        caller, is_own = _caller()
         self._run.ops.append(Op.of(function, args, kwargs or {}, out))
-        self._run.callers.append((self._names.get(id(caller), self._run.name), is_ours))
+        self._run.callers.append((self._names.get(id(caller), self._run.name), is_own))
         return out
 
     def _check_fused(self, function: Any, args: Any, out: Any) -> None:
-        """Raises where a projection's outputs are taken apart otherwise than its layout says."""
+        """Raise `StyleError` where a module divides a projection's outputs in another way than its layout does."""
         if function not in _VIEWS or id(args[0]) not in self._run.fused:
             return
         tensor, module = self._run.fused[id(args[0])]
@@ -222,18 +222,18 @@ class _OnMeta(TorchDispatchMode):
 
 
 def _compare_ops(expected: _Run, run: _Run) -> None:
-    """Raises where an op of the split `run` does not mean what the same op of the whole one does."""
+    """Raise `StyleError` where an op of the split `run` means something else than the same op of the unsplit one."""
     for at, here in _pairs(expected.ops, run.ops):
         if (wrong := expected.ops[at].differs(run.ops[here])) is None:
             continue
-        name, is_ours = run.callers[here]
-        if not (is_ours or (run.ops[here].is_cut and name in run.packed)):
+        name, is_own = run.callers[here]
+        if not (is_own or (run.ops[here].is_cut and name in run.packed)):
             raise StyleError(f"{name or type(run.module).__name__} {wrong}: {_REMEDY}")
 
 
 def _pairs(first: list[Op], second: list[Op]) -> Iterator[tuple[int, int]]:
-    """The places of ops that correspond. Where sizes decide what is called (a reshape that copies, one kv head in place
-    of several) some have none: it goes on where the next few are the same again.
+    """Yield the places of ops that correspond. Sizes decide some calls (a reshape that copies, one kv head in place of
+    several): ops without a counterpart are skipped up to where the next few are the same.
     """
     i = j = 0
     while i < len(first) and j < len(second):
@@ -241,38 +241,38 @@ def _pairs(first: list[Op], second: list[Op]) -> Iterator[tuple[int, int]]:
             yield i, j
             i, j = i + 1, j + 1
             continue
-        ahead = next(((i + skip, j + other) for total in range(1, _FAR) for skip in range(total + 1)
+        next_pair = next(((i + skip, j + other) for total in range(1, _FAR) for skip in range(total + 1)
                       for other in (total - skip,) if _alike(first, i + skip, second, j + other)), None)  # fmt: skip
-        if ahead is None:
+        if next_pair is None:
             return
-        i, j = ahead
+        i, j = next_pair
 
 
 def _alike(first: list[Op], i: int, second: list[Op], j: int) -> bool:
-    ours, others = first[i : i + _SAME], second[j : j + _SAME]
+    expected, actual = first[i : i + _SAME], second[j : j + _SAME]
     return (
-        len(ours) == len(others)
-        and bool(ours)
-        and all(one.function is other.function for one, other in zip(ours, others, strict=True))
+        len(expected) == len(actual)
+        and bool(expected)
+        and all(one.function is other.function for one, other in zip(expected, actual, strict=True))
     )
 
 
 def _caller() -> tuple[nn.Module | None, bool]:
-    """The innermost module whose code runs now, and whether that code is ours.
+    """Return the innermost module whose code runs now, and whether that code is in this package.
 
-    Not the slice whose weight is asked for, but who asks.
+    Of a slice whose weight is read, this is the module that reads it.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not _is_view(module, frame):
-            return module, frame.f_globals.get("__name__", "").startswith(_OURS)
+            return module, frame.f_globals.get("__name__", "").startswith(_OWN_PACKAGE)
         frame = frame.f_back
     return None, True
 
 
 def _is_view(module: nn.Module, frame: FrameType) -> bool:
-    """Whether `frame` runs a property of `module` that views a part of another module's weight."""
+    """Return whether `frame` runs a property of `module` that views a part of another module's weight."""
     return isinstance(module, WeightView) and module.views_in(frame.f_code.co_name)
 
 
@@ -288,7 +288,7 @@ def _viewing() -> nn.Module | None:
 
 
 def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """What the forward of `module` may be called with; under "" what goes by position."""
+    """Yield arguments that the forward of `module` may take; those under "" are positional."""
     try:
         parameters = inspect.signature(type(module).forward).parameters
     except (TypeError, ValueError):
@@ -317,14 +317,14 @@ def _arguments(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _next(model: nn.Module, out: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What `model`, which gave `out`, is called with for the next token."""
+    """Return the arguments of the call of `model` for the next token, after one that returned `out`."""
     tokens = "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
     name = cache_name(model)
     return {tokens: arguments[tokens][:, :1], name: out[name]}
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of the first tensor in what a forward returned: hidden states or logits. Others may count heads."""
+    """Return the shape of the first tensor that a forward returned, hidden states or logits. Others may count heads."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -332,7 +332,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _run_once(model: nn.Module) -> list[nn.Module]:
-    """Makes each module of a list, which stands there for all that are like it, run once for all; these modules."""
+    """Make each module of a list, which represents all equal ones, run once only, and return these modules."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     modules = list({id(module): module for each in lists for module in each}.values())
     for module in modules:

@@ -1,9 +1,9 @@
 """A model without its weights: the same classes, attributes and names, every tensor on meta.
 
-What is tried on a skeleton costs no memory and leaves the model alone. It has none of the model's hooks, nor forwards
-that an instance has in place of its class's: they are the user's, who does not expect a call. It is in eval mode, and
-attends by ops that meta knows, of which a Hugging Face model has the same use as of other kernels.
-Layers of a list that are alike are one module in it, so that of a deep model it is as soon made, and changed.
+A run of a skeleton costs no memory and does not touch the model. It has none of the model's hooks, nor forwards that
+replace the class's on one instance: they are the user's, who does not expect a call. It is in eval mode, and its
+attention uses ops that run on meta, which a Hugging Face model calls as it calls other kernels.
+Equal layers of a list are one module in it, so a deep model's skeleton is as quick to make and change.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PLACES = ("idx", "index", "layer_id")  # what settings that say where in the mo
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A new module like `model`, on meta. Modules and tensors that are shared in it are shared in the skeleton."""
+    """Return a new module like `model`, on meta. Modules and tensors that are shared in it are shared there, too."""
     return _Skeleton(model).twin(model)
 
 
 def kind_of(module: nn.Module) -> tuple:
-    """What makes two modules alike: classes, sizes and settings, but for their place."""
+    """Return a key that equal modules share: classes, sizes and settings except their place."""
     kind = []
     for name, each in module.named_modules():
         settings = [
@@ -53,7 +53,7 @@ class _Skeleton:
                 self._first[id(module)] = kinds.setdefault(kind_of(module), module)
 
     def twin(self, value: Any) -> Any:
-        """What stands in the skeleton for `value`: for other things than modules and tensors these themselves."""
+        """Return the skeleton's counterpart of `value`: itself, unless it is a module or a tensor, or refers to one."""
         if isinstance(value, nn.Module):
             copied = id(value) in self._inside and not isinstance(value, torch.jit.ScriptModule)
             return self._module(value) if copied else value

@@ -1,10 +1,10 @@
-"""Which forwards read the weight of a linear themselves: `F.linear(x, self.dense.weight[:, a:b])`.
+"""Find forwards that read the weight of a linear themselves: `F.linear(x, self.dense.weight[:, a:b])`.
 
-Once the linear is split, such a forward would compute with this rank's part and exchange nothing: a wrong result
-without a word. So the sources of the modules around it are looked at: their forwards, the methods and the functions
-that these call with `self`. Followed are names like `self.a.b.weight`, and variables that stand for `self.a.b`. What a
-condition on the module's settings rules out (`if self.pretraining_tp > 1`) does not count, nor what asks for a dtype, a
-device or a shape. What no source tells, the dry run sees where it is run (see `proof`).
+Once the linear is split, such a forward would compute with this rank's shard and exchange nothing: a silently wrong
+result. So this module parses the sources of the modules around it: their forwards, and the methods and functions that
+these call with `self`. It follows names like `self.a.b.weight`, and variables assigned from `self.a.b`. It ignores code
+that a condition on the module's settings rules out (`if self.pretraining_tp > 1`), and reads of a dtype, a device or a
+shape. The dry run (see `proof`) finds reads that no source shows.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True)
 class _Condition:
-    """A test that is `wanted` where a line is reached; in it the module is called `root`."""
+    """A test that gives `expected` where a line is reached; in it the module is called `root`."""
 
     test: ast.expr
-    wanted: bool
+    expected: bool
     root: str
 
     def may_hold(self, module: nn.Module) -> bool:
         value = _value(self.test, self.root, module)
-        return value is _UNKNOWN or bool(value) == self.wanted
+        return value is _UNKNOWN or bool(value) == self.expected
 
 
 _Conditions = frozenset[_Condition]
-_Read = tuple[tuple[str, ...], _Conditions]  # names behind `self`, and when
+_Read = tuple[tuple[str, ...], _Conditions]  # names after `self`, and when
 
 
 def refusal(name: str) -> str:
-    """What is said of a parameter `name` that a forward reads."""
+    """Return the message for a parameter `name` that a forward reads."""
     module, _, key = name.rpartition(".")
     return (
         f"{module} would be split, but a forward around it reads its {key} itself, of which each rank has a part:"
@@ -62,7 +62,7 @@ def refusal(name: str) -> str:
 
 
 def check(model: nn.Module, linears: Collection[str]) -> None:
-    """Raises `StyleError` if the forward of a module around one of `linears` reads that one's weight or bias itself."""
+    """Raise `StyleError` if the forward of a module around one of `linears` reads its weight or bias itself."""
     split = {id(model.get_submodule(name)): name for name in linears}
     for around in sorted({parent for name in linears for parent in _parents(name)}):
         module = model.get_submodule(around)
@@ -84,8 +84,8 @@ def _parents(name: str) -> Iterator[str]:
 
 @cache
 def _reads_of(kind: Any) -> tuple[_Read, ...]:
-    """The parameters that the forward of a class reads off its module, itself or in what it calls with it."""
-    found: list[_Read] = []
+    """Return the parameters that the forward of a class reads from its module, itself or in functions it calls."""
+    reads: list[_Read] = []
     known = set()
     pending: list[tuple[Any, _Conditions]] = [(kind.forward, frozenset())]
     while pending:
@@ -98,26 +98,26 @@ def _reads_of(kind: Any) -> tuple[_Read, ...]:
         if source is None or not source.args.args:
             continue
         reader = _Reader(source, conditions)
-        found += reader.found
+        reads += reader.reads
         pending += [(inspect.getattr_static(kind, name, None), under) for name, under in reader.methods]
         pending += [(function.__globals__.get(name), under) for name, under in reader.functions]
-    return tuple(found)
+    return tuple(reads)
 
 
 @cache
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
-        found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
-    return found if isinstance(found, ast.FunctionDef) else None
+    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 class _Reader:
     """Walks through a function whose first argument is the module."""
 
     def __init__(self, source: ast.FunctionDef, conditions: _Conditions) -> None:
-        self.found: list[_Read] = []
+        self.reads: list[_Read] = []
         self.methods: list[tuple[str, _Conditions]] = []
         self.functions: list[tuple[str, _Conditions]] = []
         self._root = source.args.args[0].arg
@@ -129,7 +129,7 @@ class _Reader:
         self._block(source.body, conditions)
 
     def _chains(self, node: ast.expr) -> list[tuple[str, ...]]:
-        """Of `self.a.b`: a and b. Several where a variable is assigned several."""
+        """Return a and b of `self.a.b`; several where a variable is assigned several."""
         if isinstance(node, ast.Name):
             return self._names.get(node.id, [])
         if isinstance(node, ast.Attribute):
@@ -145,15 +145,15 @@ class _Reader:
     def _visit(self, node: ast.AST, conditions: _Conditions) -> None:
         if isinstance(node, (ast.If, ast.IfExp)):
             self._visit(node.test, conditions)
-            for branch, wanted in ((node.body, True), (node.orelse, False)):
-                under = conditions | {_Condition(node.test, wanted, self._root)}
+            for branch, expected in ((node.body, True), (node.orelse, False)):
+                under = conditions | {_Condition(node.test, expected, self._root)}
                 self._block(branch, under) if isinstance(branch, list) else self._visit(branch, under)
             return
         if isinstance(node, ast.Attribute):
             if node.attr in _HARMLESS and isinstance(node.value, ast.Attribute) and node.value.attr in _READ:
                 return
             if node.attr in _READ and isinstance(node.ctx, ast.Load):
-                self.found += [(chain, conditions) for chain in self._chains(node)]
+                self.reads += [(chain, conditions) for chain in self._chains(node)]
         elif isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
             return
         elif isinstance(node, ast.Call):
@@ -173,7 +173,7 @@ class _Reader:
 
 
 def _value(node: ast.expr, root: str, module: nn.Module) -> Any:
-    """The value of an expression of the module's attributes and constants; `_UNKNOWN` of any other."""
+    """Return the value of an expression of the module's attributes and constants, `_UNKNOWN` for any other."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):

@@ -3,9 +3,9 @@
 vLLM loads `plugin.register` by its entry point `vllm.general_plugins` in every process. What happens then:
 
     plugin.py   registers a row-parallel layer in place of vLLM's; the first one that is constructed installs the rest
-    install.py  decides whether the engine's configuration is served, makes the context on vLLM's tensor-parallel group
+    install.py  checks whether the configuration is supported, makes the context on vLLM's tensor-parallel group
     rewrite.py  replaces products, all-reduces and norms in the graphs that vLLM compiles
-    ops.py      the operators that stand in those graphs
+    ops.py      the operators in those graphs
     watch.py    ends the engine when a peer is lost, since no Python of ours runs while a CUDA graph replays
 
 Only `plugin.py` and `install.py` import vLLM.

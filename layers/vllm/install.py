@@ -54,7 +54,7 @@ class Installed:
     """False once a row-parallel layer has a bias: vLLM adds it on rank 0 only, so ranks' graphs differ."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what compiled graphs depend on, the same on all ranks."""
+        """Return the settings that compiled graphs depend on, the same on all ranks."""
         return {"version": __version__, **asdict(self)}
 
 
@@ -105,8 +105,8 @@ def install() -> tuple[Installed, Iris | None]:
     with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
         ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
         ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
-    most = min(most_rows(group.world_size, hidden), graph_rows(config))
-    installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, most), most)
+    row_limit = min(most_rows(group.world_size, hidden), graph_rows(config))
+    installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, row_limit), row_limit)
     _compare(installed, group.cpu_group)
     ops.serve(group.unique_name, ctx)
     if ctx.device.type == "cuda":
@@ -125,7 +125,7 @@ def install() -> tuple[Installed, Iris | None]:
 
 
 def most_rows(world: int, hidden: int) -> int:
-    """Return the most rows of an all-reduce [rows, hidden] whose exchange, two halves of all ranks' rows, fits."""
+    """Return the most rows of an all-reduce [rows, hidden] whose two message buffers of all ranks' rows fit."""
     exchanged = 2 * world * hidden * torch.bfloat16.itemsize
     return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
 
@@ -133,7 +133,7 @@ def most_rows(world: int, hidden: int) -> int:
 def graph_rows(config: VllmConfig) -> int:
     """Return the most rows that vLLM replays from a CUDA graph. Beyond, the host launches each kernel and is the limit.
 
-    Where vLLM captures no graphs at all, the host is the limit at every size, so none is left out for it.
+    Where vLLM captures no graphs at all, the host is the limit at every size, so none is excluded.
     """
     compilation = config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
@@ -144,8 +144,8 @@ def graph_rows(config: VllmConfig) -> int:
 def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     """Make room for the products of a row-parallel layer's `weight` [N, K], and compile their kernels. Collective.
 
-    Every plan up to `most_rows` runs once, on whatever the memory holds: a kernel that compiled while the engine serves
-    would hold up its requests.
+    Every plan up to `most_rows` runs once, on uninitialised values: a kernel that compiled during a request would delay
+    it.
     """
     with torch.device("cpu"):
         (N, K), planned = weight.shape, dict[Any, int]()
@@ -162,9 +162,9 @@ def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
 
 def _compare(installed: Installed, group: dist.ProcessGroup) -> None:
     own = json.dumps(installed.settings(), sort_keys=True)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    for rank, other in enumerate(found):
+    settings: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(settings, own, group=group)
+    for rank, other in enumerate(settings):
         if other != own:
             raise ArgumentError(
                 f"iris-tp's settings are {own} on this rank and {other} on rank {rank}; expected equal ones"

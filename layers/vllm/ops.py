@@ -1,4 +1,4 @@
-"""Operators of the graphs that vLLM compiles, found by the name of vLLM's tensor-parallel group.
+"""Operators of the graphs that vLLM compiles, which look up their context by the name of vLLM's tensor-parallel group.
 
     torch.ops.iris_vllm.matmul_all_reduce(A, weight, group) -> sum over ranks of A [M,K] @ weight [N,K].T
     torch.ops.iris_vllm.matmul_all_reduce_norm(A, weight, residual, norm_weight, group) -> (h, scaled, squares)
@@ -35,7 +35,7 @@ def serve(group: str, ctx: Iris) -> None:
 
 def _context(group: str) -> Iris:
     if group not in _contexts:
-        raise ClosedError(f"group is {group!r}; expected one that the plug-in serves, of {sorted(_contexts)}")
+        raise ClosedError(f"group is {group!r}; expected a group with a context, one of {sorted(_contexts)}")
     return _contexts[group]
 
 
@@ -75,7 +75,7 @@ def _all_reduce_norm(
 
 
 def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
-    # a compiler that laid a weight out anew would copy it in every step
+    # a compiler that changed a weight's layout would copy it in every step
     _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
     _kernels[name] = kernel
     _library.impl(name, lambda *args: _kernels[name](*args), "CompositeExplicitAutograd")

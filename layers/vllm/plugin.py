@@ -2,8 +2,8 @@
 
 `register` puts a class of its own in place of vLLM's `RowParallelLinear`, by vLLM's public hook for out-of-tree layers.
 The class computes what vLLM's does. Its constructor runs in the worker, where the configuration is known and not yet
-copied for the compiler, so that is where the plug-in installs its compiler pass. On a warm start vLLM loads what it
-compiled before and never runs the pass; context and log line come from the constructor all the same.
+copied for the compiler, so that is where the plug-in installs its compiler pass. On a warm start vLLM loads its
+compiled graphs and never runs the pass; the constructor still makes the context and writes the log line.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def _layer_class(base: type) -> type:
 
 
 class _OfProcess:
-    """What `install` gave, once a process."""
+    """The result of `install`, which runs once a process."""
 
     def __init__(self) -> None:
-        self._found: tuple[Installed, Iris | None] | None = None
+        self._result: tuple[Installed, Iris | None] | None = None
         self.prepared: set[Any] = set()  # shapes of weights
 
     def get(self) -> tuple[Installed, Iris | None]:
-        if self._found is None:
+        if self._result is None:
             from . import install
 
-            self._found = installed, ctx = install.install()
+            self._result = installed, ctx = install.install()
             if ctx is not None:
                 _add_pass(installed)
-        return self._found
+        return self._result
 
 
 _of_process = _OfProcess()
@@ -91,13 +91,13 @@ def _pass_class() -> type:
     logger = init_logger("vllm.iris_tp")
 
     class IrisPass(InductorPass):
-        """Rewrite the graphs of the compile ranges that are served. `before`: the user's own pass, which runs first."""
+        """Rewrite the graphs of compile ranges up to `most_rows`. `before`: the user's own pass, which runs first."""
 
         def __init__(self, installed: Installed, before: InductorPass | None) -> None:
             self.installed, self.before = installed, before
 
         def uuid(self) -> str:
-            """Return what Inductor's cache keys on: the sources, the settings and the pass before."""
+            """Return the key of Inductor's cache: the sources, the settings and the pass before."""
             sources = InductorPass.hash_source(*map(_source, (rewrite, ops)))
             before = self.before.uuid() if self.before is not None else ""
             return json.dumps([sources, self.installed.settings(), before], sort_keys=True)
@@ -111,9 +111,9 @@ def _pass_class() -> type:
             rows, installed = get_pass_context().compile_range, self.installed
             if rows.end > installed.most_rows:
                 return
-            few = rows.end <= installed.few_rows
-            found = rewrite.rewrite(graph, installed.group, few, installed.products)
-            logger.debug("iris-tp: %s in rows %s", dict(found), rows)
+            few_rows = rows.end <= installed.few_rows
+            inserted = rewrite.rewrite(graph, installed.group, few_rows, installed.products)
+            logger.debug("iris-tp: %s in rows %s", dict(inserted), rows)
 
     return IrisPass
 

@@ -1,7 +1,7 @@
 """Replacement of all-reduces, with the product before and the norm after, in a graph that vLLM compiles.
 
-The graph is the functional one behind Inductor's post-grad passes, where vLLM's own fusion with FlashInfer has run and
-its norms are still one node each. Every all-reduce of the served group is a `Site`:
+The graph is the functional one after Inductor's post-grad passes, where vLLM's own fusion with FlashInfer has run and
+its norms are still one node each. Every all-reduce of the tensor-parallel group is a `Site`:
 
     product -> all-reduce -> add and norm -> products     few rows: matmul_all_reduce_norm, and the norm's second half
                                                           becomes a factor of the rows of the products that follow
@@ -9,8 +9,8 @@ its norms are still one node each. Every all-reduce of the served group is a `Si
     all-reduce -> add and norm                            all_reduce_norm
     all-reduce                                            all_reduce
 
-A product whose columns are a gate and its partner, silu(gate) * partner, becomes one kernel, too. What does not match,
-such as a quantised product, stays as it is. This module imports no vLLM: targets are found by their names.
+A product whose columns are a gate and its partner, silu(gate) * partner, becomes one kernel, too. Nodes that do not
+match, such as a quantised product, stay. This module imports no vLLM: it recognises targets by their names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from . import ops  # noqa: F401 (registers what is inserted)
 
 aten = torch.ops.aten
-Node = Any  # an fx.Node; the declared type of its arguments is a union that says nothing
+Node = Any  # an fx.Node; the declared type of its arguments is an uninformative union
 _DTYPE = torch.bfloat16  # float16 may have no room for h * weight, which is not divided yet
 _FLASHINFER = "vllm::flashinfer_trtllm_fused_allreduce_norm"
 _PLAIN_NORM = 1  # FlashInfer's code of a norm without quantisation
@@ -50,7 +50,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Site:
-    """One all-reduce of `source`. `nodes`: what computes it, and its norm, in vLLM's graph."""
+    """One all-reduce of `source`. `nodes`: those of vLLM's graph that compute it and its norm."""
 
     source: Node
     norm: Norm | None
@@ -58,7 +58,7 @@ class Site:
 
 
 def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) -> Counter[str]:
-    """Replace what is served in `graph`, in place, and return how many of each operator were inserted.
+    """Replace the matching nodes of `graph` in place, and return how many of each operator were inserted.
 
     Args:
         group: vLLM's name of the tensor-parallel group.
@@ -106,13 +106,13 @@ def _site(node: Node, group: str) -> Site | None:
         given = node.kwargs
         if given["pattern_code"] != _PLAIN_NORM or given.get("norm_out") is not None or given.get("weight_bias"):
             return None
-        found = Norm(given["residual"], given["rms_gamma"], given["rms_eps"], _parts(node, 1), _parts(node, 2))
-        return Site(given["allreduce_in"], found, (node,))
+        fused = Norm(given["residual"], given["rms_gamma"], given["rms_eps"], _parts(node, 1), _parts(node, 2))
+        return Site(given["allreduce_in"], fused, (node,))
     return None
 
 
 def _plain(norm: Node) -> bool:
-    """Whether a norm has a weight of its input's dtype and looks at all columns."""
+    """Return whether a norm has a weight of its input's dtype and covers all columns."""
     arguments = (*norm.args, *norm.kwargs.values())
     weight, rest = arguments[2], arguments[4:]
     alike = isinstance(weight, fx.Node) and _value(weight).dtype == _value(norm.args[0]).dtype
@@ -253,7 +253,7 @@ def _gate(product: Node) -> _Gate | None:
 
 
 def _half(user: Node, width: Any) -> int | None:
-    """0 or 1 where `user` is that half of the columns, else None."""
+    """Return 0 or 1 where `user` is that half of the columns, else None."""
     if user.target is not aten.slice.Tensor or not isinstance(width, int) or width % 2:
         return None
     given = (*user.args, *(None, None, None, 1)[len(user.args) - 1 :])
@@ -265,35 +265,35 @@ def _half(user: Node, width: Any) -> int | None:
 
 
 def _between(first: Node, result: Node) -> list[Node] | None:
-    """The nodes that `first` reaches before `result`, where nothing else reads them; in the graph's order."""
-    found: set[Node] = set()
+    """Return the nodes between `first` and `result` in the graph's order; None where another node reads them."""
+    between: set[Node] = set()
     pending = list(first.users)
     while pending:
         node = pending.pop()
-        if node is result or node in found:
+        if node is result or node in between:
             continue
-        if node.op != "call_function" or len(found) > 16:
+        if node.op != "call_function" or len(between) > 16:
             return None
-        found.add(node)
+        between.add(node)
         pending += node.users
-    return [node for node in first.graph.nodes if node in found]
+    return [node for node in first.graph.nodes if node in between]
 
 
 def _is_silu(first: Node, second: Node, nodes: list[Node], result: Node) -> bool:
-    """Whether the nodes compute silu(first) * second: by running them on random numbers, however they are written."""
+    """Return whether the nodes compute silu(first) * second, by a run on random numbers."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x, y = (3 * torch.randn(2, 4, 64, generator=generator, device="cpu")).to(_value(first).dtype)
-    known: dict[Node, Any] = {first: x, second: y}
+    values: dict[Node, Any] = {first: x, second: y}
 
     def load(arg: Any) -> Any:
-        return known[arg]
+        return values[arg]
 
     try:
         for node in (*nodes, result):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), load)
-            known[node] = node.target(*args, **kwargs)
-        found = known[result].double()
+            values[node] = node.target(*args, **kwargs)
+        actual = values[result].double()
     except (KeyError, RuntimeError, TypeError):
         return False
     expected = F.silu(x.double()) * y.double()
-    return found.shape == expected.shape and bool(((found - expected).abs() <= 0.03 * expected.abs() + 1e-3).all())
+    return actual.shape == expected.shape and bool(((actual - expected).abs() <= 0.03 * expected.abs() + 1e-3).all())

@@ -1,7 +1,7 @@
 """A thread that ends an engine's worker when a peer is lost.
 
 A wait that fails inside a replayed CUDA graph leaves its record in memory that the host can read, and the results that
-follow are wrong. No Python of the context runs in a replay, so this thread looks at the record and ends the process;
+follow are wrong. No Python of the context runs in a replay, so this thread polls the record and ends the process;
 vLLM notices a worker that has ended and ends the engine.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from iris.context import Iris
 
-SECONDS = 0.2  # between two looks
+SECONDS = 0.2  # between two polls
 EXIT_CODE = 70
 
 

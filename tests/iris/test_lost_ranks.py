@@ -170,7 +170,7 @@ def test_who_gives_up_on_a_rank_tells_the_others(tmp_path: Path) -> None:
 
 PLACES = {
     "before": None,
-    "between the meeting and its calls": (Channel, "_accept"),
+    "between the rendezvous and its calls": (Channel, "_accept"),
     "connected": (context.Iris, "_own_device"),
     "its memory": (shared_memory, "_map"),
     "mapped": (context, "Heap"),

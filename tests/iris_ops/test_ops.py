@@ -211,7 +211,7 @@ def two_workspaces(ctx) -> None:
     case = Case(ALL_REDUCE, "", 20, 24, 16, config=SMALL[0])
     first = Call(ctx, case)
     workspace = first.run()
-    ctx._kept.clear()
+    ctx._components.clear()
     second = Call(ctx, replace(case, seed=1))
     other = second.run()
     assert other is not workspace

@@ -287,7 +287,7 @@ def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
 
 
 def plan_of(ctx: iris.Iris, *arguments) -> tuple[FusedConfig, tuple[str, ...], int]:
-    used = ctx.heap.used if Ops in ctx._kept else None
+    used = ctx.heap.used if Ops in ctx._components else None
     chosen = ctx.ops.plan(*arguments)
     again = ctx.ops.plan(*arguments)
     assert again == chosen and again.reasons == chosen.reasons

@@ -275,7 +275,7 @@ def contexts_body(ctx) -> None:
     model, prompts = models.build("nine_heads"), models.prompt()
     layers.parallelize(model, ctx)
     ours, nccl = Counting(ctx.ops), Counting(engines.NcclOps())
-    ctx._kept[Ops] = ours
+    ctx._components[Ops] = ours
     other = engines._Context(ctx, "counted", nccl)
     expected = layers.Engine(model, ctx, 2, 16).generate(prompts, 2)
     engine = layers.Engine(model, ctx, 2, 16, compile=backend(ctx), graphs=False)

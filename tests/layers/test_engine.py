@@ -228,20 +228,18 @@ def refused_body(ctx) -> None:
                 engine.accept(logits)
         assert not engine.count.item(), "nothing was accepted"
         for call in (engine.prefill, engine.read):
-            with pytest.raises(
-                ArgumentError, match=r"prompts come behind others in the engine's cache: expected reset"
-            ):
+            with pytest.raises(ArgumentError, match=r"prompts come after others in the engine's cache: expected reset"):
                 call(two)
         engine.reset()
         with pytest.raises(ArgumentError, match="the engine holds no prompts"):
             engine.decode()
         assert torch.equal(read(two), first)
         engine.accept(first)
-        with pytest.raises(ArgumentError, match="steps is 6 behind 3 tokens: expected at most 5, max_length is 8"):
+        with pytest.raises(ArgumentError, match="steps is 6 after 3 tokens: expected at most 5, max_length is 8"):
             engine.decode(6)
         engine.decode(5)
         for past_the_end in (engine.step, engine.decode):
-            with pytest.raises(ArgumentError, match="steps is 1 behind 8 tokens: expected at most 0"):
+            with pytest.raises(ArgumentError, match="steps is 1 after 8 tokens: expected at most 0"):
                 past_the_end()
         assert engine.count.item() == 6, "of what was refused nothing was made"
         engine.reset()
@@ -328,7 +326,7 @@ def shared_cache_body(ctx) -> None:
     first = layers.Engine(model, ctx, 2, 16)
     other = layers.Engine(model, ctx, 2, 16, cache=first.cache)
     first.accept(first.prefill(prompt))
-    with pytest.raises(ArgumentError, match="prompts come behind others in the engine's cache"):
+    with pytest.raises(ArgumentError, match="prompts come after others in the engine's cache"):
         other.prefill(prompt.flip(0))
     tokens = other.generate(prompt.flip(0), 3)
     for call in (first.decode, first.step, lambda: first.accept(first._shape and torch.zeros(first._shape))):

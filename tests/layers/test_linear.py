@@ -189,7 +189,7 @@ def even_body(ctx) -> None:
     local = ColumnParallelLinear.from_linear(whole_linear(17, 4 * ctx.num_ranks), ctx=ctx)
     with pytest.raises(ArgumentError, match="tokens is 13: expected None, for the layer is not sequence_parallel"):
         local(torch.zeros(2, 17, device=ctx.device), tokens=13)
-    with pytest.raises(ArgumentError, match="gated is asked of a layer that gathers"):
+    with pytest.raises(ArgumentError, match="gated is for layers that do not gather"):
         column.gated(torch.zeros(2, 17, device=ctx.device))
     with pytest.raises(ShapeError, match="flatten"):
         column(torch.zeros(2, 3, 17, device=ctx.device))

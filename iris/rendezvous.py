@@ -1,8 +1,8 @@
-"""How ranks that cannot talk yet find each other, in bounded time: through the store of their process group.
+"""Rendezvous of ranks without connections, in bounded time, through the store of their process group.
 
-A look into a store whose process is stopped never returns, and a process group that is made waits half an hour for a
-rank that does not come. So a thread looks, and is left behind where it must be, while this one watches the clock and
-the processes that are known.
+A read from a store whose process is stopped never returns, and the creation of a process group waits half an hour for a
+missing rank. So a daemon thread reads, and is abandoned if it hangs, while this one watches the clock and the processes
+that are known.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .errors import PeerLostError, PlatformError
 from .host import identity, pid_here
 
 _PAUSE_S = 2e-3
-_NOTE_S = 0.1  # for a rank to say whom it has lost, before others see that it ends by that
+_NOTE_S = 0.1  # for a rank to report whom it has lost, before others see that it ends by that
 _READ_S = 2.0  # for all ranks to read why one has failed
-_DESCRIPTORS = 16  # of a store and of what serves it
-_STALE_S = 1.0  # a look takes this long only where the store's process is stopped
+_DESCRIPTORS = 16  # of a store and its server
+_STALE_S = 1.0  # a read takes this long only where the store's process is stopped
 
 
 class Absent(Exception):
-    """A rank does not come, for a reason."""
+    """A rank does not come, for `reason`."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)
@@ -51,9 +51,9 @@ def gather(
     pids: Sequence[int] = (),
     broken: Callable[[], bool] = lambda: False,
 ) -> list[dict]:
-    """What every rank leaves in the `store` under `name`, this one `own`. Collective. Raises `Absent`.
+    """Return the entries of all ranks in the `store` under `name`, this one's `own`. Collective. Raises `Absent`.
 
-    `pids`: of the ranks, where they are known, else what they leave has them; `broken`: whether a rank has ended.
+    `pids`: of the ranks, where they are known; by default their entries have them; `broken`: whether a rank has ended.
     """
     look, here = _Look(store, name, rank, size, own), identity()
     end = time.monotonic() + limit_s
@@ -66,12 +66,12 @@ def gather(
         if look.blamed is not None:
             raise look.absent(look.blamed, "another rank has found it lost")
         known: dict[int, int | None] = dict(enumerate(pids))
-        known = known or {peer: pid_here(said, here) for peer, said in list(look.told.items())}
+        known = known or {peer: pid_here(entry, here) for peer, entry in list(look.entries.items())}
         for peer, pid in known.items():
             if peer != rank and pid and has_ended(pid):
                 raise look.absent(peer, "its process ended")
         if broken():
-            time.sleep(_NOTE_S)  # for those to come that live
+            time.sleep(_NOTE_S)  # for living ranks to come
             if missing := look.missing():
                 raise look.absent(missing[0], "its process ended")
         if time.monotonic() > end:
@@ -83,17 +83,17 @@ def gather(
                 raise look.absent(0, f"the store does not answer; {late}")
             raise look.absent(missing[0], late)
     if look.failure is None:
-        if any(said.get("failure") for said in look.told.values()):
-            _let_others_read(store, name, rank, size)
-        return [look.told[peer] for peer in range(size)]
+        if any(entry.get("failure") for entry in look.entries.values()):
+            _await_readers(store, name, rank, size)
+        return [look.entries[peer] for peer in range(size)]
     if isinstance(look.failure, dist.DistError):
         text = str(look.failure).splitlines()[0]
         raise Absent(look.blamed or min(look.missing(), default=0), f"its store does not answer: {text}")
     raise look.failure
 
 
-def _let_others_read(store: Any, name: str, rank: int, size: int) -> None:
-    """Wait until every rank has read a failure, by which this process may end and take the store with it."""
+def _await_readers(store: Any, name: str, rank: int, size: int) -> None:
+    """Wait until every rank has read a failure, after which this process may end, and the store with it."""
 
     def wait() -> None:
         with suppress(dist.DistError):  # the store ended with its rank, which had seen all others read
@@ -107,33 +107,33 @@ def _let_others_read(store: Any, name: str, rank: int, size: int) -> None:
 
 class _Look(threading.Thread):
     def __init__(self, store: Any, name: str, rank: int, size: int, own: dict) -> None:
-        super().__init__(name="iris-meeting", daemon=True)
+        super().__init__(name="iris-rendezvous", daemon=True)
         self._store, self._name, self._rank, self._size = store, name, rank, size
-        self.told: dict[int, dict] = {rank: own}
+        self.entries: dict[int, dict] = {rank: own}
         self.blamed: int | None = None
         self.failure: Exception | None = None
         self.since = time.monotonic()
         self._given_up = False
 
     def missing(self) -> list[int]:
-        return [peer for peer in range(self._size) if peer not in self.told]
+        return [peer for peer in range(self._size) if peer not in self.entries]
 
     def run(self) -> None:
         try:
-            self._store.set(f"{self._name}/{self._rank}", json.dumps(self.told[self._rank]))
+            self._store.set(f"{self._name}/{self._rank}", json.dumps(self.entries[self._rank]))
             while (missing := self.missing()) and not self._given_up:
                 self.since = time.monotonic()
                 if self._store.check([f"{self._name}/lost"]):
                     self.blamed = _lost_rank(self._store.get(f"{self._name}/lost"), missing)
                 for peer in missing:
                     if self._store.check([key := f"{self._name}/{peer}"]):
-                        self.told[peer] = _plain(self._store.get(key), peer, self.told[self._rank])
+                        self.entries[peer] = _plain(self._store.get(key), peer, self.entries[self._rank])
                 time.sleep(_PAUSE_S)
         except Exception as error:  # `gather` raises it
             self.failure = error
 
     def absent(self, rank: int, reason: str) -> Absent:
-        """Others, which may look at this rank next, are told."""
+        """Return the error for `rank`, after a note for the others, which may blame this rank next."""
         if self.blamed is None:
             note = threading.Thread(target=self._note, args=(rank,), daemon=True)
             note.start()
@@ -148,22 +148,22 @@ class _Look(threading.Thread):
 
 
 def _plain(text: bytes, rank: int, like: dict) -> dict:
-    """What a rank left in the store, of which anybody may have written it: of the same form as another's, `like`."""
+    """Return a rank's entry, of the same form as `like`. Raises `PlatformError` otherwise: any process may write it."""
     try:
         value = json.loads(text)
-        # of another version it may lack what that has not: the versions are compared first
+        # another version may lack these keys; versions are compared before their use
         alike = all(type(value.get(key)) is type(own) for key, own in like.items() if key not in ("versions", "host"))
         if alike and value.get("pid", 1) > 0:
             return value
     except (ValueError, AttributeError):
         pass
-    raise PlatformError(f"what the store of the process group holds of rank {rank} is none of its: {text[:200]!r}")
+    raise PlatformError(f"the entry of rank {rank} in the store of the process group is invalid: {text[:200]!r}")
 
 
 def _lost_rank(text: bytes, missing: Sequence[int]) -> int | None:
-    """Whom another rank has found lost, if it is one of those that this rank still waits for."""
+    """Return the rank that another one has found lost, if this rank still waits for it."""
     if not text.isdigit():
-        raise PlatformError(f"what the store of the process group holds of a lost rank is none: {text[:200]!r}")
+        raise PlatformError(f"the entry of a lost rank in the store of the process group is invalid: {text[:200]!r}")
     return next((rank for rank in missing if text == str(rank).encode()), None)
 
 
@@ -175,7 +175,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def gloo_watch(group: Any, limit_s: float) -> Callable[[], bool]:
-    """Whether a rank of a `group` has ended whose process nobody knows yet: gloo sees that by its connections."""
+    """Return a function that tests whether a rank of a gloo `group` has ended, by its connections, not its process."""
     if group is None or dist.get_backend(group) != "gloo":
         return lambda: False
     options = dist.BarrierOptions()
@@ -194,22 +194,22 @@ def gloo_watch(group: Any, limit_s: float) -> Callable[[], bool]:
 
 
 def join_world(backend: str, limit_s: float) -> None:
-    """`init_process_group` by torchrun's variables, once all ranks are there. Raises `PeerLostError` naming one."""
+    """Call `init_process_group` by torchrun's variables, once all ranks are there. Raises `PeerLostError`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, here = _store_of_environment(rank, limit_s), identity()
     try:
-        told = gather(store, "iris/world", rank, size, dict(pid=os.getpid(), failure="", host=here), limit_s)
-        pids = {peer: pid for peer, said in enumerate(told) if peer != rank and (pid := pid_here(said, here))}
-        making = threading.Thread(
+        entries = gather(store, "iris/world", rank, size, dict(pid=os.getpid(), failure="", host=here), limit_s)
+        pids = {peer: pid for peer, entry in enumerate(entries) if peer != rank and (pid := pid_here(entry, here))}
+        maker = threading.Thread(
             target=dist.init_process_group, args=(backend,), kwargs=dict(store=store, rank=rank, world_size=size)
         )
-        making.daemon = True
-        making.start()
+        maker.daemon = True
+        maker.start()
         end = time.monotonic() + limit_s
-        while making.is_alive():
-            making.join(10 * _PAUSE_S)
+        while maker.is_alive():
+            maker.join(10 * _PAUSE_S)
             gone = [peer for peer, pid in pids.items() if has_ended(pid)]
-            if gone and making.is_alive():
+            if gone and maker.is_alive():
                 raise Absent(gone[0], "its process ended")
             if time.monotonic() > end:
                 stopped = [peer for peer, pid in pids.items() if _is_stopped(pid)]
@@ -225,7 +225,7 @@ def join_world(backend: str, limit_s: float) -> None:
 
 
 def _leave_world() -> None:
-    """Destroys the process group that `join_world` made, as torch asks of a process that ends.
+    """Destroy the process group that `join_world` made, as torch requires of a process that ends.
 
     A context that closes leaves the group, for the next context and the user may use it. An exception that ends the
     process leaves it too: a peer may be lost then, and the group's communicators could wait for that peer.
@@ -235,14 +235,14 @@ def _leave_world() -> None:
 
 
 def _store_of_environment(rank: int, limit_s: float) -> Any:
-    """The store that the variables describe, as `init_process_group` would make it, but without waiting for ranks."""
+    """Return the store of the variables, as `init_process_group` would make it, but without waiting for ranks."""
     limit = timedelta(seconds=limit_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(iter(dist.rendezvous("env://", timeout=limit)))[0]
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise PlatformError(
-            f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}; expected where the ranks meet, as torchrun sets them"
+            f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}; expected rank 0's address, as torchrun sets them"
         )
     try:
         return dist.TCPStore(address, int(port), is_master=rank == 0, wait_for_workers=False, timeout=limit)

@@ -1,4 +1,4 @@
-"""Ranks that meet in a store, which others may have written into: what is none of a rank's is a typed error."""
+"""A rendezvous in a store into which other processes may write: an entry that no rank wrote is a typed error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 
-from iris import channel, meeting
+from iris import channel, rendezvous
 from iris.errors import PlatformError
 import pytest
 import torch.distributed as dist
@@ -34,8 +34,8 @@ FORGED = {
 def test_what_is_none_of_a_ranks_is_refused(what: str) -> None:
     store = dist.HashStore()
     store.set("here/1", FORGED[what])
-    with pytest.raises(PlatformError, match="what the store of the process group holds of rank 1 is none of its: "):
-        meeting.gather(store, "here", 0, 2, OWN, 5.0)
+    with pytest.raises(PlatformError, match="the entry of rank 1 in the store of the process group is invalid: "):
+        rendezvous.gather(store, "here", 0, 2, OWN, 5.0)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "one", "1.5"])
@@ -43,7 +43,7 @@ def test_a_loss_of_nobody_is_refused(text: str) -> None:
     store = dist.HashStore()
     store.set("here/lost", text)
     with pytest.raises(PlatformError, match="holds of a lost rank is none"):
-        meeting.gather(store, "here", 0, 2, OWN, 5.0)
+        rendezvous.gather(store, "here", 0, 2, OWN, 5.0)
 
 
 def test_versions_may_be_missing() -> None:
@@ -51,11 +51,11 @@ def test_versions_may_be_missing() -> None:
     store = dist.HashStore()
     other = {key: value for key, value in OWN.items() if key != "versions"}
     store.set("here/1", json.dumps(other))
-    assert meeting.gather(store, "here", 0, 2, OWN, 5.0) == [OWN, other]
+    assert rendezvous.gather(store, "here", 0, 2, OWN, 5.0) == [OWN, other]
 
 
 @pytest.mark.parametrize("told", [{"path": "/tmp/a\0b/socket"}, {"path": "/tmp/\ud800/socket"}])
 def test_a_socket_that_is_none_is_refused(told: dict) -> None:
     alone = channel.Channel(dist.HashStore(), "here", 0, 1, 5.0, lambda: False)
-    with pytest.raises(PlatformError, match="what rank 1 told of its socket is none: "):
+    with pytest.raises(PlatformError, match="what rank 1 wrote about its socket is invalid: "):
         alone._dial(1, OWN | told, time.monotonic() + 1)
