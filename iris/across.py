@@ -27,8 +27,8 @@ import torch.distributed as dist
 from . import platform
 from .errors import ArgumentError, PeerLostError
 from .group import Ranks, resolve, store_of
-from .host import identity
 from .rendezvous import Absent, gather
+from .same_host import identity
 
 if TYPE_CHECKING:
     from .group import Members

@@ -33,10 +33,10 @@ from typing import Any
 from .descriptors import is_lacking, lacking, remedy
 from .device.arch import has_ended
 from .errors import ArgumentError, PeerLostError, PlatformError, VersionError
-from .host import check_one_host, check_process, identity, pid_here, unreachable
 from .packets import close_all, packets_of, receive, send
 from .rendezvous import Absent, gather
 from .requirements import versions
+from .same_host import check_one_host, check_process, identity, pid_here, unreachable
 
 _HELLO = struct.Struct("!32sI")  # nonce, rank
 _MAX_STRANGERS = 64  # that have connected and not sent a greeting

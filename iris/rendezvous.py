@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .descriptors import lacking
 from .device.arch import has_ended
 from .errors import PeerLostError, PlatformError
-from .host import identity, pid_here
+from .same_host import identity, pid_here
 
 _PAUSE_S = 2e-3
 _NOTE_S = 0.1  # for a rank to report whom it has lost, before others see that it ends by that
