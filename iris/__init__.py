@@ -84,7 +84,7 @@ _ELSEWHERE = {
     "is_simulation_env": "TRITON_INTERPRET=1, or no GPU, for the interpreter",
     "tensor_from_ptr": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
     "CUDAArrayInterface": "ctx.empty(...), or ctx.as_remote(tensor, rank)",
-    "tensor_creation": "ctx.zeros(...) and its kin",
+    "tensor_creation": "ctx.zeros(...) and the other constructors of ctx",
     "x": "iris.tiles inside kernels, ctx.ccl outside",
     "host": "names from iris itself",
     "mem": "iris.load, iris.store and the other functions of iris",
