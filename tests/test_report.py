@@ -120,7 +120,7 @@ def test_a_table_without_a_place_is_told() -> None:
 
 def test_a_rival_that_is_newly_ahead_is_in_the_table_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docs_tables, "_REASONS", {})
-    assert docs_tables.UNEXPLAINED in docs_tables.lost(now=True)
+    assert docs_tables.UNEXPLAINED in docs_tables.lost(of_current=True)
 
 
 def test_a_sentence_with_figures_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What every benchmark starts from: rows and models, kernels compiled ahead, and what a run writes down of itself."""
+"""The base of every benchmark: rows and models, ahead-of-time compilation, and the record of a run."""

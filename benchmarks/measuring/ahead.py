@@ -1,11 +1,11 @@
-"""Compiles what a benchmark launches before it runs: on all cores at once, and once for all ranks.
+"""Compile a benchmark's kernels before it runs: on all cores at once, and once for all ranks.
 
-A kernel takes seconds to compile, and its ranks wait for each other. Here calls are made that launch nothing. What they
-would have launched goes to processes that see no GPU, as soon as it is known, and from there into Triton's cache on
-disk. Processes, because Triton holds Python's lock while it reads a kernel: threads of one rank keep two cores busy.
+A kernel takes seconds to compile, and its ranks wait for each other. Here calls launch nothing. Their kernels go to
+processes that see no GPU, which put them into Triton's cache on disk. Threads would not do, because Triton holds
+Python's lock while it reads a kernel: threads of one rank keep two cores busy.
 
-Two launches need one kernel where Triton makes no difference between their arguments: of a size it tests whether it is
-1 and whether it is a multiple of 16. Each form is compiled once, by the rank that its name falls to.
+Two launches share a kernel where Triton does not distinguish their arguments: it tests whether a size is 1, and whether
+it is a multiple of 16. Each form is compiled once, by the rank that the hash of its name selects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import triton
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What a kernel is compiled for, of a tensor."""
+    """The properties of a tensor for which a kernel is compiled."""
 
     dtype: torch.dtype
     aligned: bool
@@ -75,33 +75,32 @@ class _Forms:
 
     def share(self) -> int:
         """Compile forms that nobody has, each on the first rank that knows it; return how many forms all ranks know."""
-        every: list[tuple[list[str], list[str]] | None] = [None] * self.team.world
-        distributed.all_gather_object(every, (list(self.known), list(self.compiled)))
-        done = {form for _, compiled in every for form in compiled}  # type: ignore[misc]
-        mine = {form for rank in range(self.team.rank) for form in every[rank][0]}  # type: ignore[index]
+        shared: list[tuple[list[str], list[str]] | None] = [None] * self.team.world
+        distributed.all_gather_object(shared, (list(self.known), list(self.compiled)))
+        done = {form for _, compiled in shared for form in compiled}  # type: ignore[misc]
+        earlier = {form for rank in range(self.team.rank) for form in shared[rank][0]}  # type: ignore[index]
         for form in self.known:
-            if form not in done and form not in mine:
+            if form not in done and form not in earlier:
                 self.compile(form)
-        return len({form for known, _ in every for form in known})  # type: ignore[misc]
+        return len({form for known, _ in shared for form in known})  # type: ignore[misc]
 
     def wait(self) -> None:
-        """Raise what a kernel's compilation raised."""
+        """Wait for all compilations. Raises the error of one that failed."""
         for future in self.compiled.values():
             future.result()
 
 
 def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> int:
-    """Compile what `calls` of the `contexts` would launch, and launch nothing. Return how many kernels that is.
+    """Compile the kernels of `calls` of the `contexts` without launching them, and return their number.
 
-    What the calls do otherwise, by torch's products or by copy engines, happens. Raises where a kernel cannot be
-    compiled.
+    Other work of the calls, torch's products or copy engines, runs. Raises where a kernel cannot be compiled.
     """
     forms = _Forms(team)
     try:
         _collect(forms, contexts, calls)
         count = forms.share()
         _, reason = team.attempt(forms.wait)
-    finally:  # else a process that ends waits for those that compile, and they for more to do
+    finally:  # else this process would wait at its end for idle workers
         forms.pool.shutdown(cancel_futures=True)
     if reason:
         raise RuntimeError(reason)

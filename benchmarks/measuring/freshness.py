@@ -1,12 +1,12 @@
-"""Which code a result was made by: digests of the kernels that it launched and of the plans, taken from the sources.
+"""Digests of the code behind a result: of the kernels that it launched and of the planner, taken from the sources.
 
 A part is a name and the modules in which it begins: a kernel of `iris_ops`, the collectives, the plans, an engine. Its
 digest covers these modules and those modules of `DEVICE` that they import, at any depth and also inside functions: the
 code that runs on GPUs, neither the host's code around it nor the interpreter that CPUs have. Comments, docstrings and
-blank lines do not count, so that words can be mended without a mark on every table. The plans are a part of their own.
+blank lines do not count, so edits of prose mark no table. The planner is a part of its own.
 
-`recorded(report)` goes into each JSON file as "code". `changes(report)` compares it with the sources as they stand. A
-file that is older than these digests cannot be judged: it says `UNKNOWN`.
+`recorded(report)` goes into each JSON file as "code". `changes(report)` compares it with the current sources. A
+file that is older than these digests is marked `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLANS = "plans"
 UNKNOWN = "unknown: before digests"
 _PLANNING = ("iris_ops.planning.",)
 _SEQUENTIAL = "with_torch.sequential"  # torch's product, then a collective of the context
-# What a benchmark runs beside the kernels that its rows name. A name that ends in a dot stands for a whole package.
+# Code that a benchmark runs besides the kernels that its rows name. A name that ends in a dot is a package.
 _BEGINNINGS = {
     "ops": (),
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
@@ -46,11 +46,11 @@ _BEGINNINGS = {
 }
 # Modules that have moved since results were measured, by the names that their digests know.
 _MOVED = {"benchmarks.cases.rma_kernels": "benchmarks.rma_kernels"}
-_PLANNED = ("ops", "norms", "moe", "outputs", "invariance", "llm")  # who asks `iris_ops/planning/`
+_PLANNED = ("ops", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
 
 
 def recorded(report: dict) -> dict[str, str]:
-    """By part, the digest of its sources now; nothing for a benchmark of which no table is rendered."""
+    """Return the digest of each part's current sources; empty for a benchmark without a table."""
     benchmark = _benchmark(report)
     if benchmark not in _BEGINNINGS:
         return {}
@@ -63,7 +63,7 @@ def recorded(report: dict) -> dict[str, str]:
 
 
 def changes(report: dict) -> list[str]:
-    """The parts whose sources have changed since `report` was measured; `[UNKNOWN]` where nothing was recorded."""
+    """Return the parts whose sources have changed since `report` was measured; `[UNKNOWN]` without a record."""
     if not report.get("code"):
         return [UNKNOWN]
     now = recorded(report)
@@ -71,19 +71,19 @@ def changes(report: dict) -> list[str]:
 
 
 def launched(report: dict) -> list[str]:
-    """Names of our kernels that the plans of the rows name, sorted."""
+    """Return the sorted names of our kernels in the plans of the rows."""
     plans = [result.get("plan") or {} for row in report.get("rows", []) for result in row.get("results", [])]
     return sorted({plan["kernel"] for plan in plans if plan.get("kernel")})
 
 
 def module_of(kernel: str) -> str:
-    """The module in which a kernel stands, by its name in a plan."""
+    """Return the module of a kernel, by its name in a plan."""
     for package in ("iris_ops.kernels.", "iris_ops."):
         # one module has two kernels: hopper.lamport_pair_scatter stands in hopper/lamport_pair.py
         for name in (kernel, kernel.removesuffix("_scatter")):
             if _file(package + name):
                 return package + name
-    return f"iris_ops.kernels.{kernel}"  # which is gone: so it has changed
+    return f"iris_ops.kernels.{kernel}"  # missing, so it counts as changed
 
 
 def beginnings_of(kernel: str) -> tuple[str, ...]:
@@ -91,9 +91,9 @@ def beginnings_of(kernel: str) -> tuple[str, ...]:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, or what IRIS_COMMIT says where the sources came without their history."""
-    if told := os.environ.get("IRIS_COMMIT"):
-        return told
+    """Return the commit that is checked out, or IRIS_COMMIT, for sources without their history."""
+    if given := os.environ.get("IRIS_COMMIT"):
+        return given
     query = ["git", "-C", str(ROOT), "rev-parse", "--short=9", "HEAD"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
@@ -103,25 +103,25 @@ def commit() -> str | None:
 
 @functools.cache
 def digest(beginnings: tuple[str, ...]) -> str:
-    """Twelve digits for the modules that `beginnings` name and what they import of `DEVICE`."""
-    whole = hashlib.sha256()
+    """Return twelve digits for the modules that `beginnings` name and what they import of `DEVICE`."""
+    total = hashlib.sha256()
     for name in sorted(_reached(beginnings)):
         file = _file(name)
-        whole.update(f"{_MOVED.get(name, name)}\n{_code_of_file(file) if file else 'is gone'}\n".encode())
-    return whole.hexdigest()[:12]
+        total.update(f"{_MOVED.get(name, name)}\n{_code_of_file(file) if file else 'is gone'}\n".encode())
+    return total.hexdigest()[:12]
 
 
 def _reached(beginnings: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    waiting = [module for name in beginnings for module in _modules(name)]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
+    reached: set[str] = set()
+    pending = [module for name in beginnings for module in _modules(name)]
+    while pending:
+        name = pending.pop()
+        if name in reached:
             continue
-        found.add(name)
+        reached.add(name)
         if file := _file(name):
-            waiting += [each for each in _imports_of_file(name, file) if _is_measured(each)]
-    return found
+            pending += [each for each in _imports_of_file(name, file) if _is_measured(each)]
+    return reached
 
 
 def _is_measured(name: str) -> bool:
@@ -139,7 +139,7 @@ def _code_of_file(file: Path) -> str:
 
 
 def _modules(name: str) -> list[str]:
-    """A module, or all modules of a package, by a name that ends in a dot."""
+    """Return a module, or all modules of a package, whose name ends in a dot."""
     if not name.endswith("."):
         return [name]
     folder = ROOT / name[:-1].replace(".", "/")
@@ -149,17 +149,17 @@ def _modules(name: str) -> list[str]:
 
 
 def imports(name: str, text: str, package: bool = False) -> list[str]:
-    """The modules of this checkout that a module imports, but no package's `__init__`, which imports everything."""
-    found = []
+    """Return the modules of this checkout that a module imports, except each `__init__`, which imports everything."""
+    names = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = name.split(".") if node.level else []
             above = above[: len(above) - node.level + package] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
-            found += [f"{origin}.{alias.name}" for alias in node.names] + [origin]
-    return [each for each in found if (file := _file(each)) and file.name != "__init__.py"]
+            names += [f"{origin}.{alias.name}" for alias in node.names] + [origin]
+    return [each for each in names if (file := _file(each)) and file.name != "__init__.py"]
 
 
 def _file(name: str) -> Path | None:
@@ -171,7 +171,7 @@ def _file(name: str) -> Path | None:
 
 
 def code_of(text: str) -> str:
-    """A module's text without comments, docstrings and blank lines: what decides what it does."""
+    """Return a module's text without comments, docstrings and blank lines, which do not change its behaviour."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

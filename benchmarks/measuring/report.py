@@ -1,4 +1,4 @@
-"""What a run leaves behind: who ran what, where, with which versions; figures as JSON.
+"""The record of a run: command, machine, versions, and figures as JSON.
 
 `python -m benchmarks.report` writes the tables of README and docs from these files.
 """
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser, dtype: str | None = None) -> None:
-    """What every benchmark asks for: ranks, device, memory, where the results go. `dtype`: the only one, if it is."""
+    """Add the arguments of every benchmark: ranks, device, memory, output folder. `dtype`: the only one, if given."""
     parser.add_argument("--ranks", type=at_least(1), help="default: all GPUs, or two CPU ranks")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=device, choices=("cuda", "cpu"), default=default)
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser, dtype: str | None = None) -> 
 
 
 def device(text: str) -> str:
-    """The type of --device: no GPU where torch finds none."""
+    """Return the value of --device. Raises for a GPU where torch finds none."""
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("cuda; expected cpu, for torch finds no GPU")
     return text
 
 
 def at_least(least: float, most: float | None = None) -> Callable[[str], float]:
-    """The type of an argument: a number from `least` on, up to `most` if there is one, an integer where `least` is."""
+    """Return the type of an argument: a number from `least` up to `most` if given, an integer where `least` is one."""
 
     def number(text: str) -> float:
         value = type(least)(text)
@@ -60,7 +60,7 @@ def at_least(least: float, most: float | None = None) -> Callable[[str], float]:
 
 
 def numbers(text: str) -> list[int]:
-    """The type of an argument such as 1,16,64."""
+    """Return the value of an argument such as 1,16,64."""
     return [at_least(1)(each) for each in text.split(",")]
 
 
@@ -68,7 +68,7 @@ numbers.__name__ = "list of numbers from 1 on"
 
 
 def sizes(text: str) -> list[tuple[int, int, int]]:
-    """The type of an argument such as 8192,8192,7168;512,8192,2048: M, N and K of each row."""
+    """Return the value of an argument such as 8192,8192,7168;512,8192,2048: M, N and K of each row."""
     return [(M, N, K) for M, N, K in map(numbers, text.split(";"))]
 
 
@@ -76,7 +76,7 @@ sizes.__name__ = "list of sizes M,N,K;M,N,K from 1 on"
 
 
 def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that names some of `names`, with commas."""
+    """Return the type of an argument that names some of `names`, separated by commas."""
     known = list(names)
 
     def chosen(text: str) -> list[str]:
@@ -88,7 +88,7 @@ def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str, module: str = "") -> None:
-    """Fills in the defaults that depend on the device. `module`: that of the command, if it has another name."""
+    """Fill in the defaults that depend on the device. `module`: that of the command, if it has another name."""
     gpu = args.device == "cuda"
     if args.ranks is None:
         args.ranks = torch.cuda.device_count() if gpu else 2
@@ -98,15 +98,15 @@ def settle(args: argparse.Namespace, argv: list[str] | None, benchmark: str, mod
 
 
 def modes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """Those of `args.modes` that there are on the device."""
-    found = [mode for mode in args.modes if args.device == "cuda" or mode == "eager"]
-    if not found:
+    """Return those of `args.modes` that the device has."""
+    available = [mode for mode in args.modes if args.device == "cuda" or mode == "eager"]
+    if not available:
         parser.error(f"--modes {','.join(args.modes)}: expected eager, for CPUs have no CUDA graphs")
-    return found
+    return available
 
 
 def command(module: str, argv: list[str]) -> str:
-    """The command line as anybody can repeat it: without this machine's output folder."""
+    """Return the command line without this machine's output folder."""
     line = " ".join(f"'{word}'" if re.search(r"[\s;]", word) else word for word in argv)
     return re.sub(r" ?--out[ =]\S+", "", f"python -m benchmarks.{module} {line}").strip()
 
@@ -139,25 +139,25 @@ def driver_version() -> str | None:
         return None
 
 
-def left_out(report: dict) -> list[str]:
-    """What the run had no time for, or ended before for want of memory, in a line, if there is such."""
+def omissions(report: dict) -> list[str]:
+    """Return a line with the cases that the run omitted for want of time or memory, or no line."""
     return [f"Left out for want of time or memory: {'; '.join(report['left_out'])}."] if report.get("left_out") else []
 
 
 def headline(report: dict) -> str:
-    """GPU, dtype, date, versions and, of files that tell, the commit."""
+    """Return GPU, dtype, date, versions and, where recorded, the commit."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     commit = f", commit {report['commit']}" if report.get("commit") else ""
     return f"{report['world']} x {report['gpu']}, {report['dtype']}, {report['date']}{commit}; {versions}."
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name as part of a file's."""
+    """Return a GPU's name as part of a file's."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
 
 
 def drop(result: dict, status: str, reason: str) -> None:
-    """Of a contender that failed or is wrong: why, and none of the figures that it had until then."""
+    """Record why a contender failed or is wrong, and remove the figures that it had."""
     for name in [name for name in result if name.endswith(("_us", "_ms", "_per_s"))]:
         del result[name]
     result["status"] = status
@@ -165,20 +165,20 @@ def drop(result: dict, status: str, reason: str) -> None:
 
 
 def summary(result: dict) -> str:
-    """Of a contender, for the progress line: its times in graphs and eager, or what went wrong."""
+    """Return a contender's times in graphs and eager for the progress line, or its failure."""
     if result["status"] != "ok":
         return f"{result['status']} ({result['notes'][-1]})"
     return " / ".join(f"{result[key]:.1f}" if key in result else "-" for key in ("graph_us", "eager_us"))
 
 
 def write(report: dict, args: argparse.Namespace) -> None:
-    """The JSON file of a run so far, with the digests of the code that made it."""
+    """Write the JSON file of a run so far, with the digests of its code."""
     report["code"] = freshness.recorded(report)
     path(report, args).write_text(json.dumps(rounded(report), indent=1, allow_nan=False) + "\n")
 
 
 def path(report: dict, args: argparse.Namespace, suffix: str = ".json") -> Path:
-    """Named by benchmark, dtype if it is a float other than bf16, GPU and ranks, unless a name was given."""
+    """Return the path of a run's file: --name, or benchmark, dtype (float16, float32 only), GPU and ranks."""
     args.out.mkdir(parents=True, exist_ok=True)
     dtype = f"_{report['dtype']}" if report["dtype"] in ("float16", "float32") else ""
     name = args.name or f"{report['benchmark']}{dtype}_{slug(report['gpu'])}_x{report['world']}"
@@ -186,7 +186,7 @@ def path(report: dict, args: argparse.Namespace, suffix: str = ".json") -> Path:
 
 
 def rounded(value):
-    """Figures to three decimals, below 1 to three digits; what is not finite as text, which JSON can hold."""
+    """Round figures to three decimals, below 1 to three digits; return others than finite ones as text for JSON."""
     if isinstance(value, float):
         if abs(value) < 1:
             return float(f"{value:.3g}")

@@ -1,4 +1,4 @@
-"""The rows that are measured, as data; what a row is: `iris_tp/bench/rows.py`."""
+"""The rows that are measured, as data; `iris_tp/bench/rows.py` defines a row."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,7 +11,7 @@ def _rows(ops: str, *sizes: tuple[int, int, int], form: str = "rows") -> list[Ro
     return [Row(op, *size, form) for op in ops.split() for size in sizes]
 
 
-# What was measured from the start, in `facts`: the sizes of 4 ranks, on any number.
+# The first sizes that were measured, the set `facts`: those of 4 ranks, on any number.
 
 SQUARE = (8192, 8192, 7168)
 REDUCED = (
@@ -59,7 +59,7 @@ BETWEEN_M = (24, 40, 72, 100, 144, 200, 320, 448, 700, 1100, 1500)
 
 
 def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Return (N, K) of every layer, by op and form. Gathered outputs are q, k and v, N being that of the whole."""
+    """Return (N, K) of every layer, by op and form. Gathered outputs are q, k and v, with their full N."""
     reduced = _once(shape for model in models.PREFILL for shape in model.row_linears(world))
     gathered = _once(shape for model in models.PREFILL for shape in model.column_linears(world))
     outputs = _once((model.qkv, model.hidden) for model in models.PREFILL if model.kv)
@@ -67,7 +67,7 @@ def _prefill_layers(world: int) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def _ragged(world: int) -> list[Row]:
-    """Return rows of tiles and of ranks' parts that do not come out even, on one layer an op."""
+    """Return rows that tiles and ranks do not divide, on one layer an op."""
     model = models.LLAMA_70B
     down, gate_up = model.row_linears(world)[1], model.column_linears(world)[1]
     layers = {("ar", "rows"): down, ("rs", "rows"): down, ("ag", "rows"): gate_up, ("ga", "cols"): (model.qkv, 8192)}

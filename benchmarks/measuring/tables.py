@@ -1,10 +1,10 @@
-"""A table as Markdown, and the means that stand below one."""
+"""A table as Markdown, and the means in its last line."""
 
 import math
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table that reads well unrendered too: figures right-aligned in columns of equal width."""
+    """Return a table that reads well unrendered too: figures right-aligned in columns of equal width."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     shown = [
         [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
@@ -19,7 +19,7 @@ def geometric_mean(values: list[float]) -> float | None:
 
 
 def mean_of(ratios: list[float], rows: int, unit: str = "") -> str:
-    """The geometric mean, and of how many rows it is if not of all: else those of two rivals would look comparable."""
+    """Return the geometric mean, and its number of rows if not all, so that means of other rows look different."""
     if not ratios:
         return "-"
     return f"{geometric_mean(ratios):.2f}{unit}" + (f" ({len(ratios)} of {rows})" if len(ratios) < rows else "")

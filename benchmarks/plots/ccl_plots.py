@@ -10,21 +10,21 @@ from benchmarks.tables.ccl_table import size_name
 def draw(file: Path, folder: Path) -> list[Path]:
     report = json.loads(file.read_text())
     if report["benchmark"] == "ccl_sweep":
-        return []  # of which only a table makes sense
+        return []  # a sweep has a table only
     ops = list(dict.fromkeys(row["op"] for row in report["rows"]))
     figure, panels = plt.subplots(1, len(ops), figsize=(4.2 * len(ops), 3.8), layout="constrained", squeeze=False)
     for op, axes in zip(ops, panels[0], strict=True):
         rows = [row for row in report["rows"] if row["op"] == op]
         for name in dict.fromkeys(r["name"] for row in rows for r in row["results"]):
-            found = [
+            points = [
                 (row["bytes"], row["bus_bytes"] / us / 1e3)
                 for row in rows
                 for r in row["results"]
                 if r["name"] == name and (us := r.get("graph_us") or r.get("eager_us"))
             ]
-            if not found:
+            if not points:
                 continue
-            axes.plot(*zip(*found, strict=True), marker=".", label=name, **style(name))
+            axes.plot(*zip(*points, strict=True), marker=".", label=name, **style(name))
         axes.set_xscale("log", base=2)
         sizes = [row["bytes"] for row in rows]
         axes.set_xticks(sizes[::2], [size_name(size) for size in sizes[::2]], rotation=45, ha="right")

@@ -1,14 +1,14 @@
 """One colour for each contender, the same in every picture.
 
-A contender is what moves the data: `cuBLAS + NCCL`, `torch + NCCL` and `NCCL` are one. A contender without a colour
-raises a KeyError when it is drawn, so that none borrows another's.
+A contender is the library that moves the data: `cuBLAS + NCCL`, `torch + NCCL` and `NCCL` are one. A contender without
+a colour raises a KeyError when it is drawn, so that none borrows another's.
 """
 
 import re
 
-OURS = "#d62728"
+OWN_COLOUR = "#d62728"
 COLOURS = {
-    "ours": OURS,
+    "ours": OWN_COLOUR,
     "ours, sequence parallel": "#7b3294",
     "ours, tokens not shared": "#d6a5c9",
     "ours, fp8": "#ff9e8a",
@@ -36,7 +36,7 @@ COLOURS = {
     "Kraken copy engines": "#9c9ede",
     "Kraken one-shot": "#0b3c5d",
     "Kraken two-shot": "#328cc1",
-    # of `benchmarks.all_scatter`, ROCm/iris's ways written with our tiles
+    # of `benchmarks.all_scatter`: ROCm/iris's algorithms on our tiles
     "bulk_synchronous": "#637939",
     "producer_consumer": "#c7e020",
     "fused_sequential": "#00a087",
@@ -47,7 +47,7 @@ _SAME = {"ctx.ops": "ours", "tiles alone": "ours alone", "torch alone": "cuBLAS 
 
 
 def contender(name: str) -> str:
-    """Return who moves the data in what a result file calls `name`: "NCCL" of "cuBLAS + NCCL, norm"."""
+    """Return the library that moves the data for a `name` in a result file: "NCCL" of "cuBLAS + NCCL, norm"."""
     name = re.sub(r"^(cuBLAS|torch) \+ ", "", name)
     name = re.sub(r"(,| with) norm$", "", name)
     name = re.sub(r"^vLLM [\d.]+.*", "vLLM", name)
@@ -55,5 +55,5 @@ def contender(name: str) -> str:
 
 
 def colour(name: str) -> str:
-    """Return the colour of what a result file calls `name`. Raises KeyError for a contender that has none."""
+    """Return the colour of a contender `name` of a result file. Raises KeyError for a contender that has none."""
     return COLOURS[contender(name)]

@@ -1,7 +1,8 @@
-"""Results of benchmarks.llm as bars: how fast each contender is, cuBLAS + NCCL being 1.
+"""Results of benchmarks.llm as bars: the speed of each contender relative to cuBLAS + NCCL.
 
 NAME.svg, NAME being the result file's. Above: tokens per second in steps replayed from a CUDA graph (where there are
-none, eager); below: the inverse of the time to first token, in the same way. Without those that promise the same bits.
+none, eager); below: the inverse of the time to first token, in the same way. Contenders that guarantee the same bits
+are not drawn.
 """
 
 import json
@@ -23,11 +24,11 @@ def bars(report: dict) -> plt.Figure:
     figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.3 * len(report["rows"])), 7), layout="constrained")
     for axes, (title, (fields, label)) in zip(panels, PANELS.items(), strict=True):
         for place, key in enumerate(names):
-            found = [(number, speed(row, key, fields)) for number, row in enumerate(report["rows"])]
-            found = [(number, value) for number, value in found if value]
+            speeds = [(number, speed(row, key, fields)) for number, row in enumerate(report["rows"])]
+            speeds = [(number, value) for number, value in speeds if value]
             width = 0.8 / len(names)
-            spots = [number + (place - (len(names) - 1) / 2) * width for number, _ in found]
-            drawn = axes.bar(spots, [value for _, value in found], width, label=names[key], color=colour(names[key]))
+            spots = [number + (place - (len(names) - 1) / 2) * width for number, _ in speeds]
+            drawn = axes.bar(spots, [value for _, value in speeds], width, label=names[key], color=colour(names[key]))
             axes.bar_label(drawn, fmt="%.2f", fontsize=7)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(report["rows"])), map(label, report["rows"]))
@@ -38,12 +39,12 @@ def bars(report: dict) -> plt.Figure:
 
 
 def speed(row: dict, key: str, fields: tuple[str, ...]) -> float | None:
-    """How many times as fast as cuBLAS + NCCL, by the first of `fields` that both have."""
+    """Return how many times as fast as cuBLAS + NCCL a contender is, by the first of `fields` that both have."""
     results = {result["key"]: result for result in row["results"]}
     for field in fields:
-        mine, base = (results.get(each, {}).get(field) for each in (key, NCCL))
-        if mine and base:
-            return base / mine
+        own, base = (results.get(each, {}).get(field) for each in (key, NCCL))
+        if own and base:
+            return base / own
     return None
 
 

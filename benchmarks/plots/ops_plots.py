@@ -1,4 +1,4 @@
-"""Results as pictures: how far from the floor each op is, and what a reduction of few rows takes.
+"""Results as pictures: the distance of each op from the floor, and the time of an all-reduce of few rows.
 
 NAME_ar.svg and so on, NAME being the result file's, and NAME_rows.svg: time over the number of rows where a product was
 measured for several.
@@ -14,11 +14,11 @@ import matplotlib
 from benchmarks.plots.pictures import legend_above, plt, save, sign, style
 
 MODE = "graph_us"
-SAID = "µs per call: median, slowest rank. Multicast off for all."
+CONDITIONS = "µs per call: median, slowest rank. Multicast off for all."
 
 
 def over_floor(report: dict, op: str) -> plt.Figure | None:
-    """Each row's time over its floor, rivals beside us; 1 is what no schedule can beat."""
+    """Draw each row's time over its floor, of ours and rivals; no schedule is below 1."""
     rows = [row for row in report["rows"] if row["op"] == op and row["floor_us"]]
     rows.sort(key=lambda row: (-row["M"], -row["N"], -row["K"]))
     if not rows:
@@ -35,11 +35,11 @@ def over_floor(report: dict, op: str) -> plt.Figure | None:
     axes.set(xlabel="M, N, K", ylabel="time / floor (log scale)", title=f"{CALLS[op]}, CUDA graphs")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    return sign(figure, report, SAID)
+    return sign(figure, report, CONDITIONS)
 
 
 def over_rows(report: dict) -> plt.Figure | None:
-    """All-reduce: time over M, one picture a weight, for weights that were measured at several M up to 512."""
+    """Draw all-reduces: time over M, one picture a weight, for weights that were measured at several M up to 512."""
     weights = defaultdict(list)
     for row in sorted(report["rows"], key=lambda row: row["M"]):
         if row["op"] == "ar" and row["M"] <= 512:
@@ -59,21 +59,21 @@ def over_rows(report: dict) -> plt.Figure | None:
         axes.set(xlabel="M (rows)", ylabel="µs a call", title=f"matmul_all_reduce, N = {N}, K = {K}", ylim=0)
         axes.grid(alpha=0.3)
     legend_above(figure, *all_axes[0])
-    return sign(figure, report, SAID)
+    return sign(figure, report, CONDITIONS)
 
 
 def _series(rows: list[dict], value, everyone: bool = False) -> dict[str, list[tuple[dict, float]]]:
-    """By contender, (row, value(row, µs)) of the rows that it ran; without `everyone`, not the product alone."""
-    found = defaultdict(list)
+    """Return (row, value(row, µs)) of the rows that each contender ran; without `everyone`, not the product alone."""
+    series = defaultdict(list)
     for row in rows:
         for result in row["results"]:
             if result.get(MODE) and (everyone or result["kind"] != "gemm"):
-                found[result["name"]].append((row, value(row, result[MODE])))
-    return found
+                series[result["name"]].append((row, value(row, result[MODE])))
+    return series
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
-    """Draws all that `file` has figures for; returns what was written."""
+    """Draw all pictures that `file` has figures for, and return their paths."""
     report = json.loads(file.read_text())
     pictures = {op: over_floor(report, op) for op in CALLS} | {"rows": over_rows(report)}
     return [save(figure, folder / f"{file.stem}_{name}.svg") for name, figure in pictures.items() if figure is not None]

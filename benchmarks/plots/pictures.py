@@ -1,4 +1,4 @@
-"""What all pictures share: how they are saved and signed. Needs matplotlib."""
+"""Functions of all pictures: style, caption, saving. Needs matplotlib."""
 
 from pathlib import Path
 import textwrap
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "plots"
 
 
 def style(name: str) -> dict:
-    """How a line or a marker of a contender is drawn: its colour everywhere, ours above the others."""
+    """Return the style of a contender's line or marker: its colour, with ours above the others."""
     return dict(color=colour(name), zorder=3 if contender(name) == "ours" else 2)
 
 
@@ -32,9 +32,9 @@ def legend_above(figure: plt.Figure, *panels: plt.Axes) -> None:
 
 
 def sign(figure: plt.Figure, report: dict, text: str = "") -> plt.Figure:
-    """Says below the picture who measured what, where, in lines as wide as the picture."""
-    told = textwrap.fill(f"{headline(report)} {text}".strip(), int(19 * figure.get_figwidth()))
-    figure.text(0.01, -0.01, told, fontsize=7, va="top")
+    """Write machine, date and versions below the picture, in lines as wide as the picture."""
+    caption = textwrap.fill(f"{headline(report)} {text}".strip(), int(19 * figure.get_figwidth()))
+    figure.text(0.01, -0.01, caption, fontsize=7, va="top")
     return figure
 
 

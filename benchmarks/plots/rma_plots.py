@@ -14,7 +14,7 @@ from benchmarks.tables.rma_table import size
 
 
 def heat_maps(report: dict) -> plt.Figure:
-    """Callers are rows, peers columns; the largest size that all pairs have, all programs."""
+    """Draw callers as rows and peers as columns; the largest size that all pairs have, all programs."""
     pairs = [case for case in report["cases"] if case["caller"] is not None and case["status"] == "ok"]
     pairs = [case for case in pairs if case["programs"] == report["programs"]]
     ops = list(dict.fromkeys(case["op"] for case in pairs if not case["op"].startswith("atomic")))
@@ -38,7 +38,7 @@ def heat_maps(report: dict) -> plt.Figure:
 
 
 def rates(report: dict) -> plt.Figure:
-    """All ranks at once: over the size with all programs, over the programs at the largest size."""
+    """Draw rates of all ranks at once: over the size with all programs, over the programs at the largest size."""
     together = [case for case in report["cases"] if case["caller"] is None and case["status"] == "ok"]
     together = [case for case in together if not case["op"].startswith("atomic")]
     largest = max((case["nbytes"] for case in together), default=0)

@@ -25,7 +25,7 @@ BINS = 240
 
 
 def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
-    """`row`: an entry of the report's rows; `ranks`: each one's events, aligned, in order of time."""
+    """Draw a `row` of the report. `ranks`: each rank's events, aligned, in order of time."""
     start = min(events["begin"].min() for events in ranks)
     world = len(ranks)
     figure, axes = plt.subplots(
@@ -51,7 +51,7 @@ def draw(report: dict, row: dict, ranks: list[np.ndarray], file: Path) -> None:
 
 
 def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str]) -> None:
-    """Draws one filled box for each event. Warps that do different work have lines of their own.
+    """Draw one filled box for each event. Warps that do different work have lines of their own.
 
     An event inside another one lies on top of it, because it comes later.
     """
@@ -68,7 +68,7 @@ def _lines(panel: plt.Axes, events: np.ndarray, start: int, names: dict[int, str
 
 
 def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int, str]) -> None:
-    """GB/s of payload that each rank's pushes hand to the link, over time."""
+    """Draw the GB/s of payload that each rank's pushes hand to the link, over time."""
     stop = max(events["end"].max() for events in ranks)
     edges = np.linspace(start, stop, BINS + 1)
     shades = plt.get_cmap("cividis")(np.linspace(0, 0.9, len(ranks)))
@@ -84,7 +84,7 @@ def _link(panel: plt.Axes, ranks: list[np.ndarray], start: int, names: dict[int,
 
 
 def draw_all(file: Path, folder: Path) -> list[Path]:
-    """Draws every row of a report, whose events lie beside it; returns what was written."""
+    """Draw every row of a report, whose events are in a file next to it, and return the paths."""
     report, recorded = json.loads(file.read_text()), file.with_suffix(".trace.json.gz")
     if not recorded.exists():
         return []  # it is too large to be kept with the results
@@ -99,14 +99,14 @@ def draw_all(file: Path, folder: Path) -> list[Path]:
 
 
 def events_in(trace: dict, number: int, world: int, kinds: dict[str, int]) -> list[np.ndarray]:
-    """Each rank's events of row `number` in a trace, with what pictures show of them; times in ns."""
-    found: list[list[tuple]] = [[] for _ in range(world)]
+    """Return each rank's events of row `number` in a trace, with the fields of pictures; times in ns."""
+    by_rank: list[list[tuple]] = [[] for _ in range(world)]
     for event in trace["traceEvents"]:
         rank = event["pid"] - number * world
         if event["ph"] == "X" and 0 <= rank < world:
             begin, lasted = round(1e3 * event["ts"]), round(1e3 * event["dur"])
-            told = event["args"]["target_rank"], event["args"]["bytes"]
-            found[rank].append((begin, begin + lasted, kinds[event["name"]], *divmod(event["tid"], 64), *told))
+            target = event["args"]["target_rank"], event["args"]["bytes"]
+            by_rank[rank].append((begin, begin + lasted, kinds[event["name"]], *divmod(event["tid"], 64), *target))
     names = ("begin", "end", "event", "multiprocessor", "thread", "target_rank", "bytes")
     fields = [(name, "<i8") for name in names]
-    return [np.array(events, dtype=fields) for events in found]
+    return [np.array(events, dtype=fields) for events in by_rank]

@@ -1,4 +1,4 @@
-"""When the results were measured that tables are made of, and what has changed since; the earlier ones apart."""
+"""The dates of the results in the tables, and what has changed since; earlier results in a table of their own."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TABLED = (
 
 
 def measured(folder: str) -> str:
-    """The result files that tables are made of and that keep digests: when they were measured, and what has changed."""
+    """Return the result files with digests of which tables are made: their dates, and what has changed since."""
     rows = []
     for run in _tabled():
         if current(run):
             marks = {changed(run, row) for row in run.get("rows", [])} or {changed(run)}
-            rows.append([*_told(run, folder), run["commit"] or "", run["versions"]["torch"], together(marks)])
+            rows.append([*_origin(run, folder), run["commit"] or "", run["versions"]["torch"], together(marks)])
     return lines_of(["result", "GPUs", "measured", "commit", "torch", CHANGED], rows, 4)
 
 
 def earlier(folder: str) -> str:
-    """Those without digests, and why they are kept."""
+    """Return the result files without digests, and why they are kept."""
     rows = []
     for run in _tabled():
         if not current(run):
             newer = [each for each in newest(_pattern(run["file"])) if current(each)]
             names = [f"{gpus(run)}; newer on {gpus(each)}: {_linked(each['file'], folder)}" for each in newer]
-            rows.append([*_told(run, folder), run["versions"]["torch"], *(names or ["no newer run has these rows"])])
+            rows.append([*_origin(run, folder), run["versions"]["torch"], *(names or ["no newer run has these rows"])])
     return lines_of(["result", "GPUs", "measured", "torch", "why it is kept"], rows, 4)
 
 
@@ -55,11 +55,11 @@ def _pattern(file: str) -> str:
     return re.sub("h[12]00", "{gpu}", file)
 
 
-def _told(run: Run, folder: str) -> list[str]:
+def _origin(run: Run, folder: str) -> list[str]:
     return [_linked(run["file"], folder), gpus(run), run["date"]]
 
 
 def _linked(file: str, folder: str) -> str:
-    """The table of all rows, if there is one beside the result file, else the file."""
+    """Return a link to the table of all rows next to the result file, if there is one, else to the file."""
     suffix = "md" if (report.RESULTS / f"{file}.md").exists() else "json"
     return f"[{file}]({folder}{file}.{suffix})"

@@ -7,7 +7,7 @@ ALONE = "alone"  # the product without the scatter
 
 
 def us(result: dict) -> float | None:
-    """In a CUDA graph, else eager."""
+    """Return the time in a CUDA graph, else eager."""
     return result.get("graph_us") or result.get("eager_us")
 
 

@@ -1,6 +1,6 @@
-"""Results of benchmarks.ccl as Markdown. Of a sweep, the best that each variant reached, beside what the plan takes."""
+"""Results of benchmarks.ccl as Markdown. Of a sweep, the best settings of each variant, and the plan's."""
 
-from benchmarks.measuring.report import headline, left_out
+from benchmarks.measuring.report import headline, omissions
 from benchmarks.measuring.tables import markdown, mean_of
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}
@@ -22,11 +22,11 @@ def render(report: dict) -> str:
             if any(f"{mode}_us" in result for row in rows for result in row["results"]):
                 parts += [f"#### `{op}`, {title}", sweep_table(rows, mode) if sweep else op_table(rows, mode)]
         parts += ["\n".join(f"- {note}" for note in _notes(rows))] if _notes(rows) else []
-    return "\n\n".join(parts + left_out(report))
+    return "\n\n".join(parts + omissions(report))
 
 
 def op_table(rows: list[dict], mode: str) -> str:
-    """Ours with its bus bandwidth; a rival's time and how many times ours it is."""
+    """Return a table of ours with its bus bandwidth, and each rival's time with its ratio to ours."""
     rivals = list(dict.fromkeys(r["name"] for row in rows for r in row["results"] if r["kind"] == "rival"))
     ratios: dict[str, list[float]] = {name: [] for name in rivals}
     lines = []
@@ -41,12 +41,12 @@ def op_table(rows: list[dict], mode: str) -> str:
         if mode == "eager":
             line.append(_us(host) if host else "-")
         for name in rivals:
-            theirs = results.get(name, {}).get(f"{mode}_us")
-            if us and theirs:
-                ratios[name].append(theirs / us)
-                line.append(f"{_us(theirs)} ({theirs / us:.2f}x)")
+            rival_us = results.get(name, {}).get(f"{mode}_us")
+            if us and rival_us:
+                ratios[name].append(rival_us / us)
+                line.append(f"{_us(rival_us)} ({rival_us / us:.2f}x)")
             else:
-                line.append(_us(theirs) if theirs else results.get(name, {}).get("status", ""))
+                line.append(_us(rival_us) if rival_us else results.get(name, {}).get("status", ""))
         lines.append(line)
     host = ["host µs"] if mode == "eager" else []
     means = [mean_of(ratios[name], len(rows), "x") for name in rivals]
@@ -55,7 +55,7 @@ def op_table(rows: list[dict], mode: str) -> str:
 
 
 def sweep_table(rows: list[dict], mode: str, shown: int = 3) -> str:
-    """The planned one and, of each variant, the fastest settings."""
+    """Return a table of the planned settings and the fastest ones of each variant."""
     key = f"{mode}_us"
     lines = []
     for row in rows:
@@ -64,11 +64,11 @@ def sweep_table(rows: list[dict], mode: str, shown: int = 3) -> str:
         for result in timed:
             name = "as planned" if result["name"] == "as planned" else " ".join(result["name"].split()[:2])
             families.setdefault(name, []).append(result)
-        for name, found in families.items():
-            best = sorted(found, key=lambda result: result[key])[:shown]
+        for name, members in families.items():
+            best = sorted(members, key=lambda result: result[key])[:shown]
             cells = [f"{_us(r[key])} ({r['plan']['programs']} x {r['plan']['block']})" for r in best]
             if name == "as planned":
-                plan = found[0]["plan"]
+                plan = members[0]["plan"]
                 name = f"as planned: {plan['variant']} {plan['protocol']}, expected {plan['expected_us']:.1f}"
             lines.append([size_name(row["bytes"]), name, *cells, *[""] * (shown - len(cells))])
     return markdown(["size", "variant", *(f"no. {i + 1}" for i in range(shown))], lines)

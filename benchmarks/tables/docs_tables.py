@@ -1,7 +1,7 @@
-"""Tables that go through all result files: the rows of a kernel, and the rows that a rival leads.
+"""Tables over all result files: the rows of a kernel, and the rows that a rival leads.
 
-    of_kernel    some rows in which a plan took the kernel of that name, beside the strongest rivals
-    lost         all rows in which a rival is faster than ours, by the reason, where `_REASONS` knows it
+    of_kernel    some rows whose plan took the kernel of that name, and the strongest rivals
+    lost         all rows in which a rival is faster than ours, by the reason in `_REASONS`
 
 `pages.py` puts them on their pages.
 """
@@ -24,17 +24,17 @@ from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, changed, current, h
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("ops_{gpu}_x2", "ops_{gpu}_x4", "ops_models_{gpu}_x2", "ops_models_{gpu}_x4", "ccl_{gpu}_x2", "ccl_{gpu}_x4")
-PAGES = {  # of each kernel, by the name in its comment
+PAGES = {  # the page of each kernel, by the name in its comment
     name: f"{KERNEL_PAGES}/{path.name}"
     for path in sorted((ROOT / KERNEL_PAGES).glob("*.md"))
     for line in path.read_text().splitlines()
     if line.startswith("<!-- measured ")
     for name in line.split()[2:3]
 }
-# Why a rival of that name is ahead in an op, in graphs and in eager calls.
+# Why this rival leads in this op, in graphs and in eager calls.
 _TILES = "A tile of cuBLAS fills the waves of these rows; ours left multiprocessors idle"
 _GATHERS = "Both move rows by copy engines; cuBLAS's tiles are a few percent faster than ours at these widths"
-_WHOLE = "Both overlap the exchange with the product; cuBLAS's tiles are a percent faster than ours at these sizes"
+_OVERLAPPED = "Both overlap the exchange with the product; cuBLAS's tiles are a percent faster than ours at these sizes"
 UNEXPLAINED = "The cause is unknown"
 _POWER = "The cause is unknown: the product of 22 ms takes nearly all of the time"
 _HALVES = "Our all-reduce kernel for these rows cannot end with the norm, so a second kernel reads its result"
@@ -46,7 +46,7 @@ _REASONS = {
     ("ar", "cuBLAS + torch two-shot"): (_TILES, _TILES),
     ("ar", "cuBLAS + NCCL"): ("", _POWER),
     ("rs", "cuBLAS + torch reduce-scatter"): (_TILES, _TILES),
-    ("rs", "torch async-TP"): (_WHOLE, _WHOLE),
+    ("rs", "torch async-TP"): (_OVERLAPPED, _OVERLAPPED),
     ("ar", "cuBLAS + FlashInfer one-shot with norm"): (_HALVES, _HALVES),
     ("all_reduce", "torch two-shot"): ("", _HOST),
     ("all_reduce", "FlashInfer one-shot"): (_ONE_HOP, ""),
@@ -59,21 +59,21 @@ _NONE = "The benchmarks never ran this kernel, because the plan chose others on 
 
 
 def of_kernel(name: str, folder: str) -> str:
-    """Some rows that ran a kernel; `folder`: the way from its page to the result files."""
+    """Return some rows that ran a kernel. `folder`: the path from its page to the result files."""
     rows = _rows().get(name)
     return _table(rows, folder) if rows else _NONE
 
 
 @functools.cache
 def _rows() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """All rows of the newest files, by the kernel that ours ran."""
-    found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    """Return all rows of the newest files, by the kernel that ours ran."""
+    by_kernel: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for run in (run for pattern in FILES for run in newest(pattern)):
         for row in run["rows"]:
             ours = next(each for each in row["results"] if each["kind"] == "ours")
             if ours["status"] == "ok" and ours.get("graph_us"):
-                found.setdefault(_kernel(run, row, ours["plan"]), []).append((run, row))
-    return found
+                by_kernel.setdefault(_kernel(run, row, ours["plan"]), []).append((run, row))
+    return by_kernel
 
 
 def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> str:
@@ -92,7 +92,7 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
 
 
 def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> str:
-    """Some of `rows`: every op's smallest and largest, and others spread between them."""
+    """Return a table of `rows`: at most five, from the smallest to the largest of every op."""
     chosen = list(_spread(rows))
     text = f"µs a call {GRAPHS}. {FACTOR}"
     lines = [
@@ -107,10 +107,10 @@ def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> st
         ours = next(each["graph_us"] for each in row["results"] if each["kind"] == "ours")
         rivals = [each for each in row["results"] if each["kind"] == "rival" and each.get("graph_us")]
         nccl = [each for each in rivals if each["name"] in ("NCCL", "cuBLAS + NCCL")]
-        others = sorted((each for each in rivals if each not in nccl), key=lambda each: each["graph_us"])
+        other_rivals = sorted((each for each in rivals if each not in nccl), key=lambda each: each["graph_us"])
         size = f"{row['M']}, {row['N']}, {row['K']}" if "M" in row else _bytes(row["bytes"])
         op = f"`{_OPS.get(row['op'], row['op'])}`"
-        cells = [_gpus(run), op, size, _us(ours), _rival(nccl, ours, False), _rival(others, ours, True)]
+        cells = [_gpus(run), op, size, _us(ours), _rival(nccl, ours, False), _rival(other_rivals, ours, True)]
         lines.append(f"| {' | '.join([*cells, changed(run, row)])} |")
     return "\n".join(lines)
 
@@ -150,14 +150,14 @@ def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
     return f"**{text}**" if us < ours else text
 
 
-def lost(now: bool) -> str:
-    """Every row in which a rival takes less time than ours, by the reason, the widest lead first.
+def lost(of_current: bool) -> str:
+    """Return every row in which a rival takes less time than ours, by the reason, the widest lead first.
 
-    Of runs that are current, where `now` is true, else of the earlier ones.
+    Rows come from current runs where `of_current` is true, else from earlier ones.
     """
     rows: dict[str, list[tuple[float, str]]] = {}
     runs = [run_of(path.stem) for path in sorted(RESULTS.glob("*.json"))]
-    for run in (run for run in runs if current(run) == now):
+    for run in (run for run in runs if current(run) == of_current):
         for row in run.get("rows", ()):
             for called, times, unit in _timed(run, row):
                 ours = times.pop("ours", None)
@@ -165,10 +165,10 @@ def lost(now: bool) -> str:
                 if ours and best and times[best] < ours:
                     line = _lost_row(run, row, called, (_time(ours, unit), f"{best} {_time(times[best], unit)}"))
                     lead = ours / times[best] - 1
-                    rows.setdefault(_why(row, called, best), []).append((lead, line.format(f"{100 * lead:.1f} %")))
+                    rows.setdefault(_reason(row, called, best), []).append((lead, line.format(f"{100 * lead:.1f} %")))
     parts = []
-    for why, lines in sorted(rows.items(), key=lambda each: -max(each[1])[0]):
-        parts += [f"### {why}", ""]
+    for reason, lines in sorted(rows.items(), key=lambda each: -max(each[1])[0]):
+        parts += [f"### {reason}", ""]
         parts += [f"| GPUs, date | op | size | called | ours, µs | the rival, µs | ahead by | {CHANGED} |"]
         parts += ["|---|---|---|---|---:|---:|---:|---|"]
         parts += [line for _, line in sorted(lines, reverse=True)] + [""]
@@ -176,14 +176,14 @@ def lost(now: bool) -> str:
 
 
 def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], str]]:
-    """How a row was called, what ours and each rival took by name, and in which unit."""
+    """Yield how a row was called, the times of ours and each rival by name, and their unit."""
     benchmark = str(run.get("benchmark", "")).partition("_")[0]
     done = [each for each in row.get("results", ()) if each["status"] == "ok"]
     if benchmark in ("ops", "norms", "ccl"):
         for called in ("graph", "eager"):
             known = [each for each in done if each["kind"] != "gemm" and each.get(f"{called}_us")]
             yield called, {each["name"]: each[f"{called}_us"] for each in known}, ""
-    elif benchmark == "moe":  # of those that reduce over the ranks, whose names say how
+    elif benchmark == "moe":  # only contenders that reduce over the ranks, whose names contain a plus
         yield "graph", {name: us for name, us in row["us"].items() if name == "ours" or " + " in name}, ""
     elif benchmark == "rooted":
         names = {"ctx.ccl": "ours", "torch": "NCCL"}
@@ -203,13 +203,13 @@ def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
     return (row["M"], row["N"], row["K"]) if "M" in row else ()
 
 
-def _why(row: dict[str, Any], called: str, best: str) -> str:
+def _reason(row: dict[str, Any], called: str, best: str) -> str:
     reasons = _REASONS.get((row.get("op", row.get("what", "model")), best), ("", ""))
     return _OF_ROWS.get(_sizes(row)) or reasons[called == "eager"] or UNEXPLAINED
 
 
 def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tuple[str, str]) -> str:
-    """The row's line, with a place for the lead."""
+    """Return the row's line, with a placeholder for the lead."""
     if "batch" in row:
         op, size = run["model"] + (", compiled" if run.get("compiled") else ""), f"{row['batch']} x {row['prompt']}"
     elif "shape" in row:

@@ -11,7 +11,7 @@ _FILE = RESULTS / "simulated" / "hosts.json"
 
 
 def steps(folder: str) -> str:
-    """One line for each number of hosts: the step by stages of one host each, and by the fastest layout."""
+    """Return one line for each number of hosts: the step by stages of one host each, and by the fastest layout."""
     run = json.loads(_FILE.read_text())
     counts = list(dict.fromkeys(row["rows"] for row in run["rows"]))
     head = (
@@ -24,7 +24,7 @@ def steps(folder: str) -> str:
 
 
 def rates(folder: str) -> str:
-    """The same of tokens per second with a batch in each stage, by the layout that makes most."""
+    """Return the same for tokens per second with a batch in each stage, by the layout with the most."""
     run = json.loads(_FILE.read_text())
     counts = list(dict.fromkeys(row["rows"] for row in run["rows"]))
     head = (

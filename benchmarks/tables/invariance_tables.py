@@ -1,11 +1,11 @@
-"""Tables of the page on the same bits: what is promised costs this much, and no bit differed.
+"""Tables of the page on the same bits: the cost of each guarantee, and the number of bits that differed.
 
-invariance            ops with the promise of any number of rows over those without, measured
+invariance            time of ops with the same bits at any number of rows over the time without, measured
 invariance predicted  the same by the planner's model, as it is now
-invariance accuracy   what a sum over ranks misses in the order of each promise, computed here
-invariance ranks      row-parallel layers with the promise of any number of ranks
-invariance costs      a sentence of the README: what each level costs a decode step of such a model
-invariance models     steps and first tokens of a whole model at each level, and vLLM's with its own promise
+invariance accuracy   the error of a sum over ranks in the order of each level, computed here
+invariance ranks      row-parallel layers with the same bits on any number of ranks
+invariance costs      a sentence of the README: the cost of each level in a decode step of these models
+invariance models     steps and first tokens of a model at each level, and vLLM's with its own guarantee
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`
 
 
 def invariance(folder: str) -> str:
-    """What the same bits at every number of rows cost, by kind of call."""
+    """Return the measured cost of the same bits at every number of rows, by kind of call."""
     (run,) = newest("invariance_{gpu}_x2")
     kinds: dict[str, list[float]] = {}
     for row in run["times"]:
@@ -44,14 +44,14 @@ def invariance(folder: str) -> str:
 
 @functools.cache
 def predicted(folder: str) -> str:
-    """The cost of the same bits at every number of rows by the planner's model."""
+    """Return the cost of the same bits at every number of rows by the planner's model."""
     rows = [predicted_row(gpu, ranks) for gpu in ("H100", "H200") for ranks in (2, 4, 8)]
     head = ["GPU", "ranks", "rows", "geometric mean", "worst row", "rows above 1.05"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * 5], *rows])
 
 
 def predicted_row(gpu: str, ranks: int) -> list[str]:
-    """Its cells: a second of arithmetic or two, for hundreds of plans."""
+    """Return the cells of a row of `predicted`: one or two seconds of arithmetic, for hundreds of plans."""
     costs = [each["cost"] for each in expected(f"NVIDIA {gpu}", ranks)]
     figures = f"{geometric_mean(costs):.3f}", f"{max(costs):.2f}", str(sum(cost > 1.05 for cost in costs))
     return [gpu, str(ranks), str(len(costs)), *figures]
@@ -59,17 +59,17 @@ def predicted_row(gpu: str, ranks: int) -> list[str]:
 
 @functools.cache
 def accuracy(folder: str) -> str:
-    """What sums miss of those in float64, in the order of each promise."""
+    """Return the error of sums relative to float64, in the order of each level."""
     rows = []
     for K in (4096, 14336):
         random = torch.Generator().manual_seed(1)
         A, B = (torch.randn(*size, generator=random).bfloat16().double() for size in ((256, K), (K, 256)))
         exact = A @ B
-        found = [_by_tree(A, B, 0, sum_tree.leaves_of(K))]
-        found += [_rounded(sum(_parts(A, B, ranks))) for ranks in (1, 2, 4, 8)]
-        found += [functools.reduce(lambda x, y: _rounded(x + y), _parts(A, B, ranks)) for ranks in (2, 4, 8)]
-        missed = [(each - exact).square().mean().div(exact.square().mean()).sqrt().item() for each in found]
-        rows.append([str(K), *(f"{100 * each:.2f} %" for each in missed)])
+        sums = [_by_tree(A, B, 0, sum_tree.leaves_of(K))]
+        sums += [_rounded(sum(_parts(A, B, ranks))) for ranks in (1, 2, 4, 8)]
+        sums += [functools.reduce(lambda x, y: _rounded(x + y), _parts(A, B, ranks)) for ranks in (2, 4, 8)]
+        errors = [(each - exact).square().mean().div(exact.square().mean()).sqrt().item() for each in sums]
+        rows.append([str(K), *(f"{100 * each:.2f} %" for each in errors)])
     head = ["K", '`"ranks"`', "`None`: 1 rank", "2 ranks", "4 ranks", "8 ranks", "ring as in NCCL: 2 ranks", "4 ranks"]
     head.append("8 ranks")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---:"] * len(head), *rows])
@@ -80,7 +80,7 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(A: torch.Tensor, B: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """What each rank has summed, rounded."""
+    """Return each rank's partial sum, rounded."""
     return [_rounded(a @ b) for a, b in zip(A.chunk(ranks, dim=1), B.chunk(ranks), strict=True)]
 
 
@@ -93,9 +93,9 @@ def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.T
 
 
 def models(folder: str) -> str:
-    """Steps and first tokens of a whole model at each level, beside vLLM's with and without its own promise.
+    """Return steps and first tokens of a model at each level, and vLLM's with and without its own guarantee.
 
-    Each of the two is of the latest run that has it, and is compared with what promises nothing in the same run.
+    Each comes from the latest run that has it, and is compared with the time without a guarantee in the same run.
     """
     runs = _of_levels()
     if not runs:
@@ -103,14 +103,14 @@ def models(folder: str) -> str:
     rows, shown = [], {}
     for size in _sizes(runs):
         model, layers, batch, prompt = size
-        (own, ours), (other, theirs) = (_latest(runs, size, key) for key in ("ours-batch", "vllm-batch"))
-        shown |= {run["file"]: run for run in (own, other) if run}
-        named = f"{gpu_of(other)}: " if own and other and own["gpu"] != other["gpu"] else ""
+        (our_run, our_results), (vllm_run, vllm) = (_latest(runs, size, key) for key in ("ours-batch", "vllm-batch"))
+        shown |= {run["file"]: run for run in (our_run, vllm_run) if run}
+        named = f"{gpu_of(vllm_run)}: " if our_run and vllm_run and our_run["gpu"] != vllm_run["gpu"] else ""
         for kind, name in (("step", "step"), ("first", "first token")):
-            cells = [f"{model}, {gpu_of(own)}" if own else model, str(layers), f"{batch} x {prompt}", name]
-            cells += _over_first(ours, ("ours", "ours-batch", "ours-ranks"), kind)
-            cells += [f"{named}{cell}" if cell else "" for cell in _over_first(theirs, ("vllm", "vllm-batch"), kind)]
-            rows.append([*cells, changed(own) if own else ""])
+            cells = [f"{model}, {gpu_of(our_run)}" if our_run else model, str(layers), f"{batch} x {prompt}", name]
+            cells += _over_first(our_results, ("ours", "ours-batch", "ours-ranks"), kind)
+            cells += [f"{named}{cell}" if cell else "" for cell in _over_first(vllm, ("vllm", "vllm-batch"), kind)]
+            rows.append([*cells, changed(our_run) if our_run else ""])
     text = (
         "ms, with random weights and compiled decoder layers, in CUDA graphs: the median on the slowest rank. The"
         " factor in brackets compares with `None`, or with vLLM's default, in the same run. Invariant vLLM is"
@@ -122,8 +122,8 @@ def models(folder: str) -> str:
 
 
 def step_costs(_folder: str) -> str:
-    """A sentence: by how much each level lengthens a decode step, at the cheapest row of `models` and the dearest."""
-    runs, told, where = _of_levels(), [], {}
+    """Return a sentence: by how much each level lengthens a decode step, from the least to the most in `models`."""
+    runs, parts, where = _of_levels(), [], {}
     for key in ("ours-batch", "ours-ranks"):
         costs = []
         for run, results in (_latest(runs, size, key) for size in _sizes(runs)):
@@ -131,8 +131,8 @@ def step_costs(_folder: str) -> str:
                 costs.append(100 * results[key]["step_graph_ms"] / results["ours"]["step_graph_ms"] - 100)
                 where[gpus(run)] = run
         span = " to ".join(dict.fromkeys(f"{cost:.0f}" for cost in (min(costs), max(costs))))
-        told.append(f'{span} % longer with `"{key.removeprefix("ours-")}"`')
-    return f"On {' and '.join(where)} a decode step takes {' and '.join(told)}."
+        parts.append(f'{span} % longer with `"{key.removeprefix("ours-")}"`')
+    return f"On {' and '.join(where)} a decode step takes {' and '.join(parts)}."
 
 
 def _of_levels() -> list[dict[str, Any]]:
@@ -144,13 +144,13 @@ def _sizes(runs: list[dict[str, Any]]) -> list[tuple]:
 
 
 def _over_first(results: dict[str, Any], keys: Sequence[str], kind: str) -> list[str]:
-    """The times of `keys`, with how many times that of the first each of the others is."""
-    first, *others = (results.get(key, {}).get(f"{kind}_graph_ms") for key in keys)
-    return [figure(first), *(f"{figure(each)} ({each / first:.2f})" if each and first else "" for each in others)]
+    """Return the times of `keys`, each but the first with its ratio to the first."""
+    first, *rest = (results.get(key, {}).get(f"{kind}_graph_ms") for key in keys)
+    return [figure(first), *(f"{figure(each)} ({each / first:.2f})" if each and first else "" for each in rest)]
 
 
 def _latest(runs: list[dict[str, Any]], size: tuple, key: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The first of `runs` that has measured `key` at this size, and all that it measured there, by key."""
+    """Return the first of `runs` that has measured `key` at this size, and its results there, by key."""
     for run in runs:
         for row in run["rows"]:
             results = {each["key"]: each for each in row["results"] if each["status"] == "ok"}
@@ -164,10 +164,10 @@ def _has(run: dict[str, Any], key: str) -> bool:
 
 
 def _compared(run: dict[str, Any]) -> str:
-    """How many products were compared, at ten numbers of rows each, and in how many numbers bits differed."""
+    """Return how many products were compared, at ten numbers of rows each, and how many values differed."""
     differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
-    beside = run.get("beside", run["products"])  # of which so many with nothing promised, too
-    of_those = "" if beside == run["products"] else f" of {beside} of them"
+    with_none = run.get("beside", run["products"])  # how many of them were compared with `None`, too
+    of_those = "" if with_none == run["products"] else f" of {with_none} of them"
     ops: dict[str, int] = {}
     for name, count in run["counted"].items() if kind != "products" else ():
         for op in ["B in fp8"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
@@ -181,7 +181,7 @@ def _compared(run: dict[str, Any]) -> str:
 
 
 def invariance_ranks(folder: str) -> str:
-    """What the same bits on any number of ranks cost, by layer and number of rows."""
+    """Return the cost of the same bits on any number of ranks, by layer and number of rows."""
     (run,) = newest("invariance_ranks_{gpu}_x2")
     rows = []
     for row in run["times"]:
@@ -194,30 +194,30 @@ def invariance_ranks(folder: str) -> str:
         f' For each row the result with `"ranks"` on two ranks was compared with that of one rank: {differing} values'
         " differed."
     )
-    text += _whole_models(by_age("invariance_models*_{gpu}_x2"))
+    text += _model_logits(by_age("invariance_models*_{gpu}_x2"))
     few, many = (
-        geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == wanted])
-        for wanted in (True, False)
+        geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == is_few])
+        for is_few in (True, False)
     )
-    told = f"The geometric mean is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} times above."
+    means = f"The geometric mean is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} times above."
     head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{told}"
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{means}"
 
 
-def _whole_models(runs: list[dict[str, Any]]) -> str:
-    """What comparing whole models' logits found, at each level."""
-    told = []
+def _model_logits(runs: list[dict[str, Any]]) -> str:
+    """Return how many logits of models differed at each level, as text."""
+    lines = []
     for run in runs:
         for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
             rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
             differing = sum(row["differing"] for row in rows)
             batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
             how = " and compiled" * any(row["mode"] == "compiled" for row in rows)
-            told.append(f'{model}, {layers} layers, `"{level}"`{how}, batches of {batches}: {differing}')
-        told[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
+            lines.append(f'{model}, {layers} layers, `"{level}"`{how}, batches of {batches}: {differing}')
+        lines[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
     return (
         " Whole models with random weights ran a prompt and three steps, eagerly, from CUDA graphs and, where noted,"
-        f" compiled. The number of logits that differed: {'; '.join(told)}."
+        f" compiled. The number of logits that differed: {'; '.join(lines)}."
     )
 
 

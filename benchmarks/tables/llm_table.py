@@ -1,4 +1,4 @@
-"""The table of `benchmarks.llm`, from its result: first tokens and steps of each contender, beside ours."""
+"""The table of `benchmarks.llm`, from its result: first tokens and steps of each contender."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def summary(result: dict) -> str:
 
 
 def render(measured: dict) -> str:
-    """The table: a line for each row and contender, with how many times ours each takes."""
+    """Return the table: a line for each row and contender, with the ratio of its time to ours."""
     depth = f"{measured['layers']} layers" + (" (SHORTENED)" if measured["shortened"] else "")
     depth += ", compiled" if measured.get("compiled") else ""
     kinds = ("first token, graph, ms", "first token, eager, ms", "step, graph, ms", "step, eager, ms")
@@ -48,8 +48,8 @@ def render(measured: dict) -> str:
         f" most {allowed['times']:g} times that of cuBLAS + NCCL and {allowed['eps']:g} eps{rounded}."
         f" `{measured['command']}`"
     )
-    told = ["\n".join(f"- {note}" for note in notes)] if notes else []
-    return "\n\n".join([title, markdown(head, lines), *told, *report.left_out(measured)])
+    note_lines = ["\n".join(f"- {note}" for note in notes)] if notes else []
+    return "\n\n".join([title, markdown(head, lines), *note_lines, *report.omissions(measured)])
 
 
 def _cell(result: dict, ours: dict, key: str) -> str:

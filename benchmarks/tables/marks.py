@@ -1,8 +1,8 @@
-"""What a table says of its own age: who measured it, where, and what has changed since.
+"""The age of a table: machine, date and versions of its runs, and what has changed since.
 
-A row's mark is one word: "no", or which of its kernel and its plan are others than when it was measured, or "unknown"
-where the run kept no digests (`freshness.py`). A plan counts as changed where today's plan of the row is another: where
-only the files of the plans have changed, the row is planned again, which is arithmetic.
+A row's mark is "no", or which of its kernel and its plan have changed since it was measured, or "unknown" where the run
+kept no digests (`freshness.py`). A plan has changed where today's plan of the row differs: where the planner's files
+have changed, the row is planned again, which is arithmetic.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from benchmarks.measuring import freshness, report
 CHANGED = "changed since"
 GRAPHS = "in a CUDA graph: the median on the slowest rank, with NVLink multicast off for every contender"
 FACTOR = "The factor in brackets is a rival's time divided by ours; bold marks a faster rival."
-"""Under which conditions a table's microseconds were measured: docs/benchmarks/how.md has the others."""
+"""The conditions of a table's times; docs/benchmarks/how.md has the others."""
 UNKNOWN = "unknown"
 VERSIONS = ("torch", "triton", "NCCL")
 WIDTH = 160
 PROGRAMS = 132  # of an H100 and an H200
-# what else of a configuration decides which code runs
+# other fields of a configuration that decide which code runs
 _FIELDS = ("algorithm", "block_m", "block_n", "block_k", "num_warps", "num_stages", "warp_specialised", "splits")
 
 
 @functools.cache
 def run_of(file: str) -> dict[str, Any]:
-    """A result file by its name without ".json", with that name as "file"."""
+    """Return a result file by its name without ".json", with that name as "file"."""
     return json.loads((report.RESULTS / f"{file}.json").read_text()) | {"file": file}
 
 
 def by_age(pattern: str) -> list[dict[str, Any]]:
-    """The runs whose names are `pattern` with a GPU for "{gpu}", the latest first, of a day those of newer code."""
+    """Return the runs whose names are `pattern` with a GPU for "{gpu}", the latest date, then commit, first."""
     files = [path.stem for gpu in ("h100", "h200") for path in report.RESULTS.glob(pattern.format(gpu=gpu) + ".json")]
     runs = list(map(run_of, files))
     return sorted(runs, key=lambda run: (run["date"], _committed(run), run["file"]), reverse=True)
@@ -63,12 +63,12 @@ def _committed(run: dict[str, Any]) -> int:
 
 
 def newest(pattern: str) -> list[dict[str, Any]]:
-    """The latest of those; none where there is none."""
+    """Return a list of the latest run of `pattern`, empty where there is none."""
     return by_age(pattern)[:1]
 
 
 def current(run: dict[str, Any]) -> bool:
-    """Whether the run kept digests, so that its rows can say what has changed since; else it is an earlier one."""
+    """Return whether the run kept digests, by which rows are marked as changed; else it is an earlier one."""
     return bool(run.get("code"))
 
 
@@ -81,26 +81,26 @@ def gpus(run: dict[str, Any]) -> str:
 
 
 def header(runs: Iterable[dict[str, Any]], folder: str, text: str = "") -> str:
-    """Who measured a table: GPU, dtype, versions, and each run's date and commit, linked to all of its rows."""
+    """Return `text`, GPU, dtype and versions, and each run's date and commit, linked to all of its rows."""
     by_machine: dict[str, dict[str, str]] = {}
     for run in runs:
         name = f"[{run['file']}]({folder}{run['file']}.md)"
         by_machine.setdefault(machine(run), {})[run["file"]] = f"{name} {when(run)}"
-    told = [f"{where}: {', '.join(files.values())}." for where, files in by_machine.items()]
-    return filled(" ".join([*([text] if text else []), *told]))
+    parts = [f"{where}: {', '.join(files.values())}." for where, files in by_machine.items()]
+    return filled(" ".join([*([text] if text else []), *parts]))
 
 
 def in_short(runs: Iterable[dict[str, Any]], text: str) -> str:
-    """The same without the runs' names."""
+    """Return the same as `header` without the runs' names."""
     by_machine: dict[str, dict[str, set[str]]] = {}
     for run in runs:
         dates = by_machine.setdefault(f"{gpus(run)}, {run['dtype']}; {_versions(run)}", {})
         dates.setdefault(run["date"], set()).update([run["commit"]] if run.get("commit") else [])
-    told = []
+    parts = []
     for where, dates in by_machine.items():
         days = [f"{date}{_commits(commits)}" for date, commits in sorted(dates.items())]
-        told.append(f"{where}: {'; '.join(days)}.")
-    return filled(" ".join([text, *told]))
+        parts.append(f"{where}: {'; '.join(days)}.")
+    return filled(" ".join([text, *parts]))
 
 
 def _commits(commits: set[str]) -> str:
@@ -124,16 +124,16 @@ def filled(paragraph: str) -> str:
 
 
 def changed(run: dict[str, Any], row: dict[str, Any] | None = None) -> str:
-    """The mark of a `row` of a run, or of a run whose rows name no kernels."""
+    """Return the mark of a `row` of a run, or of a run whose rows name no kernels."""
     parts = _changes(run["file"]) if "file" in run else tuple(freshness.changes(run))
     if freshness.UNKNOWN in parts:
         return UNKNOWN
-    ours = _ours(row)
-    if row is None or not ours.get("kernel"):
+    own_plan = _own_plan(row)
+    if row is None or not own_plan.get("kernel"):
         return ", ".join("plans" if part == freshness.PLANS else "kernels" for part in parts) or "no"
-    found = ["kernel"] if set(parts) & {ours["kernel"], str(run["benchmark"]).partition("_")[0]} else []
-    found += ["plan"] if freshness.PLANS in parts and not planned_alike(run, row, ours) else []
-    return ", ".join(found) or "no"
+    marks = ["kernel"] if set(parts) & {own_plan["kernel"], str(run["benchmark"]).partition("_")[0]} else []
+    marks += ["plan"] if freshness.PLANS in parts and not planned_alike(run, row, own_plan) else []
+    return ", ".join(marks) or "no"
 
 
 @functools.cache
@@ -141,13 +141,13 @@ def _changes(file: str) -> tuple[str, ...]:
     return tuple(freshness.changes(run_of(file)))
 
 
-def _ours(row: dict[str, Any] | None) -> dict[str, Any]:
+def _own_plan(row: dict[str, Any] | None) -> dict[str, Any]:
     results = (row or {}).get("results", [])
     return next((each.get("plan") or {} for each in results if each.get("name") == "ours"), {})
 
 
 def planned_alike(run: dict[str, Any], row: dict[str, Any], recorded: dict[str, Any]) -> bool:
-    """Whether today's plan of a `row` takes the kernel and the blocks that it was measured with."""
+    """Return whether today's plan of a `row` takes the kernel and the blocks that it was measured with."""
     op = NORM if run["benchmark"].startswith("norms") else CALLS[row["op"]]
     form = None if row["op"] == "ar" else row.get("form", "rows")
     try:

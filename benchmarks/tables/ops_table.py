@@ -1,8 +1,8 @@
-"""Results as Markdown: one table per op and mode, rivals beside us, the floor, what went wrong below it.
+"""Results as Markdown: one table per op and mode, with rivals and the floor; failures are listed below it.
 
-A rival's cell is its time and how many times ours it takes, blank where it does not serve the row. The last line has
-the geometric means over the rows that both have figures for, and of how many rows if not of all. Below, what an eager
-call costs the host, over the rows that a contender serves.
+A rival's cell is its time and the ratio to ours, blank where it does not support the row. The last line has the
+geometric means over the rows that both have figures for, and their number if not all. The table of host times follows:
+the host's time of an eager call, over the rows that a contender supports.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import statistics
 
 from iris_tp.bench.rows import CALLS, label
 
-from benchmarks.measuring.report import headline, left_out
+from benchmarks.measuring.report import headline, omissions
 from benchmarks.measuring.tables import markdown, mean_of
 
 NORM = "matmul_all_reduce_norm"
@@ -18,7 +18,7 @@ MODES = {"graph": "CUDA graph", "eager": "eager"}
 
 
 def render(report: dict, modes: Iterable[str]) -> str:
-    """The whole report; `modes` are "graph" and "eager"."""
+    """Return the full report; `modes` are "graph" and "eager"."""
     parts = [f"{headline(report)} µs per call: median, slowest rank. `{report['command']}`"]
     parts += [report["note"]] if "note" in report else []
     names = {"ar": NORM} if report.get("benchmark", "").startswith("norms") else CALLS
@@ -30,7 +30,7 @@ def render(report: dict, modes: Iterable[str]) -> str:
         if "eager" in modes and any("eager_host_us" in result for row in rows for result in row["results"]):
             parts += [f"#### `{names[op]}`, host time of an eager call", host_table(rows)]
         parts += ["\n".join(f"- {note}" for note in notes(rows))] if notes(rows) else []
-    return "\n\n".join(parts + left_out(report))
+    return "\n\n".join(parts + omissions(report))
 
 
 def op_table(rows: list[dict], mode: str) -> str:
@@ -61,7 +61,7 @@ def op_table(rows: list[dict], mode: str) -> str:
 
 
 def host_table(rows: list[dict]) -> str:
-    """How long issuing an eager call keeps the host busy, over the rows that a contender serves."""
+    """Return how long an eager call keeps the host busy, over the rows that a contender supports."""
     taken: dict[str, list[float]] = {}
     for result in (result for row in rows for result in row["results"]):
         if "eager_host_us" in result:
@@ -72,7 +72,7 @@ def host_table(rows: list[dict]) -> str:
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What is missing from the tables and why, each reason once with the rows that it concerns."""
+    """Return the reasons of gaps in the tables, each once with the rows that it concerns."""
     where: dict[str, list[str]] = {}
     for row in rows:
         for result in row["results"]:
@@ -80,7 +80,7 @@ def notes(rows: list[dict]) -> list[str]:
                 where.setdefault(f"{result['name']}: {note}", []).append(label(row))
         for note in row.get("notes", []):
             where.setdefault(note, []).append(label(row))
-    return [f"{note} [{'all rows' if len(found) == len(rows) else '; '.join(found)}]" for note, found in where.items()]
+    return [f"{note} [{'all rows' if len(at) == len(rows) else '; '.join(at)}]" for note, at in where.items()]
 
 
 def _names(rows: list[dict], kind: str) -> list[str]:

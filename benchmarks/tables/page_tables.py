@@ -1,6 +1,7 @@
 """The tables of README and docs, as Markdown, from result files: rows chosen here, figures and marks from the JSON.
 
-Every table begins with who measured it (`marks.header`) and ends in the column "changed since" (`marks.changed`).
+Every table begins with machine, date and versions (`marks.header`) and ends in a column "changed since"
+(`marks.changed`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from benchmarks.tables.marks import (
 )
 
 Run = dict[str, Any]
-Wanted = tuple[str, int, int, int] | tuple[str, int, int, int, str]
+RowKey = tuple[str, int, int, int] | tuple[str, int, int, int, str]
 
-SUMMARY: list[Wanted] = [
+SUMMARY: list[RowKey] = [
     ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 64, 8192, 2048), ("ar", 1, 8192, 2048),
     ("rs", 8192, 8192, 7168), ("ag", 8192, 2560, 8192), ("ga", 8192, 14336, 8192),
 ]  # fmt: skip
-TWO: list[Wanted] = [
+TWO: list[RowKey] = [
     ("ar", 8192, 8192, 7168), ("ar", 2048, 8192, 2048), ("ar", 1024, 5120, 12800), ("ar", 512, 8192, 2048),
     ("ar", 256, 8192, 2048), ("ar", 200, 8192, 14336), ("ar", 64, 8192, 2048), ("ar", 1, 8192, 2048),
     ("rs", 8192, 8192, 7168), ("rs", 2048, 8192, 2048), ("rs", 4096, 4096, 3584), ("rs", 2048, 5120, 12800),
@@ -44,7 +45,7 @@ TWO: list[Wanted] = [
     ("ag", 4096, 14336, 4096), ("ag", 512, 9216, 16384), ("ag", 512, 2560, 8192), ("ag", 32, 5120, 8192),
     ("ga", 8192, 14336, 8192), ("ga", 2048, 2560, 8192), ("ga", 64, 128256, 8192, "cols"),
 ]  # fmt: skip
-FOUR: list[Wanted] = [
+FOUR: list[RowKey] = [
     ("ar", 8192, 8192, 7168), ("ar", 8192, 8192, 2048), ("ar", 2048, 8192, 2048), ("ar", 1024, 4096, 3584),
     ("ar", 512, 8192, 7168), ("ar", 512, 5120, 2048), ("ar", 512, 8192, 2048), ("ar", 64, 8192, 2048),
     ("ar", 16, 8192, 7168), ("ar", 1, 8192, 2048), ("ar", 1, 4096, 1024), ("rs", 8192, 8192, 7168),
@@ -60,9 +61,9 @@ OPS_TEXT = f"µs a call {GRAPHS}. {FACTOR}"
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
 
-def lines_of(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are words, and the others figures."""
-    rule = ["---"] * left + ["---:"] * (len(head) - left - 1) + ["---"]
+def lines_of(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
+    """Return a table whose first `text_columns` columns are text, and the others figures."""
+    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns - 1) + ["---"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
@@ -76,16 +77,16 @@ def us(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def beside(theirs: float | None, ours: float, name: str = "") -> str:
-    """A rival's time, and how many times ours it is."""
-    if theirs is None:
+def versus(rival: float | None, ours: float, name: str = "") -> str:
+    """Return a rival's time and its ratio to ours, in bold where the rival is faster."""
+    if rival is None:
         return ""
-    text = f"{name} {us(theirs)} ({theirs / ours:.2f}x)".strip()
-    return f"**{text}**" if theirs < ours else text
+    text = f"{name} {us(rival)} ({rival / ours:.2f}x)".strip()
+    return f"**{text}**" if rival < ours else text
 
 
 def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
-    """By name, what each contender takes that ran and was right, but for products alone."""
+    """Return the time in µs of each contender that ran correctly, by name, without products alone."""
     return {
         each["name"]: each[f"{mode}_us"]
         for each in row["results"]
@@ -97,12 +98,12 @@ def summary(_folder: str) -> str:
     """Return ten rows of ops and of models' steps on two GPUs, from current runs, with vLLM where it was measured."""
     used, rows = _op_rows(OPS_TWO, SUMMARY, floor=False)
     rows = [[op, gpus(run), *cells] for run, (op, *cells) in zip(used, rows, strict=True)]
-    of_models = [found for model in MODELS if (found := _latest_rows(model, 2)) and current(found[0][0])]
+    of_models = [measured for model in MODELS if (measured := _latest_rows(model, 2)) and current(measured[0][0])]
     # the smallest batch of each model; of a single model its three batches, too
-    for run, row in (each for found in of_models for each in found[: 3 if len(of_models) == 1 else 1]):
+    for run, row in (each for measured in of_models for each in measured[: 3 if len(of_models) == 1 else 1]):
         vllm = _vllm(run, row, "step")
         cells = [f"{MODELS[run['model']]}, one decode step, ms", gpus(run), f"{row['batch']} x {row['prompt']}"]
-        cells += [figure(_ms(_by_key(row)["ours"], "step")), _beside_ms(_by_key(row), "nccl", "step")]
+        cells += [figure(_ms(_by_key(row)["ours"], "step")), _versus_ms(_by_key(row), "nccl", "step")]
         rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
         used += [run, *vllm[:1]]
     head = ["what", "GPUs", "M, N, K or batch x prompt", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
@@ -125,52 +126,52 @@ def numbers(_folder: str) -> str:
     ):
         ours = times.pop("ours")
         best = min(times, key=times.__getitem__)
-        theirs = f"{best}: {figure(times[best])} {unit}"
-        rows.append([what, gpus(run), f"{figure(ours)} {unit}", theirs, f"{times[best] / ours:.2f}x"])
+        best_rival = f"{best}: {figure(times[best])} {unit}"
+        rows.append([what, gpus(run), f"{figure(ours)} {unit}", best_rival, f"{times[best] / ours:.2f}x"])
     text = "The best of all rivals that were measured, in CUDA graphs, with NVLink multicast off for every contender."
     head = ["what", "GPUs", "iris-tp", "best rival", "faster by"]
     return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run], text)}"
 
 
 def _first(pattern: str, **fields: Any) -> tuple[Run, dict[str, Any]]:
-    """The row of the newest run of `pattern` that has these fields."""
+    """Return the newest run of `pattern` and its row with these fields."""
     (run,) = newest(pattern)
     return run, next(row for row in run["rows"] if all(row[name] == value for name, value in fields.items()))
 
 
-def ops(patterns: Sequence[str], wanted: Sequence[Wanted], folder: str) -> str:
-    """Rows of the four ops, each from the first of the files that has it."""
-    used, rows = _op_rows(patterns, wanted, floor=True)
+def ops(patterns: Sequence[str], keys: Sequence[RowKey], folder: str) -> str:
+    """Return rows of the four ops, each from the first of the files that has it."""
+    used, rows = _op_rows(patterns, keys, floor=True)
     head = ["op", "M, N, K", "floor", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
 
 
-def _op_rows(patterns: Sequence[str], wanted: Sequence[Wanted], floor: bool) -> tuple[list[Run], list[list[str]]]:
+def _op_rows(patterns: Sequence[str], keys: Sequence[RowKey], floor: bool) -> tuple[list[Run], list[list[str]]]:
     runs = [run for pattern in patterns for run in newest(pattern)]
     used: list[Run] = []
     rows: list[list[str]] = []
     before = ""
-    for want in wanted:
-        found = next(
-            ((run, row) for run in runs for row in run["rows"] if _is(row, want) and "ours" in timed(row)), None
+    for key in keys:
+        measured = next(
+            ((run, row) for run in runs for row in run["rows"] if _is(row, key) and "ours" in timed(row)), None
         )
-        if found is None:
+        if measured is None:
             continue
-        run, row = found
+        run, row = measured
         used.append(run)
         times = timed(row)
         ours = times.pop("ours")
         nccl = times.pop("cuBLAS + NCCL", None)
         best = min(times, key=times.__getitem__, default=None)
         cells = [
-            f"`{CALLS[want[0]]}`" if want[0] != before else "",
+            f"`{CALLS[key[0]]}`" if key[0] != before else "",
             _size(row),
             *([us(row["floor_us"])] * floor),
             us(ours),
         ]
-        cells += [beside(nccl, ours), beside(times[best], ours, best.removeprefix("cuBLAS + ")) if best else ""]
+        cells += [versus(nccl, ours), versus(times[best], ours, best.removeprefix("cuBLAS + ")) if best else ""]
         rows.append([*cells, changed(run, row)])
-        before = want[0]
+        before = key[0]
     return used, rows
 
 
@@ -178,9 +179,9 @@ def _nothing() -> str:
     return "Not measured yet."
 
 
-def _is(row: dict[str, Any], want: Wanted) -> bool:
-    form = want[4] if len(want) > 4 else "rows"
-    return (row["op"], row["M"], row["N"], row["K"], row.get("form", "rows")) == (*want[:4], form)
+def _is(row: dict[str, Any], key: RowKey) -> bool:
+    form = key[4] if len(key) > 4 else "rows"
+    return (row["op"], row["M"], row["N"], row["K"], row.get("form", "rows")) == (*key[:4], form)
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -189,7 +190,7 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def models(ranks: int, folder: str) -> str:
-    """Steps and first tokens of whole models, compiled, beside cuBLAS + NCCL and, where it was measured, vLLM."""
+    """Return steps and first tokens of compiled models, of ours, cuBLAS + NCCL and, where it was measured, vLLM."""
     shown = [each for model in MODELS for each in _latest_rows(model, ranks)]
     with_vllm = any(_vllm(*each, kind) for each in shown for kind in ("step", "first"))
     several = len({gpu_of(run) for run, _ in shown}) > 1
@@ -198,14 +199,14 @@ def models(ranks: int, folder: str) -> str:
         name = MODELS[run["model"]] + f", {gpu_of(run)}" * several
         cells = [name if name != before else "", f"{row['batch']} x {row['prompt']}"]
         for kind in ("step", "first"):
-            cells += [figure(_ms(_by_key(row)["ours"], kind)), _beside_ms(_by_key(row), "nccl", kind)]
+            cells += [figure(_ms(_by_key(row)["ours"], kind)), _versus_ms(_by_key(row), "nccl", kind)]
             vllm = _vllm(run, row, kind)
             cells += [_vllm_ms(run, vllm, kind)] * with_vllm
             used += vllm[:1]
         rows.append([*cells, changed(run)])
         before = name
-    others = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
-    head = ["model", "batch x prompt", "step", *others, "first token", *others, CHANGED]
+    rivals = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
+    head = ["model", "batch x prompt", "step", *rivals, "first token", *rivals, CHANGED]
     text = (
         "ms, in CUDA graphs, with NVLink multicast off for every contender and compiled decoder layers."
         f" A step is one decode step of the batch. {FACTOR}"
@@ -219,22 +220,22 @@ def models(ranks: int, folder: str) -> str:
 
 
 def _latest_rows(model: str, ranks: int) -> list[tuple[Run, dict[str, Any]]]:
-    """Each batch and prompt of a compiled model, of the latest current run that has it, with that run.
+    """Return each batch and prompt of a compiled model, from the latest current run that has it, with that run.
 
-    A run that found no room for a batch hides no earlier one that did. Without a current run the newest stands alone.
+    A batch for which a run had too little memory comes from an earlier run. Without a current run, take the newest.
     """
     runs = by_age(f"llm_{model}_compiled_{{gpu}}_x{ranks}")
-    found: dict[tuple[int, int], tuple[Run, dict[str, Any]]] = {}
+    by_size: dict[tuple[int, int], tuple[Run, dict[str, Any]]] = {}
     for run in [each for each in runs if current(each)] or runs[:1]:
         for row in run["rows"]:
             if "ours" in _by_key(row):
-                found.setdefault((row["batch"], row["prompt"]), (run, row))
-    return list(found.values())
+                by_size.setdefault((row["batch"], row["prompt"]), (run, row))
+    return list(by_size.values())
 
 
 def mixtures(ranks: int, folder: str) -> str:
-    """Steps and first tokens of whole mixtures of experts, or of some of their layers, beside cuBLAS + NCCL."""
-    kinds = ("", "_compiled")  # a model's steps as they are launched, and from a compiler
+    """Return steps and first tokens of mixtures of experts, or of some of their layers, of ours and cuBLAS + NCCL."""
+    kinds = ("", "_compiled")  # eager layers, and compiled ones
     runs = [run for model in MIXTURES for kind in kinds for run in newest(f"llm_{model}*layers{kind}_{{gpu}}_x{ranks}")]
     rows = []
     for run in runs:
@@ -244,7 +245,7 @@ def mixtures(ranks: int, folder: str) -> str:
             if "ours" in results:
                 cells = [of if not number else "", f"{row['batch']} x {row['prompt']}"]
                 for kind in ("step", "first"):
-                    cells += [figure(_ms(results["ours"], kind)), _beside_ms(results, "nccl", kind)]
+                    cells += [figure(_ms(results["ours"], kind)), _versus_ms(results, "nccl", kind)]
                 rows.append([*cells, changed(run)])
     head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
     text = (
@@ -255,27 +256,29 @@ def mixtures(ranks: int, folder: str) -> str:
 
 
 def _vllm(run: Run, row: dict, kind: str) -> tuple[Run, dict[str, dict]] | tuple[()]:
-    """Of runs with vLLM at the batch and prompt of `row`, the one in which it does best beside ours, and its results.
+    """Return the run in which vLLM is fastest relative to ours at the batch and prompt of `row`, and its results.
 
-    Of those on the same GPUs, if there is such a run, else of others.
+    Runs on the same GPUs come first; others count only where there is none.
     """
-    found = []
+    candidates = []
     for other in by_age(f"llm_{run['model']}_*{{gpu}}_x{run['world']}"):
-        for each in other["rows"] if current(other) and other["layers"] == run["layers"] else ():
-            results = _by_key(each)
-            alike = all(each[size] == row[size] for size in ("batch", "prompt"))
-            if alike and _ms(results.get("vllm", {}), kind) and _ms(results.get("ours", {}), kind):
-                found.append((other, results))
-    found = [each for each in found if each[0]["gpu"] == run["gpu"]] or found
-    return min(found, key=lambda each: _ms(each[1]["vllm"], kind) / _ms(each[1]["ours"], kind), default=())
+        for measured in other["rows"] if current(other) and other["layers"] == run["layers"] else ():
+            results = _by_key(measured)
+            same_size = all(measured[size] == row[size] for size in ("batch", "prompt"))
+            if same_size and _ms(results.get("vllm", {}), kind) and _ms(results.get("ours", {}), kind):
+                candidates.append((other, results))
+    candidates = [candidate for candidate in candidates if candidate[0]["gpu"] == run["gpu"]] or candidates
+    return min(
+        candidates, key=lambda candidate: _ms(candidate[1]["vllm"], kind) / _ms(candidate[1]["ours"], kind), default=()
+    )
 
 
 def _vllm_ms(run: Run, vllm: tuple[Run, dict[str, dict]] | tuple[()], kind: str) -> str:
-    """What vLLM takes, with the GPU where that of `run` is another."""
+    """Return vLLM's time, after the name of its GPU where that differs from the GPU of `run`."""
     if not vllm:
         return ""
     other, results = vllm
-    return f"{gpu_of(other)}: " * (other["gpu"] != run["gpu"]) + _beside_ms(results, "vllm", kind)
+    return f"{gpu_of(other)}: " * (other["gpu"] != run["gpu"]) + _versus_ms(results, "vllm", kind)
 
 
 def _by_key(row: dict) -> dict[str, dict]:
@@ -286,17 +289,17 @@ def _ms(result: dict, kind: str) -> float | None:
     return result.get(f"{kind}_graph_ms") or result.get(f"{kind}_eager_ms")
 
 
-def _beside_ms(results: dict[str, dict], key: str, kind: str) -> str:
-    """What another takes, with how many times that of ours in the same run it is."""
-    theirs, ours = _ms(results.get(key, {}), kind), _ms(results.get("ours", {}), kind)
-    if not theirs or not ours:
+def _versus_ms(results: dict[str, dict], key: str, kind: str) -> str:
+    """Return a rival's time and its ratio to ours in the same run, in bold where the rival is faster."""
+    rival, ours = _ms(results.get(key, {}), kind), _ms(results.get("ours", {}), kind)
+    if not rival or not ours:
         return ""
-    text = f"{figure(theirs)} ({theirs / ours:.2f}x)"
-    return f"**{text}**" if theirs < ours else text
+    text = f"{figure(rival)} ({rival / ours:.2f}x)"
+    return f"**{text}**" if rival < ours else text
 
 
 def collectives(ranks: int, folder: str) -> str:
-    """All-reduces by size, and reduce-scatters and gathers from 1 MiB on, in CUDA graphs."""
+    """Return all-reduces by size, and reduce-scatters and gathers from 1 MiB on, in CUDA graphs."""
     (run,) = newest(f"ccl_{{gpu}}_x{ranks}") or [None]
     if run is None:
         return _nothing()
@@ -310,14 +313,14 @@ def collectives(ranks: int, folder: str) -> str:
             if row["op"] != op or row["bytes"] not in sizes or "ours" not in times:
                 continue
             cells = [f"`{op}`" if op != before else "", size_name(row["bytes"]), us(times["ours"])]
-            rows.append([*cells, *(beside(times.get(name), times["ours"]) for name in names), changed(run)])
+            rows.append([*cells, *(versus(times.get(name), times["ours"]) for name in names), changed(run)])
             before = op
     text = f"µs a call {GRAPHS}. {FACTOR}"
     return f"{header([run], folder, text)}\n\n{lines_of(['op', 'size', 'ours', *names, CHANGED], rows, 2)}"
 
 
 def norms(folder: str) -> str:
-    """`matmul_all_reduce_norm` beside all-reduces that end in the whole norm."""
+    """Return `matmul_all_reduce_norm` and the rivals' all-reduces with the full norm."""
     (run,) = newest("norms_{gpu}_x2") or [None]
     if run is None:
         return _nothing()
@@ -328,7 +331,7 @@ def norms(folder: str) -> str:
     for row in run["rows"]:
         times = timed(row)
         if "ours" in times:
-            cells = [_size(row), us(times["ours"]), *(beside(times.get(name), times["ours"]) for name in names)]
+            cells = [_size(row), us(times["ours"]), *(versus(times.get(name), times["ours"]) for name in names)]
             rows.append([*cells, changed(run, row)])
     shown = [name.removeprefix("cuBLAS + ").removesuffix(", norm") for name in names]
     text = f"µs a call {GRAPHS}. Rivals multiply with cuBLAS. {FACTOR}"
@@ -345,7 +348,7 @@ FILES = {
 
 
 def means(folder: str) -> str:
-    """By file, the geometric means of cuBLAS + NCCL and of the best rival over ours, of each op."""
+    """Return the geometric means, by file, of cuBLAS + NCCL and of the best rival over ours, of each op."""
     runs, rows = [], []
     for pattern, what in FILES.items():
         for run in newest(pattern):
@@ -362,7 +365,7 @@ def means(folder: str) -> str:
 
 
 def floors(folder: str) -> str:
-    """By file, how many times the floor ours take, geometric means of rows of 2048 and more."""
+    """Return our time over the floor, by file, as geometric means of the rows with M >= 2048."""
     runs = [run for pattern in (*OPS_TWO[:2], *OPS_FOUR) for run in newest(pattern)]
     rows = []
     for run in runs:
@@ -379,7 +382,7 @@ def floors(folder: str) -> str:
 
 
 def hosts(folder: str) -> str:
-    """By file, how long an eager call of ours keeps the host busy."""
+    """Return how long an eager call of ours keeps the host busy, by file."""
     rows, used = [], []
     for run in (run for pattern in ("ops_{gpu}_x2", "ops_{gpu}_x4") for run in _eager(pattern)):
         busy = [each["eager_host_us"] for row in run["rows"] for each in row["results"] if _eager_ours(each)]
@@ -392,10 +395,10 @@ def hosts(folder: str) -> str:
 
 
 def _eager(pattern: str) -> list[Run]:
-    """The newest of those files that have eager calls."""
-    found = [run_of(pattern.format(gpu=gpu)) for gpu in ("h100", "h200") if _exists(pattern.format(gpu=gpu))]
-    found = [run for run in found if any(_eager_ours(each) for row in run["rows"] for each in row["results"])]
-    return [max(found, key=lambda run: run["date"])] if found else []
+    """Return the newest of those files that have eager calls."""
+    runs = [run_of(pattern.format(gpu=gpu)) for gpu in ("h100", "h200") if _exists(pattern.format(gpu=gpu))]
+    runs = [run for run in runs if any(_eager_ours(each) for row in run["rows"] for each in row["results"])]
+    return [max(runs, key=lambda run: run["date"])] if runs else []
 
 
 def _eager_ours(result: dict) -> bool:

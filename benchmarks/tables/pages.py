@@ -1,4 +1,4 @@
-"""Which table stands on which page, and the pages as the results have them now; `benchmarks/report.py` writes them.
+"""The list of tables and their pages, and the pages rendered from the results; `benchmarks/report.py` writes them.
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`, and so does a sentence with figures, in one line with both.
 `TARGETS` says on which page, so that moving a table is one line here and the two comments there. The tables beside the
@@ -40,7 +40,7 @@ def _of_kernel(name: str, folder: str) -> str:
     return make(name, folder)
 
 
-# name of the table, its page, and what makes it, given the way from the page to the result files
+# name of the table, its page, and its function, which takes the path from the page to the result files
 TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("numbers", "README.md", page_tables.numbers),
     ("numbers", "docs/index.md", page_tables.numbers),
@@ -72,8 +72,8 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("simulated steps", "docs/lab/several-hosts.md", hosts_table.steps),
     ("simulated rates", "docs/lab/several-hosts.md", hosts_table.rates),
-    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=True)),
-    ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(now=False)),
+    ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
+    ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]
 
@@ -96,19 +96,19 @@ EVERY_ROW: dict[str, Callable[[dict], str]] = {
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
-    """Every page with tables: its path, its text, and what it should be."""
+    """Yield every page with tables: its path, its text, and its text rendered anew."""
     for name in dict.fromkeys(page for _, page, _ in TARGETS):
         path = ROOT / name
         text = path.read_text()
         yield path, text, rendered(name, text)
     for path in sorted(report.RESULTS.glob("*.json")):
         if rows := every_row(path):
-            beside = path.with_suffix(".md")
-            yield beside, beside.read_text() if beside.exists() else "", rows
+            page = path.with_suffix(".md")
+            yield page, page.read_text() if page.exists() else "", rows
 
 
 def rendered(page: str, text: str) -> str:
-    """The `text` of a page with its tables as the results have them now; raises where a table has no place on it."""
+    """Return the `text` of a page with its tables rendered from the results. Raises where a table has no place."""
     folder = Path(os.path.relpath(report.RESULTS, (ROOT / page).parent)).as_posix() + "/"
     for name, of, make in TARGETS:
         if of == page:
@@ -117,19 +117,19 @@ def rendered(page: str, text: str) -> str:
                 raise LookupError(
                     f"{page}: expected <!-- {name} --> and <!-- end -->, for benchmarks/tables/pages.py names it"
                 )
-            made = make(folder)
-            text = place.sub(lambda old, made=made: f"{old[1]}{old[2]}{made}{old[2]}<!-- end -->", text)
+            table = make(folder)
+            text = place.sub(lambda old, table=table: f"{old[1]}{old[2]}{table}{old[2]}<!-- end -->", text)
     return text
 
 
 def every_row(path: Path) -> str | None:
-    """What stands beside a result file, if a benchmark of `EVERY_ROW` made it; older files keep what they have."""
+    """Return the page next to a result file, if a benchmark of `EVERY_ROW` made it; pages of older files are kept."""
     run = json.loads(path.read_text())
     make = maker_of(run, EVERY_ROW) if run.get("code") else None
     return make(run) + "\n" if make else None
 
 
 def maker_of(run: dict, makers: dict[str, Callable]) -> Callable | None:
-    """The one of `makers` whose name is that of the run's benchmark, or with which that begins: llm, of a model."""
+    """Return the one of `makers` with whose name the run's benchmark begins, such as llm of a model's."""
     benchmark = f"{run.get('benchmark')}_"
     return next((make for name, make in makers.items() if benchmark.startswith(f"{name}_")), None)

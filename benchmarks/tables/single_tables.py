@@ -8,21 +8,21 @@ from typing import Any
 
 from benchmarks.tables.ccl_table import size_name
 from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, by_age, changed, gpus, header, in_short, newest
-from benchmarks.tables.page_tables import beside, lines_of, us
+from benchmarks.tables.page_tables import lines_of, us, versus
 
 _MIXTURES = "moe*_{gpu}_x2"
 _MOST = 6  # rows on a kernel's page
 
 
 def mixtures(folder: str) -> str:
-    """The two ops of a mixture's layer beside the best grouped product with an all-reduce."""
+    """Return the two ops of a mixture's layer and the best grouped product with an all-reduce."""
     measured = _mixtures()
     rows = []
     for run, row in measured:
         ours, best = row["us"]["ours"], _best_rival(row)
         floor = f"{us(row['floor_us'])} ({ours / row['floor_us']:.2f})"
         size = [gpus(run), row["shape"], str(row["T"]), f"{row['touched']:.0f}"]
-        rows.append([*size, us(ours), floor, beside(best[1], ours, best[0]), changed(run)])
+        rows.append([*size, us(ours), floor, versus(best[1], ours, best[0]), changed(run)])
     text = (
         f"µs of `moe_gate_up` and `moe_down_all_reduce` {GRAPHS}. The floor is the time to read the weights of all"
         f" chosen experts at the rate of a copy; its factor is our time divided by it. {FACTOR}"
@@ -32,12 +32,12 @@ def mixtures(folder: str) -> str:
 
 
 def _mixtures() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(run, row) of each model's latest run that has it, on all tokens."""
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    """Return (run, row) of each model's latest run that has it, on all tokens."""
+    measured: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for run in by_age(_MIXTURES):
-        had = {row["shape"] for _, row in found}
-        found += [(run, row) for row in run["rows"] if row["shape"] not in had]
-    return found
+        shapes = {row["shape"] for _, row in measured}
+        measured += [(run, row) for row in run["rows"] if row["shape"] not in shapes]
+    return measured
 
 
 def _header_of(measured: list[tuple[dict[str, Any], dict[str, Any]]], folder: str, text: str) -> str:
@@ -47,7 +47,7 @@ def _header_of(measured: list[tuple[dict[str, Any], dict[str, Any]]], folder: st
 
 
 def of_mixture_kernel(name: str, folder: str) -> str:
-    """The rows whose plan names this kernel: what the op took that runs it, and both ops beside the best rival."""
+    """Return the rows whose plan names this kernel: the time of its op, of both ops, and of the best rival."""
     measured = _mixtures()
     rows = []
     for run, row in measured:
@@ -57,7 +57,7 @@ def of_mixture_kernel(name: str, folder: str) -> str:
                 size = [gpus(run), row["shape"], str(row["T"])]
                 cells = [*size, op, plan.split()[2], us(row["us"][part]), us(row["us"]["ours"])]
                 name_of_best, time = _best_rival(row)
-                rows.append([*cells, beside(time, row["us"]["ours"], name_of_best), changed(run)])
+                rows.append([*cells, versus(time, row["us"]["ours"], name_of_best), changed(run)])
     if not rows:
         return "The benchmarks never ran this kernel, because the plan chose others on the GPUs that were measured."
     rows = [rows[index * (len(rows) - 1) // (_MOST - 1)] for index in range(_MOST)] if len(rows) > _MOST else rows
@@ -67,12 +67,12 @@ def of_mixture_kernel(name: str, folder: str) -> str:
 
 
 def _best_rival(row: dict[str, Any]) -> tuple[str, float]:
-    """Of those that reduce over the ranks, whose names say how."""
+    """Return name and time of the best rival that reduces over the ranks; such names contain a plus."""
     return min((each for each in row["us"].items() if " + " in each[0]), key=lambda each: each[1])
 
 
 def outputs(folder: str) -> str:
-    """A row-parallel layer whose output is copied, and one whose output lies on the heap."""
+    """Return a row-parallel layer whose output is copied, and one whose output lies on the heap."""
     (run,) = newest("outputs_{gpu}_x2")
     rows = []
     for row in run["rows"]:
@@ -85,7 +85,7 @@ def outputs(folder: str) -> str:
 
 
 def rooted(folder: str) -> str:
-    """Collectives with a root, and messages, beside NCCL's: a line a call, a column a size; and where NCCL leads."""
+    """Return collectives with a root, and messages, of ours and NCCL, by call and size; and the rows NCCL leads."""
     (run,) = newest("rooted_{gpu}_x2")
     calls: dict[str, dict[int, tuple[float, float]]] = {}
     for row in run["rows"]:
@@ -94,7 +94,7 @@ def rooted(folder: str) -> str:
             calls.setdefault(row["what"], {})[nbytes] = row["us"]["ctx.ccl"], row["us"]["torch"]
     sizes = sorted({nbytes for times in calls.values() for nbytes in times})
     rows = [
-        [f"`{call}`", *(f"{us(times[n][0])}, {beside(times[n][1], times[n][0])}" if n in times else "" for n in sizes)]
+        [f"`{call}`", *(f"{us(times[n][0])}, {versus(times[n][1], times[n][0])}" if n in times else "" for n in sizes)]
         for call, times in calls.items()
     ]
     text = (
@@ -102,29 +102,29 @@ def rooted(folder: str) -> str:
         " A size is that of the root's whole tensor, or of the message that a rank sends."
     )
     table = lines_of(["call", *map(size_name, sizes), CHANGED], [[*row, changed(run)] for row in rows], 1)
-    lost = [
-        [f"`{call}`", size_name(n), us(ours), us(theirs), f"{100 * (ours / theirs - 1):.1f} %"]
+    leads = [
+        [f"`{call}`", size_name(n), us(ours), us(nccl), f"{100 * (ours / nccl - 1):.1f} %"]
         for call, times in calls.items()
-        for n, (ours, theirs) in times.items()
-        if theirs < ours
+        for n, (ours, nccl) in times.items()
+        if nccl < ours
     ]
-    if lost:
-        table += f"\n\nNCCL leads in these rows:\n\n{lines_of(['call', 'size', 'ours', 'NCCL', 'by'], lost, 2)}"
+    if leads:
+        table += f"\n\nNCCL leads in these rows:\n\n{lines_of(['call', 'size', 'ours', 'NCCL', 'by'], leads, 2)}"
     else:
         table += "\n\nNCCL leads in none of these rows."
     return f"{header([run], folder, text)}\n\n{table}"
 
 
 def tiles(folder: str) -> str:
-    """Collectives on tiles, in kernels of one's own, beside the op or the collective of whole tensors."""
+    """Return collectives on tiles in a user's kernels, and the op or the collective on tensors."""
     (run,) = newest("tiles_{gpu}_x2")
     rows = []
     for row in run["rows"]:
         times = dict(row["us"])
-        theirs, whole = times.pop("torch", None), times.pop("ctx.ops", None) or times.pop("ctx.ccl", None)
+        torch_us, op_us = times.pop("torch", None), times.pop("ctx.ops", None) or times.pop("ctx.ccl", None)
         own = [us(times[name]) if name in times else "" for name in _TILES]
-        ratio = f"{min(times.values()) / whole:.2f}" if whole and times else ""
-        rows.append([f"`{row['what']}`", row["size"], *own, us(whole), ratio, us(theirs), changed(run)])
+        ratio = f"{min(times.values()) / op_us:.2f}" if op_us and times else ""
+        rows.append([f"`{row['what']}`", row["size"], *own, us(op_us), ratio, us(torch_us), changed(run)])
     text = (
         f"µs a call {GRAPHS}. The first three columns are kernels that use `iris.tiles`; the fourth is `ctx.ops` or"
         " `ctx.ccl`. The ratio is the fastest of the three divided by the fourth. torch is its product and NCCL."

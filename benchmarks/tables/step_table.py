@@ -1,4 +1,4 @@
-"""Results of benchmarks.step as Markdown: a table for each kind of work, and how many times ours torch takes."""
+"""Results of benchmarks.step as Markdown: a table for each kind of work, and the ratio of torch's time to ours."""
 
 import math
 
@@ -15,7 +15,7 @@ TITLES = {"product": "Products", "gated": "Products with a gate", "attention": "
 
 
 def render(written: dict) -> str:
-    """As Markdown, a table for each kind."""
+    """Return Markdown with a table for each kind."""
     lines = [
         f"{report.headline(written)} µs a call in CUDA graphs. `{written['command']}`",
         "",
@@ -45,7 +45,7 @@ def render(written: dict) -> str:
             if taken and len(taken) < len(both):
                 lines += [f"Where layers take ours {mean_and_least(taken, name)}."]
         lines += [""]
-    return "\n".join([*lines, *report.left_out(written)])
+    return "\n".join([*lines, *report.omissions(written)])
 
 
 def mean_and_least(rows: list[dict], name: str) -> str:

@@ -1,8 +1,8 @@
 """Which parameter of a Hugging Face model each tensor of a checkpoint is: its renames, prefixes and ties.
 
-transformers knows the renames (LayerNorm.gamma, a model's own mapping, the base model's prefix): its functions are
-asked. Several stored tensors that it would stack or concatenate are read as one (see `composed`); what it would compute
-in another way, or split from one, is not read here, and is said.
+The renames (LayerNorm.gamma, a model's own mapping, the base model's prefix) come from functions of transformers.
+Several stored tensors that it would stack or concatenate are read as one (see `composed`). Tensors that it would
+compute in another way, or split from one, are not read here: each is a problem in the list.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MISSING = " is missing, expected"
 
 
 def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[dict[str, Source], list[str]]:
-    """What each parameter and buffer of the empty `model` is filled from, and a line for each problem.
+    """Return the source of each parameter and buffer of the empty `model`, and a line for each problem.
 
-    A tied weight is found under whichever of its names is stored. If both are, it is untied: each is read as its own,
-    which is right whether they are equal or not. With `strict`, stored tensors that have no place are problems too.
+    A tied weight may be stored under any of its names. If both are, it is untied: each is read as its own, which is
+    right whether they are equal or not. With `strict`, stored tensors that have no place are problems too.
     """
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -61,7 +61,7 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
 
 
 def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
-    """By the model's names: what is stored of each, with a stored name for messages; and what cannot be read."""
+    """Return a stored name, for messages, and the source of each tensor by the model's names; and the problems."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -165,13 +165,13 @@ class _Run:
         return self.module.get_submodule(name.removeprefix(self.name).lstrip(".") if self.name else name)
 
     def culprit(self) -> str:
-        """The name of the innermost module in whose call the error was raised."""
-        names, found = self.names(), self.name
+        """Return the name of the innermost module in whose call the error was raised."""
+        names, culprit = self.names(), self.name
         trace = None if self.error is None else self.error.__traceback__
         while trace is not None:
-            found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+            culprit = names.get(id(trace.tb_frame.f_locals.get("self")), culprit)
             trace = trace.tb_next
-        return found or type(self.module).__name__
+        return culprit or type(self.module).__name__
 
     def names(self) -> dict[int, str]:
         return {id(each): f"{self.name}.{name}".strip(".") for name, each in self.module.named_modules()}

@@ -42,7 +42,7 @@ def test_what_is_none_of_a_ranks_is_refused(what: str) -> None:
 def test_a_loss_of_nobody_is_refused(text: str) -> None:
     store = dist.HashStore()
     store.set("here/lost", text)
-    with pytest.raises(PlatformError, match="holds of a lost rank is none"):
+    with pytest.raises(PlatformError, match="of a lost rank in the store of the process group is invalid"):
         rendezvous.gather(store, "here", 0, 2, OWN, 5.0)
 
 
