@@ -75,8 +75,8 @@ class Collectives(RootedCalls):
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(2)
-        self._made = {}  # calls with a root, and messages
-        ctx.on_change += [self._calls.forget, self._made.clear]
+        self._known_calls = {}  # calls with a root, and messages
+        ctx.on_change += [self._calls.forget, self._known_calls.clear]
         self._device_of = relaunch.device_of(ctx.device)
 
     @KEYWORDS
@@ -289,9 +289,9 @@ class Collectives(RootedCalls):
             prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (got, given) = calls.addresses(key), prepared.spans
-            check_memory(op, ("out", "inp"), (to, at), (got, given))
-            if at < to + got and to < at + given:
+            (to, at), (out_bytes, inp_bytes) = calls.addresses(key), prepared.spans
+            check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
+            if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
         except IrisError as error:
             ctx.tell_refusal(op, self._group(group).ranks, error)
@@ -302,7 +302,7 @@ class Collectives(RootedCalls):
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx.heap.holds(to, to + got) and not ctx.hands_out(to - ctx.heap.base)
+                inside = ctx.heap.holds(to, to + out_bytes) and not ctx.hands_out(to - ctx.heap.base)
                 facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)

@@ -56,8 +56,8 @@ def _of_members(context: torch.Tensor, rank: int, members: list[int], names: tor
     header[:2] = rank, len(members)
     header[_NAMES] = names.data_ptr()
     bases, pids = ranks[:world], ranks[world:]
-    found = [*header, *(bases[m] for m in members), *(pids[m] for m in members)]
-    return torch.tensor(found, dtype=torch.int64, device=context.device)
+    values = [*header, *(bases[m] for m in members), *(pids[m] for m in members)]
+    return torch.tensor(values, dtype=torch.int64, device=context.device)
 
 
 def group_of(ctx: Rank, group: Any) -> Group:

@@ -95,10 +95,10 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
 
 def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
     """How Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
-    found = {"num_warps": plan.num_warps}
+    result = {"num_warps": plan.num_warps}
     if plan.programs > machine.num_programs:
-        found["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
-    return found
+        result["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
+    return result
 
 
 def kernel_of(plan: Plan) -> triton.JITFunction:

@@ -121,11 +121,11 @@ WAYS: tuple[Collective, ...] = (OneShotLamport(), TwoShotLamport(), TwoShotFlags
 
 def allowed(problem: Problem, config: Config) -> tuple[Collective, ...]:
     """Return the ways that a user's config leaves."""
-    wanted = config.all_reduce_variant if problem.op == ALL_REDUCE else None
+    variant = config.all_reduce_variant if problem.op == ALL_REDUCE else None
     return tuple(
         way
         for way in WAYS
-        if (wanted == way.variant or wanted is None and not way.slow) and config.protocol in (None, way.protocol)
+        if (variant == way.variant or variant is None and not way.slow) and config.protocol in (None, way.protocol)
     )
 
 
