@@ -33,11 +33,11 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
     """The way that runs on `tensors`: the one that `config` stands for, or its stand-in. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
-        way, told = way_named(planned.standing(problem)), rank.once(_Told).planned
-        if planned.kernel not in told:
-            told.add(planned.kernel)
-            rank.log.info(f"{problem.asked}: {way.kernel} runs in place of {planned.kernel}: {reason}")
-    config = way.standing_in(problem, config, machine_of(rank.device))
+        way, reported = way_named(planned.fallback_for(problem)), rank.once(_Reported).planned
+        if planned.kernel not in reported:
+            reported.add(planned.kernel)
+            rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
+    config = way.fallback_config(problem, config, machine_of(rank.device))
     return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
 
 
@@ -79,6 +79,6 @@ def steps_of(
     return (*before, step, *after)
 
 
-class _Told:
+class _Reported:
     def __init__(self, rank: Rank) -> None:
         self.planned: set[str] = set()

@@ -154,7 +154,7 @@ class Kernel:
             return relaunch.launch(run.kernels, rank.device, function, grid, args, moving, **options)
         except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
             raise ArgumentError(
-                f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
+                f"{problem.called_op}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
                 f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} "
                 f"for {problem.dtype}; expected at most {error.limit}, what the device has"
             ) from error

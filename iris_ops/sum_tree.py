@@ -66,10 +66,10 @@ class Tree:
 
 
 @lru_cache(maxsize=4096)
-def tree_of(what: str, depths: tuple[int, ...]) -> Tree:
+def tree_of(what: str, k_per_rank: tuple[int, ...]) -> Tree:
     """The tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
-    K = sum(depths)
-    return Tree(K, leaves_of(K), checked_shares(what, depths))
+    K = sum(k_per_rank)
+    return Tree(K, leaves_of(K), checked_shares(what, k_per_rank))
 
 
 def blocks_of(K: int) -> int:
@@ -95,12 +95,12 @@ def share(K: int, world_size: int, rank: int) -> Span:
     """
     first, last, ranks, begin = 0, leaves_of(K), world_size, 0
     while ranks > 1:
-        left = (ranks + 1) // 2
-        middle = first + ((last - first) * left + ranks // 2) // ranks
-        if rank < begin + left:
-            last, ranks = middle, left
+        lower = (ranks + 1) // 2
+        middle = first + ((last - first) * lower + ranks // 2) // ranks
+        if rank < begin + lower:
+            last, ranks = middle, lower
         else:
-            first, begin, ranks = middle, begin + left, ranks - left
+            first, begin, ranks = middle, begin + lower, ranks - lower
     return border(K, first), border(K, last)
 
 
@@ -109,16 +109,16 @@ def shares(K: int, world_size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in (share(K, world_size, rank) for rank in range(world_size)))
 
 
-def checked_shares(what: str, depths: Sequence[int]) -> tuple[Span, ...]:
+def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
     """The leaves of each rank that has so many products along K. Raises `ShapeError` where a leaf would be cut."""
-    K = sum(depths)
+    K = sum(k_per_rank)
     borders = {border(K, leaf): leaf for leaf in range(leaves_of(K) + 1)}
-    ends = [0, *accumulate(depths)]
+    ends = [0, *accumulate(k_per_rank)]
     if not all(end in borders for end in ends):
+        possible, shared = ", ".join(map(str, sorted(borders)[1:-1])), ", ".join(map(str, shares(K, len(k_per_rank))))
         raise ShapeError(
-            f"{what}: ranks have {', '.join(map(str, depths))} of K = {K}, which cuts a leaf; with invariant='ranks' "
-            f"expected parts that end at {', '.join(map(str, sorted(borders)[1:-1])) or 'all of K'}, such as "
-            f"{', '.join(map(str, shares(K, len(depths))))}"
+            f"{what}: ranks have {', '.join(map(str, k_per_rank))} of K = {K}, which cuts a leaf; with"
+            f" invariant='ranks' expected parts that end at {possible or 'all of K'}, such as {shared}"
         )
     return tuple(pairwise(borders[end] for end in ends))
 
@@ -126,13 +126,13 @@ def checked_shares(what: str, depths: Sequence[int]) -> tuple[Span, ...]:
 @lru_cache(maxsize=4096)
 def roots(leaves: int, span: Span) -> tuple[Span, ...]:
     """The largest subtrees that lie in `span`, from the first leaf on."""
-    found: list[Span] = []
+    result: list[Span] = []
 
     def visit(node: Span) -> None:
         if node[1] <= span[0] or span[1] <= node[0]:
             return
         if span[0] <= node[0] and node[1] <= span[1]:
-            found.append(node)
+            result.append(node)
         else:
             middle = _middle(node)
             visit((node[0], middle))
@@ -140,7 +140,7 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 
     if leaves:
         visit((0, leaves))
-    return tuple(found)
+    return tuple(result)
 
 
 @lru_cache(maxsize=4096)
@@ -150,16 +150,16 @@ def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
     `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
     yet waits, as a stack; the last part leaves one sum.
     """
-    found, waiting = [], 0
+    counts, waiting = [], 0
     for part in parts:
         path = _path(leaves, part)
         count = 0
         while path[-1 - count] != (0, leaves) and path[-1 - count][1] == path[-2 - count][1]:
             count += 1
         assert count <= waiting, "parts follow each other from the first leaf on"
-        found.append(count)
+        counts.append(count)
         waiting += 1 - count
-    return tuple(found)
+    return tuple(counts)
 
 
 def _path(leaves: int, node: Span) -> list[Span]:

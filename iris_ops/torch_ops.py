@@ -38,7 +38,7 @@ from .kernels import rmsnorm_epilogue
 from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .ops import Ops
-from .planning.asked import asked
+from .planning.requests import requested
 from .planning.weights import format_of
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
 from .recording import is_recording
@@ -81,11 +81,11 @@ def product(
     size: tuple[int, ...],
     mean_part: int | None = None,
     scale: torch.Tensor | None = None,
-    depths: tuple[int, ...] | None = None,
+    k_per_rank: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
     if is_recording():
-        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, depths)
+        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, k_per_rank)
         if not torch.jit.is_tracing():
             return call(A, B, bias, size, *more)
         # Of an operator's sizes a traced graph keeps the numbers; those of a view it computes anew.
@@ -95,22 +95,24 @@ def product(
                 " the number of tokens of the call that it records. Use torch.export"
             )
         return call(A, B, bias, [_ROWS, int(size[1])], *more).view(size)
-    return _run(op, ctx, A, B, bias, size, mean_part, scale, depths)
+    return _run(op, ctx, A, B, bias, size, mean_part, scale, k_per_rank)
 
 
 def _run(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
-    mean_part: int | None, scale: torch.Tensor | None, depths: Sequence[int] | None,
+    mean_part: int | None, scale: torch.Tensor | None, k_per_rank: Sequence[int] | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
-    config = None if depths else _config(op, ctx, A, B, size, mean_part)
-    out = A.new_empty(size) if depths else ctx.ops.outputs.new(op, A, B, size, config, scale)  # which no peer writes
+    config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part)
+    out = (
+        A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)
+    )  # which no peer writes
     more: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if depths:
-        more["depths"] = tuple(depths)
+    if k_per_rank:
+        more["k_per_rank"] = tuple(k_per_rank)
     getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
     return out
 
@@ -126,7 +128,7 @@ def _config(
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
         sizes = size[0], columns, B.shape[0]
     ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
-    return ctx.ops._calls.plan(asked(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
+    return ctx.ops._calls.plan(requested(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
 
 
 def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
@@ -181,7 +183,7 @@ def _reduce_norm(
         bias,
         config,
         scale=scale,
-        depths=tuple(depths) if depths else None,
+        k_per_rank=tuple(depths) if depths else None,
     )
     return out, scaled, squares
 

@@ -118,13 +118,13 @@ def product(
     To `out`, if there is one.
     """
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
-        made = F.linear(x, restored(weight, scale, x.dtype), bias)
+        result = F.linear(x, restored(weight, scale, x.dtype), bias)
     else:
         direct = out if out is not None and of_whole_vectors(out) and out.is_contiguous() else None
-        made = rounded_product(x, weight, scale, bias, direct)
+        result = rounded_product(x, weight, scale, bias, direct)
         if direct is not None:
             return direct
-    return made if out is None else out.copy_(made)
+    return result if out is None else out.copy_(result)
 
 
 def fixed_product(
@@ -154,13 +154,13 @@ def rounded_product(
     """
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
     weight = in_whole_vectors(weight)  # of another torch's product makes NaN
-    if by_tiles or tile_matmul.serves(x.shape[0], weight.shape[0], x.device):
+    if by_tiles or tile_matmul.is_faster(x.shape[0], weight.shape[0], x.device):
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         tile_matmul.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
         return out
     factors: dict[str, Any] = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:
-        made = torch._scaled_mm(rounded, weight.t(), **factors)
+        result = torch._scaled_mm(rounded, weight.t(), **factors)
     else:
-        made = torch._scaled_mm(rounded, weight.t(), **factors, out=out)
-    return made if bias is None else made.add_(bias)
+        result = torch._scaled_mm(rounded, weight.t(), **factors, out=out)
+    return result if bias is None else result.add_(bias)

@@ -35,7 +35,7 @@ from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
 from ..named import named
 from ..planning.weights import format_of
-from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, fits
+from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, streamable
 from .widening import Widening
 
 WARPS = 4
@@ -249,7 +249,7 @@ def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
         return "it needs a Hopper GPU"
     if A.dtype != torch.bfloat16 or B.dtype != FP8:
         return f"it multiplies bfloat16 by {FP8}, not {A.dtype} by {B.dtype}"
-    if not fits(*A.shape):
+    if not streamable(*A.shape):
         return f"it is for up to {MOST_ROWS} rows and for K a multiple of {LINE}, not for {tuple(A.shape)}"
     if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
         return "rows of A or columns of B begin between vectors of 16 bytes"

@@ -64,7 +64,7 @@ def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, co
 
 def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
     """What every kernel is given."""
-    world = World(problem.world_size, WAITERS.index(problem.asked), rank.recording)
+    world = World(problem.world_size, WAITERS.index(problem.called_op), rank.recording)
     return dict(out=out, sync=sync, ctx_ptr=rank.get_device_context(), K=problem.K, world=world)
 
 

@@ -83,13 +83,13 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
         return out
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    kept = ctx.once(_Kept)
+    known = ctx.once(_Launches)
     product = gather_matmul.product
-    product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, kept.nothing, kept.nothing)()
+    product(ctx, known.calls, known.kernels, problem, config, out, A, A, B, bias, known.nothing, known.nothing)()
     return out
 
 
-class _Kept:
+class _Launches:
     """What is known of earlier launches on a rank, and flags for which nobody waits: no rows arrive from peers."""
 
     def __init__(self, rank: Rank) -> None:

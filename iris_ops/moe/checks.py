@@ -60,8 +60,8 @@ def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, An
         if t.dtype not in dtypes:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
         if t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
-            beside = ", or torch.float32" if name == "weights" else ""
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{beside}")
+            alternative = ", or torch.float32" if name == "weights" else ""
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{alternative}")
         if any(size >= 1 << 31 for size in t.shape) or t.shape[0] * math.prod(t.shape[1:2]) >= 1 << 31:
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes, and rows in all, below 2**31")
 

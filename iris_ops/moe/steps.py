@@ -43,8 +43,8 @@ class Steps:
 
     def end(self) -> Launches | None:
         """The launches since `begin`, or None where the call cannot be made again by them alone."""
-        found, self._now = self._now, None
-        return found
+        launches, self._now = self._now, None
+        return launches
 
     def together(self, t: torch.Tensor | None) -> torch.Tensor | None:
         """`t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
@@ -56,11 +56,11 @@ class Steps:
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
         """Launches a kernel that begins by `arch.follow`."""
         options |= platform.beside(self.ctx.device)
-        found = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
-        if found is None:
+        launched = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
+        if launched is None:
             self._now = None
         elif self._now is not None:
-            self._now.append(found.again)
+            self._now.append(launched.again)
 
     def run(self, step: Callable[[], object]) -> None:
         """Makes a step that is no launch, and says something true where it succeeds."""
@@ -84,9 +84,9 @@ def key_of(op: str, parts: Parts) -> tuple | None:
             key += (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
         except RuntimeError:  # no memory of its own: the checks will say so
             return None
-    found = tuple(key)
+    result = tuple(key)
     try:
-        hash(found)
+        hash(result)
     except TypeError:
         return None
-    return found
+    return result

@@ -86,13 +86,13 @@ def plan_all_reduce(
         network.all_reduce_us(nbytes / ranks),
         gather_us(nbytes, ranks, machine),
     )
-    whole = _us(reduced), network.all_reduce_us(nbytes), 0.0
-    by_share = sum(shared) <= sum(whole)
-    times, inside = (shared, scattered) if by_share else (whole, reduced)
+    full = _us(reduced), network.all_reduce_us(nbytes), 0.0
+    by_share = sum(shared) <= sum(full)
+    times, inside = (shared, scattered) if by_share else (full, reduced)
     lines = [
         _head("matmul_all_reduce", network, ranks),
         _line(SCATTER, "matmul_reduce_scatter", shared),
-        _line(WHOLE, "matmul_all_reduce", whole),
+        _line(WHOLE, "matmul_all_reduce", full),
         f"chosen {SCATTER if by_share else WHOLE}; inside each host:",
     ]
     return HostsPlan(SCATTER if by_share else WHOLE, inside, *times, tuple(lines))

@@ -8,7 +8,7 @@ from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
-from ..problem import check_asked, part_size
+from ..problem import check_sizes, part_size
 from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
@@ -54,7 +54,7 @@ class MoeProblem:
             )
 
     @property
-    def asked(self) -> str:
+    def called_op(self) -> str:
         """The op that was called."""
         return self.op
 
@@ -111,7 +111,7 @@ class MoeProblem:
         return self.pairs // block_m + min(self.experts, self.pairs)
 
 
-def moe_problem_asked(
+def requested_moe_problem(
     op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
     form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
@@ -121,7 +121,7 @@ def moe_problem_asked(
     """
     if op not in MOE_OPS:
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
-    check_asked(tokens, N, K, world_size, dtype, invariant)
+    check_sizes(tokens, N, K, world_size, dtype, invariant)
     for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
         if type(size) is not int or not 1 <= size <= most:
             raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")

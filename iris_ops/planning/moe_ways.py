@@ -76,8 +76,8 @@ def tokens_at_once(problem: MoeProblem) -> int:
     """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
     if problem.scatters:  # whose parts are of all tokens
         return problem.tokens
-    each = sums_bytes(problem, problem.world_size) // problem.world_size
-    return min(problem.tokens, max(1, MOST_EXCHANGED // max(1, each)))
+    token_bytes = sums_bytes(problem, problem.world_size) // problem.world_size
+    return min(problem.tokens, max(1, MOST_EXCHANGED // max(1, token_bytes)))
 
 
 def sums_bytes(problem: MoeProblem, tokens: int) -> int:
@@ -101,8 +101,8 @@ def tiles_of(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
     least = 32 if machine.name.startswith("AMD") else 16  # an instruction has 32 rows and columns there, or 16
-    found = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]
-    return found[:1] if few else found
+    tiles = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]
+    return tiles[:1] if few else tiles
 
 
 def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine) -> float:

@@ -97,13 +97,13 @@ RANKS_ALIKE = "alike on any number of ranks"
 class Sums:
     """Which results of a row have the same bits: `kind` is what ways list.
 
-    `level`: the context's `invariant`. `depths`: each rank's K, of sums that are alike on any number of ranks; else
+    `level`: the context's `invariant`. `k_per_rank`: each rank's K, of sums that are alike on any number of ranks; else
     empty. `biased`: whether a bias follows the ranks' sum, of which bits are promised.
     """
 
     kind: str = ANY_ORDER
     level: str | None = None
-    depths: tuple[int, ...] = ()
+    k_per_rank: tuple[int, ...] = ()
     biased: bool = False
 
     @property
@@ -119,7 +119,7 @@ class Sums:
     @property
     def tree(self) -> sum_tree.Tree | None:
         """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
-        return sum_tree.tree_of("", self.depths) if self.kind == RANKS_ALIKE else None
+        return sum_tree.tree_of("", self.k_per_rank) if self.kind == RANKS_ALIKE else None
 
 
 FREE_SUMS = Sums()

@@ -64,11 +64,11 @@ def leaf_ends(problem: Problem, config: FusedConfig) -> float:
 
 def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine) -> list[FusedConfig]:
     """`configs`, each with the time over which its programs start, or end what they share first."""
-    found = []
+    result = []
     for config in configs:
         over_us = _stagger_us(problem, config, machine)
-        found.append(replace(config, stagger_us=over_us) if over_us else config)
-    return found
+        result.append(replace(config, stagger_us=over_us) if over_us else config)
+    return result
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:

@@ -58,7 +58,7 @@ class Way(planning.Way):
     warp_specialised: bool = False
     weights = frozenset((PLAIN,))
     sums = frozenset((ANY_ORDER, ROWS_ALIKE))
-    stand_in: str = ""
+    fallback: str = ""
     """The kernel that sends the same to the same places where this one cannot load a rank's tensors."""
 
     def accepts(self, problem: Any, machine: Machine) -> str | None:
@@ -86,9 +86,9 @@ class Way(planning.Way):
         """What a trace calls it where it cannot serve."""
         return self.kernel
 
-    def standing(self, problem: Any) -> str:
+    def fallback_for(self, problem: Any) -> str:
         """The kernel of the way that stands in for this one on a rank whose tensors it cannot load; "" if none."""
-        return self.stand_in
+        return self.fallback
 
     def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
         """The reason why blocks of so many columns cannot serve, or None."""
@@ -146,7 +146,7 @@ class Way(planning.Way):
         """How many rows one launch takes at most; more are computed in pieces, with the same bits."""
         return max(1, problem.M)
 
-    def standing_in(self, problem: Any, config: FusedConfig, machine: Machine) -> FusedConfig:
+    def fallback_config(self, problem: Any, config: FusedConfig, machine: Machine) -> FusedConfig:
         """The configuration that this way takes in place of one of a way that it stands in for."""
         return config
 

@@ -149,7 +149,7 @@ def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[
     """For each step a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
-                 WAITER=WAITERS.index(problem.asked))  # fmt: skip
+                 WAITER=WAITERS.index(problem.called_op))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
     return workspace.remember((problem, *steps), waits)
 

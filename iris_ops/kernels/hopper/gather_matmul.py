@@ -182,7 +182,7 @@ def product(
             return
         args = dict(
             flags=flags, passed=passed, ctx_ptr=ctx.get_device_context(), part_rows=problem.part_rows,
-            world=World(problem.world_size, WAITERS.index(problem.asked), traced),
+            world=World(problem.world_size, WAITERS.index(problem.called_op), traced),
             **_arguments(problem, config, out, A, gathered, B, bias),
         )  # fmt: skip
         programs = platform.num_programs(ctx.device)
