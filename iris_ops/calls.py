@@ -63,7 +63,7 @@ class Prepared:
     spans: tuple[int, ...]
 
     def facts(self, call: Call, workspace: int | None, out: int | None) -> dict[str, Any]:
-        """What ranks compare of a call with IRIS_DEBUG=1.
+        """Return what ranks compare of a call with IRIS_DEBUG=1.
 
         `workspace`, `out`: their offsets on the heap; None for the context's own workspace and for an `out` elsewhere.
         """
@@ -103,7 +103,7 @@ class Calls:
         self._device_of = relaunch.device_of(self.ctx.device)
 
     def forget(self) -> None:
-        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        """Forget known launches: their kernels or the memory that they use have changed."""
         self._plain.forget()
         self._normed.forget()
 
@@ -131,7 +131,7 @@ class Calls:
         return self._first(call, known_calls, key)
 
     def _first(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> Workspace:
-        """A call that cannot be repeated as it is."""
+        """Run a call that cannot be repeated as it is."""
         ctx, (out, A, B, bias, scale) = self.ctx, call.tensors
         prepared, addresses = self._checked(call, calls, key)
         problem = prepared.problem
@@ -175,7 +175,7 @@ class Calls:
         return workspace
 
     def _checked(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> tuple[Prepared, tuple[int, ...]]:
-        """What is known of calls like this, and where its tensors lie. Raises a typed error for what is wrong."""
+        """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
         op, addresses = call.op, calls.addresses(key)
         try:
             check_async(op, call.async_op)
@@ -203,7 +203,7 @@ class Calls:
         ctx.compare(call.op, **prepared.facts(call, there, place if direct and not ctx.hands_out(place) else None))
 
     def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Room for the call, and on the heap for what peers write in place of `out`, if that is given."""
+        """Reserve room for the call, and on the heap for what peers write in place of `out`, if that is given."""
         ctx, problem, grown = self.ctx, prepared.problem, True
         try:
             grown = workspace.reserve(*prepared.sizes)

@@ -128,7 +128,7 @@ class Ops(MixtureOps):
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
+        """Return this rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
 
         `scale`: as in `all_gather_matmul`; each rank has its own. `k_per_rank`: as in `matmul_all_reduce`.
         """
@@ -151,7 +151,7 @@ class Ops(MixtureOps):
         top_k: int | None = None,
         k_per_rank: Sequence[int] | None = None,
     ) -> FusedConfig:
-        """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
+        """Return the configuration of such a call, with kernel, reasons and predicted time; launch nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
@@ -171,7 +171,7 @@ class Ops(MixtureOps):
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
         workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
+        """Return a workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
 
         It is `workspace`, what an earlier call returned, or the one that calls take when they are given none.
         """
@@ -185,10 +185,10 @@ class Ops(MixtureOps):
         return workspace
 
     def forget_launches(self) -> None:
-        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        """Forget known launches: their kernels or the memory that they use have changed."""
         self._calls.forget()
         self._mixture.forget()
 
     def join(self) -> None:
-        """Makes the current stream wait for calls with `async_op=True`."""
+        """Make the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()

@@ -36,12 +36,12 @@ TMA_ALIGNMENT = 16
 
 
 def part_size(size: int, world_size: int) -> int:
-    """The largest part when `size` is split over the ranks."""
+    """Return the largest part when `size` is split over the ranks."""
     return -(-size // world_size)
 
 
 def part_of(size: int, world_size: int, rank: int) -> int:
-    """How much of `size` belongs to `rank`."""
+    """Return how much of `size` belongs to `rank`."""
     part = part_size(size, world_size)
     return max(0, min(part, size - rank * part))
 
@@ -123,7 +123,7 @@ class Problem:
         return self.M, self.N, self.K
 
     def whole_vectors(self, size: int) -> bool:
-        """Whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
+        """Return whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
         return size * self.dtype.itemsize % TMA_ALIGNMENT == 0
 
     @property
@@ -138,7 +138,7 @@ def requested_problem(
     op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
     weights: WeightFormat = PLAIN, invariant: str | None = None, k_per_rank: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
+    """Return the problem that the arguments describe. Raises `ArgumentError` where they make no sense."""
     if op not in (*OPS, *_KINDS):
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
     check_sizes(M, N, K, world_size, dtype, invariant)
@@ -158,7 +158,7 @@ def requested_problem(
 def promised(
     problem: Problem, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False
 ) -> Problem:
-    """`problem`, of which bits are promised. `k_per_rank`: each rank's K, of a sum; None where all have the same.
+    """Return `problem` with its promise of equal bits. `k_per_rank`: each rank's K, for a sum; None if all are equal.
 
     `biased`: whether the call has a bias.
 
@@ -188,7 +188,7 @@ def promised(
 
 
 def check_sizes(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
-    """Raises `ArgumentError` unless a question to the planner may have these, whichever the op."""
+    """Raise `ArgumentError` unless sizes, ranks, dtype and `invariant` make sense for any op."""
     if wrong := refusal(invariant):
         raise wrong
     if dtype not in DTYPES:
@@ -201,13 +201,13 @@ def check_sizes(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, inv
 
 
 def _planned(problem: Problem) -> Problem:
-    """`problem`, by the op of which it is a kind."""
+    """Return `problem`, by the op of which it is a kind."""
     kind = _KINDS.get(problem.op)
     return replace(problem, op=kind[0], epilogue=kind[1]) if kind else problem
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
-    """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
+    """Return (rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
 
     A reduce-scatter's parts are given. An all-reduce's are whole blocks, along the dimension that shares them out more
     evenly; where both do alike, by rows.
@@ -220,7 +220,7 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
 
 
 def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
-    """The problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
+    """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
     m, k = A.shape
     kb, n = B.shape
     rows, cols = out.shape

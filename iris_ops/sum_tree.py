@@ -67,29 +67,29 @@ class Tree:
 
 @lru_cache(maxsize=4096)
 def tree_of(what: str, k_per_rank: tuple[int, ...]) -> Tree:
-    """The tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    """Return the tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
     K = sum(k_per_rank)
     return Tree(K, leaves_of(K), checked_shares(what, k_per_rank))
 
 
 def blocks_of(K: int) -> int:
-    """How many blocks of 64 products there are, the last one maybe short."""
+    """Return how many blocks of 64 products there are, the last one maybe short."""
     return -(-K // BLOCK)
 
 
 def leaves_of(K: int) -> int:
-    """How many leaves there are."""
+    """Return how many leaves there are."""
     blocks = blocks_of(K)
     return LEAVES if blocks >= _SMALL or blocks and blocks % LEAVES == 0 else blocks
 
 
 def border(K: int, leaf: int) -> int:
-    """Where leaf number `leaf` begins, and the one before it ends."""
+    """Return where leaf number `leaf` begins, and the one before it ends."""
     return min(K, leaf * blocks_of(K) // max(1, leaves_of(K)) * BLOCK)
 
 
 def share(K: int, world_size: int, rank: int) -> Span:
-    """Which of K's products layers give to a rank: whole leaves, as even as they come, cut as the tree is.
+    """Return which of K's products layers give to a rank: whole leaves, as even as they come, cut as the tree is.
 
     Ranks are halved with the leaves, so that a power of two of them mostly has one root each.
     """
@@ -105,7 +105,7 @@ def share(K: int, world_size: int, rank: int) -> Span:
 
 
 def shares(K: int, world_size: int) -> tuple[int, ...]:
-    """How many of K's products each rank has by `share`."""
+    """Return how many of K's products each rank has by `share`."""
     return tuple(stop - start for start, stop in (share(K, world_size, rank) for rank in range(world_size)))
 
 
@@ -125,7 +125,7 @@ def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=4096)
 def roots(leaves: int, span: Span) -> tuple[Span, ...]:
-    """The largest subtrees that lie in `span`, from the first leaf on."""
+    """Return the largest subtrees that lie in `span`, from the first leaf on."""
     result: list[Span] = []
 
     def visit(node: Span) -> None:
@@ -145,7 +145,7 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=4096)
 def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
-    """How many of those before it each of `parts` is added to, the last one first, as the right one of two.
+    """Return how many of those before it each of `parts` is added to, the last one first, as the right one of two.
 
     `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
     yet waits, as a stack; the last part leaves one sum.

@@ -83,7 +83,7 @@ def product(
     scale: torch.Tensor | None = None,
     k_per_rank: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
+    """Return the result of `op`, one of `problem.OPS` or `GATED`: this rank's part, a new tensor of shape `size`."""
     if is_recording():
         call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, k_per_rank)
         if not torch.jit.is_tracing():
@@ -120,7 +120,7 @@ def _run(
 def _config(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
 ) -> FusedConfig | None:
-    """What all ranks take though their parts differ in size; None: each finds it by its own."""
+    """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
     sizes = A.shape[0], B.shape[1], mean_part
@@ -205,7 +205,7 @@ def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
 
 
 def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
-    """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
+    """Return all ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
     if is_recording():
         return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
     whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
@@ -214,7 +214,7 @@ def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' `part`, of one shape, in a new tensor, compiled or not: the same bits on all ranks."""
+    """Return the sum of all ranks' `part`, of one shape, in a new tensor: the same bits on all ranks, compiled or not."""
     if is_recording():
         return torch.ops.iris_ops.sum_over_ranks(part, ctx.group_name)
     rows = part.contiguous().view(-1, part.shape[-1])

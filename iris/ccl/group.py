@@ -40,7 +40,7 @@ class Group:
         return tuple(self._group or range(self.size))
 
     def reserve(self, nbytes: int) -> torch.Tensor:
-        """Bytes at the same heap offset on every member, as the next `barrier` finds."""
+        """Return the bytes at the same heap offset on every member, as the next `barrier` finds."""
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
@@ -49,7 +49,7 @@ class Group:
 
 
 def _of_members(context: torch.Tensor, rank: int, members: list[int], names: torch.Tensor) -> torch.Tensor:
-    """The context tensor with only the members in it."""
+    """Return the context tensor with only the members in it."""
     listed = context.tolist()
     header, ranks = listed[: HEADER.value], listed[HEADER.value :]
     world = header[1]
@@ -61,7 +61,7 @@ def _of_members(context: torch.Tensor, rank: int, members: list[int], names: tor
 
 
 def group_of(ctx: Rank, group: Any) -> Group:
-    """Raises `ArgumentError` for what is no process group of ranks of the context, this one among them."""
+    """Raise `ArgumentError` for what is no process group of ranks of the context, this one among them."""
     if group is None:
         return Group(ctx)
     if isinstance(group, (list, tuple)):

@@ -63,14 +63,14 @@ def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
 
 
 def slots_for(max_numel: Any, dtype: Any) -> int:
-    """The slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
+    """Return the slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
     return -(-max_numel * dtype.itemsize // MESSAGE_BYTES)
 
 
 def exchange(op: str, rings: Rings, group: Group, messages: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
-    """Sends and takes all of `messages`, whose peers count in `group`; `names`: how errors call tensor and peer."""
+    """Send and receive all of `messages`, whose peers count in `group`; `names`: how errors call tensor and peer."""
     for message, (name, peer_name) in zip(messages, names, strict=True):
         check(op, name, message.tensor, group.ctx, written=message.kind == "recv")
         check_rank(op, peer_name, message.peer, group)

@@ -93,7 +93,7 @@ def _refusal(problem: Problem, config: Config, machine: LinkRates) -> str:
 
 
 def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
-    """Whether two programs share a multiprocessor, so that one sums while the other stores.
+    """Return whether two programs share a multiprocessor, so that one sums while the other stores.
 
     Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
     """
@@ -103,12 +103,12 @@ def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
 
 
 def _has_owners(problem: Problem, variant: str) -> bool:
-    """Whether whose part is what is ours to decide."""
+    """Return whether we decide which rank owns which part."""
     return (problem.op == ALL_REDUCE and variant not in WHOLE) or problem.cols > 0
 
 
 def part_of(problem: Problem, variant: str) -> int:
-    """Elements of the largest part."""
+    """Return the elements of the largest part."""
     if problem.part:
         return problem.part
     if variant in WHOLE:

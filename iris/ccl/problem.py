@@ -77,7 +77,7 @@ def bits(t: torch.Tensor, summed: bool) -> torch.Tensor:
 
 
 def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
-    """How `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
+    """Return how `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
     if t.is_contiguous() and not columns:
         return Rows(1, t.numel(), t.numel(), 1)
     if t.ndim == 1:
@@ -93,7 +93,7 @@ def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
 
 
 def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_size: int) -> Problem:
-    """The problem that the shapes say. Raises `ShapeError` where they fit none."""
+    """Return the problem that the shapes say. Raises `ShapeError` where they fit none."""
     w, part, cols = world_size, 0, 0
     inp_shape, out_shape = tuple(inp.shape), tuple(out.shape)
     if op == ALL_REDUCE:
@@ -124,7 +124,7 @@ def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_siz
 
 
 def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.device) -> None:
-    """Raises a typed error for a tensor of the wrong kind, dtype or device."""
+    """Raise a typed error for a tensor of the wrong kind, dtype or device."""
     for name, t in (("inp", inp), ("out", out)):
         check_tensor(op, name, t, device)
         if t.layout is not torch.strided:

@@ -55,7 +55,7 @@ def cut(n: int, size: int = 4, word: int = 8) -> Cut:
 
 
 def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
-    """The same of elements that are summed."""
+    """Return the same of elements that are summed."""
     return cut(n, dtype.itemsize, dtype.itemsize * (1 if dtype.is_floating_point else 2))
 
 
@@ -96,7 +96,7 @@ class WordBuffer:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have memory in common."""
+    """Return whether two tensors may have memory in common."""
     (a, b), (c, d) = extent(one), extent(other)
     return a < d and c < b
 
@@ -132,7 +132,7 @@ class Rings:
         return MOST_SLOTS // self.world
 
     def reserve(self, slots: int) -> None:
-        """Makes room for as many slots in each ring. The same on all ranks of the group, which may meet."""
+        """Make room for as many slots in each ring. The same on all ranks of the group, which may meet."""
         slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
         if slots <= self.slots:
             return
@@ -142,7 +142,7 @@ class Rings:
             self._ctx.forget_launches()
 
     def untaken(self) -> list[tuple[int, int, int]]:
-        """(sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
+        """Return (sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
         area = self._workspace.areas.get(f"counts of {self._name}")
         if area is None:
             return []
@@ -168,7 +168,7 @@ class Rings:
     def sum(
         self, waiter: str, dtype: torch.dtype, sends: Sequence[Message], own: int = 0, n: int = 0, out: int = 0
     ) -> None:
-        """Gives elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
+        """Give elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
 
         If `n`, also takes as many of each rank, adds its own, which begin at `own`, and stores the sums from `out` on.
         """
@@ -237,6 +237,6 @@ def _table(messages: list[Message]) -> list[tuple]:
 
 
 def _filled(table: list, length: int) -> tuple:
-    """A table of `length` messages, for the kernel; what is added has no items."""
+    """Return a table of `length` messages, for the kernel; what is added has no items."""
     padded = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
     return tuple(tuple(map(in_table, message)) for message in padded)

@@ -129,7 +129,7 @@ def _check_reduce(op: str, group: Group, out: Any, inp: Any, dst: int, reduce_op
 
 
 def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The memory that `iris/device/tiles.py` lays out, empty."""
+    """Return the memory that `iris/device/tiles.py` lays out, empty."""
     sound = all(type(count) is int and 0 < count < 1 << 31 for count in (tiles, elements))
     if not sound or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError(
@@ -183,7 +183,7 @@ def _move(
 
 
 def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> None:
-    """Raises a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
+    """Raise a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")

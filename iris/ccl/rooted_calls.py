@@ -256,7 +256,7 @@ class RootedCalls:
         return workspace
 
     def _message_rings(self) -> Rings:
-        """The rings of messages, which are all ranks'."""
+        """Return the rings of messages, which are all ranks'."""
         return Rings(self._workspace_of("send", self._group(None), None), "messages", self._kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
@@ -269,7 +269,7 @@ class RootedCalls:
             self._keep(key, rings, self._workspace_of(op, self._group(None), None))
 
     def _launched_again(self, key: tuple | None) -> Workspace | None:
-        """The workspace of a call that was made before, and now once more; None if it has not been."""
+        """Launch a known call again and return its workspace; None for a new one."""
         known = self._known_calls.get(key) if key and self._ctx.agreement is None else None
         if known is None:
             return None
@@ -289,7 +289,7 @@ def _at_most(slots: int) -> str:
 
 
 def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
-    """What a call comes down to: one with the same key passes the same checks and launches the same."""
+    """Return the key of a call: one with the same key passes the same checks and launches the same."""
     parts: list[Any] = [op, *rest]
     try:
         for t in tensors:

@@ -37,7 +37,7 @@ Shares = list[dict[int, Span]]  # of each piece, by owner
 
 
 def pieces(op: str, nbytes: int, world: int) -> int:
-    """In how many pieces a tensor goes in two steps, the same on all ranks; 0 where one step is faster."""
+    """Return in how many pieces a tensor goes in two steps, the same on all ranks; 0 where one step is faster."""
     if world < 3 or not nbytes:
         return 0
     once_us = nbytes / (LinkRates.link_gbs * 1e3)

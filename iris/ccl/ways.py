@@ -32,18 +32,18 @@ class Collective(Way):
         return Times(machine.launch_us + self.exchange_us(problem, machine))
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
-        """Microseconds among two ranks and more, beside the launch."""
+        """Return the microseconds among two ranks and more, beside the launch."""
         raise NotImplementedError
 
     def sent(self, problem: Problem) -> float:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         w, nbytes = problem.world_size, problem.nbytes
         if problem.op == ALL_REDUCE:
             return (w - 1) * nbytes if self.variant == "one_shot" else 2 * (w - 1) * nbytes / w
         return (w - 1) * (nbytes if problem.op == ALL_GATHER else nbytes / w)
 
     def hops(self, problem: Problem) -> int:
-        """How often data travels before the result is there."""
+        """Return how often data travels before the result is there."""
         return 2 if problem.op == ALL_REDUCE and self.variant != "one_shot" else 1
 
 
@@ -130,5 +130,5 @@ def allowed(problem: Problem, config: Config) -> tuple[Collective, ...]:
 
 
 def _everyone_owns(problem: Problem) -> bool:
-    """Whether every rank has part of a reduce-scatter."""
+    """Return whether every rank has part of a reduce-scatter."""
     return not problem.cols and problem.part * (problem.world_size - 1) < problem.n

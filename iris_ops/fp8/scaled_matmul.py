@@ -50,7 +50,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that W8 and scale stand for."""
+    """Return the weight that W8 and scale stand for."""
     return (weight.float() * scale[:, None]).to(dtype)
 
 
@@ -100,7 +100,7 @@ def launch_rounding(
 
 
 def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple[dict, dict]:
-    """Arguments and options of a launch."""
+    """Return the arguments and options of a launch."""
     block = min(_AT_ONCE[x.shape[0] > _FEW], triton.next_power_of_2(x.shape[1]))
     args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
     return args, dict(num_warps=max(4, block // 1024), **platform.launch_options(x.device))
@@ -130,7 +130,7 @@ def product(
 def fixed_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same to `out`, by our kernel: a row has the same bits at any number of rows.
+    """Return the same to `out`, by our kernel: a row has the same bits at any number of rows.
 
     Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale stand for returned.
     """
@@ -148,7 +148,7 @@ def rounded_product(
     out: torch.Tensor | None = None,
     by_tiles: bool = False,
 ) -> torch.Tensor:
-    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
+    """Return the same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
 
     `by_tiles`: not by torch's product, whatever is faster.
     """

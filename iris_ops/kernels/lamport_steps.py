@@ -138,7 +138,7 @@ class Exchange:
 
     @device_function
     def take_parts(self, whole, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BY_COLS: tl.constexpr, ok=True):
-        """Takes from each peer the tile at (row, col) of its part, to its place in the matrix `whole` that all gather.
+        """Take from each peer the tile at (row, col) of its part, to its place in the matrix `whole` that all gather.
 
         Returns whether `ok`, and all came in time.
         """

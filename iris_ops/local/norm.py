@@ -69,7 +69,7 @@ def normed(
 
 
 def _in_place(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or a copy that is contiguous and begins where all code for it expects."""
+    """Return `t`, or a copy that is contiguous and begins where all code for it expects."""
     t = t.contiguous()
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone()
 

@@ -167,7 +167,7 @@ def block_of(rows: int, programs: int, room: int, least: int = _LEAST_ROWS) -> i
 
 
 def tile_of(rows: int, outputs: int, gated: bool, room: int, least: int = _LEAST_ROWS) -> tuple[int, int]:
-    """(rows, outputs) of a program's block, if `room` programs run at once; of no fewer rows than `least`."""
+    """Return (rows, outputs) of a program's block, if `room` programs run at once; of no fewer rows than `least`."""
     block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room, least)
     narrow = block == 32 and rows % 64 == 0 and not gated  # as many programs, and each weight is read half as often
     return (64, NARROW_N) if narrow else (block, BLOCK_N)
@@ -180,17 +180,17 @@ def _multiprocessors(device: torch.device) -> int:
 
 @platform.constant
 def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
-    """Whether the ring of blocks that was measured fits into shared memory."""
+    """Return whether the ring of blocks that was measured fits into shared memory."""
     return depth(platform.shared_bytes(device), gated, rows) == RINGS[rows, BLOCK_N, gated]
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
-    """Whether products of few rows with a weight of `shape` in eight bits may be served here."""
+    """Return whether products of few rows with a weight of `shape` in eight bits may be served here."""
     return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.streamable(1, shape[1])
 
 
 def is_eligible(x: torch.Tensor, rows: int) -> bool:
-    """Whether products of `x` may be served here, if those of up to `rows` rows are."""
+    """Return whether products of `x` may be served here, if those of up to `rows` rows are."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x, rows) and not x.requires_grad
 
 
@@ -276,7 +276,7 @@ def _called(
 
 @cache
 def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> tuple[int, int]:
-    """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
+    """Return (elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
     block_k, stages = RINGS[rows, outputs, gated]
     room, width = shared_bytes - 1024, (1 + gated) * outputs + rows  # some is for barriers
     while block_k > 32 and room < 2 * width * block_k * 2:

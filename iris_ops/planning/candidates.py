@@ -23,7 +23,7 @@ _SHARES = 4
 
 
 def movers(problem: Problem, machine: Machine) -> int:
-    """How many programs first move what an `all_gather_matmul` gathers."""
+    """Return how many programs first move what an `all_gather_matmul` gathers."""
     if machine.name == INTERPRETER:
         return 1
     few = problem.op == GATHER_MATMUL and problem.part_rows <= 128  # little to move, and soon needed
@@ -63,7 +63,7 @@ def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int,
     return tuple((*tile, min(stages, most[tile])) for tile, (stages, _) in tiles.items() if most[tile] > 1)
 
 
-# Made once, as those below: to make them anew would take a plan longer than to weigh them.
+# Made once, as those below: to make them anew would take a plan longer than to compare them.
 @lru_cache(maxsize=256)
 def tiled(kernel: str, tiles: tuple, algorithms: tuple[str, ...], comm_programs: int) -> tuple[FusedConfig, ...]:
     return tuple(
@@ -82,7 +82,7 @@ def pushed(kernel: str, architecture: str, group_m: int) -> tuple[FusedConfig, .
 
 
 def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
-    """Configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
+    """Return configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
     return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2)
 
 

@@ -36,6 +36,6 @@ def _least_rows() -> int:
 
 
 def _powers(size: int, least: int = 16, most: int = 1024) -> list[int]:
-    """The powers of two worth trying for a dimension."""
+    """Return the powers of two worth trying for a dimension."""
     largest = min(most, max(least, 1 << max(0, size - 1).bit_length()))
     return [largest >> i for i in range(4) if largest >> i >= least]

@@ -107,7 +107,7 @@ class MoeProblem:
         return part_size(self.tokens, self.world_size) if self.scatters else self.tokens
 
     def blocks(self, block_m: int) -> int:
-        """Blocks of rows at most, each of one expert's, whatever the routing."""
+        """Return the blocks of rows at most, each of one expert's, whatever the routing."""
         return self.pairs // block_m + min(self.experts, self.pairs)
 
 
@@ -115,7 +115,7 @@ def requested_moe_problem(
     op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
     form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
-    """The problem of a question to the planner, whose M is `tokens`; of `moe_gate_up` N is I, and experts are gated.
+    """Return the problem that the arguments describe; for `moe_gate_up`, N is I, and experts are gated.
 
     Raises `ArgumentError` where it makes no sense.
     """

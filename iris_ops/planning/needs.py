@@ -62,27 +62,27 @@ class WeightFormat:
         return f"rows {self.name}" if self.rounds_rows else ""
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
-        """The reason why rows of A are not rounded, if the format has them rounded."""
+        """Return the reason why rows of A are not rounded, if the format has them rounded."""
         return None
 
     def converted(self, problem: Any, machine: Machine) -> str:
-        """The reason why B is converted to A's dtype in each call; "" if it is not."""
+        """Return the reason why B is converted to A's dtype in each call; "" if it is not."""
         return ""
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
-        """Whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
+        """Return whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
         return False
 
     def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
-        """Microseconds until so many rows of A are rounded."""
+        """Return the microseconds until so many rows of A are rounded."""
         return 0.0
 
     def library_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
-        """Microseconds of a library's product, given those in A's dtype."""
+        """Return the microseconds of a library's product, given those in A's dtype."""
         return us
 
     def product_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
-        """Microseconds of one of our products without ranks, given those in A's dtype."""
+        """Return the microseconds of one of our products without ranks, given those in A's dtype."""
         return us
 
 

@@ -119,7 +119,7 @@ _ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
 
 
 def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) -> Order | None:
-    """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
+    """Return the order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
     `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at.
     With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on the ranks. None: there is no such order.

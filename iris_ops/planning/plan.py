@@ -105,7 +105,7 @@ def common_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
     """Return the order of all tiles that serve `problem`, whose M is not looked at; None if no order serves all."""
 
     def offers(problem: Any) -> dict[Order, float]:
-        """The orders of all that serve the problem, each with its least time."""
+        """Return the orders of all that serve the problem, each with its least time."""
         fastest: dict[Order, float] = {}
         for candidate in compare_ways(ways, problem, machine).candidates:
             if order := candidate.way.order(problem, candidate.config, machine):

@@ -68,7 +68,7 @@ def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> flo
 
 
 def _tiles(m: int) -> list[tuple[int, int, float]]:
-    """(rows, columns, share): of tiles of round sizes, and of such as fill m rows best."""
+    """Return (rows, columns, share): of tiles of round sizes, and of such as fill m rows best."""
     tiles = []
     for side, shares in _TILES.items():
         tiles += [(*tile, share) for other, share in shares.items() for tile in ((side, other), (other, side))]
@@ -80,7 +80,7 @@ def _tiles(m: int) -> list[tuple[int, int, float]]:
 
 
 def _between(size: int, shares: dict[int, float]) -> float:
-    """The share of a size between two that are known."""
+    """Return the share of a size between two that are known."""
     low, high = max(s for s in shares if s <= size), min(s for s in shares if s >= size)
     part = (size - low) / max(1, high - low)
     return shares[low] + part * (shares[high] - shares[low])
@@ -97,13 +97,13 @@ _GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 def gate_us(problem: Problem, machine: Machine) -> float:
-    """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
+    """Return the microseconds of `gate` after a product of so many rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
     return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
 
 
 def library_refused(problem: Problem, machine: Machine) -> str | None:
-    """Why a library's product is not weighed, if it is not: its time is not known, or a stream of weights is faster."""
+    """Return why a library's product is no candidate, or None: its time is unknown, or streaming weights is faster."""
     if problem.weights is not PLAIN:
         few = problem.weights.streams(problem, machine)
     elif not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:

@@ -29,7 +29,7 @@ class Choice:
 
 
 def reasons(choice: Choice) -> tuple[str, ...]:
-    """The lines, the chosen one last but for what follows from it."""
+    """Return the lines, the chosen one last but for what follows from it."""
     problem, chosen = choice.problem, choice.serving[0]
     lines = [f"{problem.text} on {choice.machine.name}", *tritonblas.reasons(problem, choice.machine.name)]
     lines += [row(problem, candidate) for candidate in choice.serving]
@@ -55,17 +55,17 @@ def reasons(choice: Choice) -> tuple[str, ...]:
 
 
 def of_what(problem: Any) -> str:
-    """The numbers on which a row's bits do not depend."""
+    """Return the name of the counts on which a row's bits do not depend."""
     return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
 
 
 def label(problem: Any, candidate: Candidate) -> str:
-    """The kernel, and in which form."""
+    """Return the kernel's name and its form."""
     return candidate.way.label(problem, candidate.config)
 
 
 def row(problem: Any, candidate: Candidate) -> str:
-    """A candidate, its product's time, its exchange's, and both together."""
+    """Return a candidate, its product's time, its exchange's, and both together."""
     times = candidate.times
     return (
         f"{label(problem, candidate):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "

@@ -128,7 +128,7 @@ class Pair:
 
     @gluon.jit
     def send(self, done, row, col, first, rows, spread):
-        """Sends tile number `done`, over `spread` ticks. The tile stays in shared memory."""
+        """Send tile number `done`, over `spread` ticks. The tile stays in shared memory."""
         dtype: gl.constexpr = self.shared.product.dtype
         begin = arch.clock()
         for part in range(self.shared.PARTS):
@@ -139,7 +139,7 @@ class Pair:
 
     @gluon.jit
     def look(self, row, col, first, rows, exists):
-        """Loads what has arrived so far of all parts of a peer's tile, which may not exist."""
+        """Load what has arrived so far of all parts of a peer's tile, which may not exist."""
         found = ()
         for part in gl.static_range(self.shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)
@@ -148,7 +148,7 @@ class Pair:
 
     @gluon.jit
     def add(self, done, found, row, col, first, rows):
-        """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `look` has loaded of those."""
+        """Store the sum of tile number `done` and the peer's to `out`. `found`: what `look` has loaded of those."""
         ctx, shared, C, peer = self.ctx, self.shared, self.C, 1 - self.ctx.rank
         for part in range(shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)

@@ -104,7 +104,7 @@ def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
 
 @gluon.jit
 def _send(exchange, shared, done, bases, row, col, spread):
-    """Sends the finished tile's rows to where their owners expect this rank's."""
+    """Send the finished tile's rows to where their owners expect this rank's."""
     ctx, part_rows, ld, M = exchange.ctx, exchange.part_rows, exchange.ld, exchange.C.rows
     mine = exchange.half + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
@@ -126,7 +126,7 @@ def _sum(
     exchange, bases, row, col, own_rows, spread, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """Sums ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; sends the sums to all."""
+    """Sum ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; send the sums to all."""
     ctx, bias, half, ld, N = exchange.ctx, exchange.bias, exchange.half, exchange.ld, exchange.C.cols
     step = exchange.step()
     r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
@@ -219,7 +219,7 @@ def lamport_two_shot_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """What this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
+    """Return what this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVER_WARPS * 32 * 8 // block_n  # of which all mover threads hold a vector each
     owned = max(lines, block_m // parts)

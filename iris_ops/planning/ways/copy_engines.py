@@ -63,7 +63,7 @@ class Brought(Way):
         return (w - 1) * copy, entry + max(gemm, late)
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-        """The gathered rows: one element at least, so that they have a place."""
+        """Return the gathered rows: one element at least, so that they have a place."""
         return Sizes(staging=max(1, problem.M * problem.K) * problem.dtype.itemsize)
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
@@ -109,7 +109,7 @@ class CopyGather(Brought):
 
 
 def steps_of(problem: Problem, config: FusedConfig) -> list[range]:
-    """The ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    """Return the ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
     peers = problem.world_size - 1
     together = min(peers, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
     if peers == 0:
@@ -120,7 +120,7 @@ def steps_of(problem: Problem, config: FusedConfig) -> list[range]:
 
 
 def rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
-    """The rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
+    """Return the rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
     w, part, M = problem.world_size, problem.part_rows, problem.M
     first, last = (rank + step[0]) % w, (rank + step[-1]) % w
     ranks = [(first, last)] if first <= last else [(first, w - 1), (0, last)]
@@ -129,7 +129,7 @@ def rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
 
 
 def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
+    """Return the microseconds of the products, of the copies, and of all, on the rank that takes longest."""
     w = problem.world_size
     copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + _COPY_US
     barrier = _BARRIER_US * w

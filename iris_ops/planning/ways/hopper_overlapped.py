@@ -42,7 +42,7 @@ class HopperReduce(Way):
         return specialised_refused(problem, machine)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """Tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
+        """Return the tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
         # owners take turns, so a wave of programs works on this many row blocks of each
         group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _WAVE_HEIGHT // problem.world_size)
         programs = machine.num_programs

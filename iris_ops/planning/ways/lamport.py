@@ -47,7 +47,7 @@ class Lamport(Way):
         return norm_inside(problem, config)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """Tiles of few rows, in one shot and, of an all-reduce, in two."""
+        """Return the tiles of few rows, in one shot and, of an all-reduce, in two."""
         shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
         if problem.weights.rounds_rows:
             tiles = tuple((*tile, stages) for tile, (stages, _) in EXCHANGED_TILES[problem.itemsize].items())
@@ -60,7 +60,7 @@ class Lamport(Way):
         return tiled(self.kernel, tiles, shots, FusedConfig.comm_programs if rounds else movers(problem, machine))
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-        """(link, total): values travel behind the product; the last wave hides those of the waves before."""
+        """Return (link, total): values travel after the product; the last wave hides those of the waves before."""
         # in one shot of an all-reduce every rank gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
         nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
@@ -104,7 +104,7 @@ class LamportGather(Lamport):
 
 
 def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-    """The norm, where a kernel itself can add the residual and end with an RMSNorm's first half.
+    """Return the norm, where a kernel itself can add the residual and end with an RMSNorm's first half.
 
     Not where rows are to be alike: if they are many no kernel does, and a tile sums squares in an order of its own.
     """

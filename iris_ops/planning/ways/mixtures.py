@@ -49,7 +49,7 @@ class Mixture(Way):
         return config.algorithm in self.algorithms
 
     def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
-        """Microseconds of what a call takes beside its product."""
+        """Return the microseconds of what a call takes beside its product."""
         raise NotImplementedError
 
     def times(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:

@@ -124,7 +124,7 @@ class GatherFirst(Overlapped):
 
 
 def overlapped_sizes(problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-    """What ranks stage for each other, and parts of tiles behind it."""
+    """Return the sizes of what ranks stage for each other, then of parts of tiles."""
     flags, nbytes = staged(problem, config)
     cut = parts(problem, config, programs)
     return Sizes(flags + cut, nbytes + cut * config.block_m * config.block_n * 4)

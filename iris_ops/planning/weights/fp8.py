@@ -29,12 +29,12 @@ _FASTER = 1.85  # how much faster our products of rounded rows are
 
 
 def streamable(rows: int, K: int) -> bool:
-    """Whether products of such shapes the stream of weights serves, on Hopper."""
+    """Return whether products of such shapes the stream of weights serves, on Hopper."""
     return 0 < rows <= MOST_ROWS and K % LINE == 0 and K > 0
 
 
 def stream_refused(problem: Any, machine: Machine) -> str | None:
-    """Why the stream of weights cannot serve a problem, or None."""
+    """Return why the stream of weights cannot serve a problem, or None."""
     if not streamable(problem.M, problem.K):
         return f"it is for weights in eight bits and up to {MOST_ROWS} rows, K a multiple of 128"
     return None if _on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
