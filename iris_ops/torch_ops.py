@@ -214,7 +214,7 @@ def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all ranks' `part`, of one shape, in a new tensor: the same bits on all ranks, compiled or not."""
+    """Return the sum of all ranks' `part`, of one shape, in a new tensor: the same bits on all ranks."""
     if is_recording():
         return torch.ops.iris_ops.sum_over_ranks(part, ctx.group_name)
     rows = part.contiguous().view(-1, part.shape[-1])

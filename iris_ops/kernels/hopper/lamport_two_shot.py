@@ -134,7 +134,7 @@ def _sum(
     place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
     share, tile_n = row // ROWS, col // BLOCK_N
     span = ctx.tracing.record_event_start(SUM, ctx.rank, half, share, tile_n, nbytes=0)
-    found = ()
+    sums = ()
     complete = True
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
         mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
@@ -144,7 +144,7 @@ def _sum(
         )
         if bias is not None:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-        found = found + (without_sentinel(total, dtype),)
+        sums = sums + (without_sentinel(total, dtype),)
         complete = complete & ok
     ctx.tracing.record_event_end(span)
     if complete:
@@ -156,7 +156,7 @@ def _sum(
             mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
             for j in gl.static_range(1, ctx.world_size + 1):
                 target = remote(ctx, exchange.sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
-                gl.store(target + place + i * SUMMED * ld, found[i], mask=mask, cache_modifier=".wt")
+                gl.store(target + place + i * SUMMED * ld, sums[i], mask=mask, cache_modifier=".wt")
         ctx.tracing.record_event_end(span)
 
 

@@ -57,10 +57,10 @@ def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
 def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
     """Load one part of the tile from each of `sources`, the tiles that peers have staged."""
     place, inside = _packed(shared, part, row, end, M, MOVE)
-    found = ()
+    parts = ()
     for i in gl.static_range(COUNT):
-        found = found + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
-    return found
+        parts = parts + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
+    return parts
 
 
 @gluon.jit
