@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
-# `depths`: the earlier name of `k_per_rank`.
-_KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A", depths="k_per_rank")
+_KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A", depths="k_per_rank")  # `depths`: its earlier name
 
 
 class Ops(MixtureOps):

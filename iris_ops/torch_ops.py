@@ -107,9 +107,7 @@ def _run(
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
     config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part)
-    out = (
-        A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)
-    )  # which no peer writes
+    out = A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)  # peers write none
     more: dict[str, Any] = {} if scale is None else {"scale": scale}
     if k_per_rank:
         more["k_per_rank"] = tuple(k_per_rank)

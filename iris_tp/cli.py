@@ -118,9 +118,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = requested(
-            args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, args.experts, args.top_k
-        )
+        mixture = args.experts, args.top_k
+        problem = requested(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, *mixture)
         chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)

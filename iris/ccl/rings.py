@@ -154,10 +154,7 @@ class Rings:
 
     def move(self, waiter: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive messages in one launch; very many take several launches, the sends first."""
-        sends, receives = (
-            [message for message in sends if message.nbytes],
-            [message for message in receives if message.nbytes],
-        )
+        sends, receives = (list(filter(lambda m: m.nbytes, messages)) for messages in (sends, receives))
         if max(len(sends), len(receives)) <= _MESSAGES:
             parts: list[tuple[list[Message], list[Message]]] = [(sends, receives)] if sends or receives else []
         else:  # no sender waits for takers of its own rank

@@ -66,9 +66,8 @@ def _refusal(problem: Any, comparison: Comparison, algorithm: str | None, requir
             " invariant='ranks' expected parts of whole blocks, or A gathered by rows"
         )
     algorithms = ", ".join(sorted({candidate.config.algorithm for candidate in comparison.candidates}))
-    same_order = (
-        f", and sum in the order that all numbers of {trace.of_what(problem)} have, {required}" if required else ""
-    )
+    counts = trace.of_what(problem)
+    same_order = f", and sum in the order that all numbers of {counts} have, {required}" if required else ""
     return (
         f"{problem.called_op}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks"
         f"{same_order}, {algorithms}"

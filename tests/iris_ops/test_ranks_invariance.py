@@ -169,7 +169,7 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
         "a leaf cut": lambda: ctx.ops.matmul_all_reduce(out, A[:, :100], B[:100]),
         "k_per_rank cut": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(128, 100, 28)),
         "another K": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(64, 64, 192)),
-        "too few": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(256, 128)),
+        "too few": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths=(256, 128)),
         "no numbers": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank="all"),
         "eight bits": lambda: ctx.ops.matmul_all_reduce(out, A, eight, scale=torch.ones(16)),
         "another order": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=FusedConfig(64, 64, 64)),

@@ -200,7 +200,7 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     kernel, capturing = Launches(skinny_matmul.skinny_matmul_kernel), []
     monkeypatch.setattr(skinny_matmul, "skinny_matmul_kernel", kernel)
     monkeypatch.setattr(skinny_matmul, "_loaded", set())
-    monkeypatch.setattr(skinny_matmul, "_suits", lambda *_: True)
+    monkeypatch.setattr(skinny_matmul, "_is_eligible", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     for _ in range(2):
         assert torch.equal(skinny_matmul.linear(x, weight, added), F.linear(x, weight, added))
