@@ -16,9 +16,10 @@ from typing import Any
 
 import iris  # noqa: F401  # before triton
 from iris.machines import Machine, machine_named
-from iris_ops.planning.asked import asked, planned
 from iris_ops.planning.hosts import Network, plan_all_reduce
+from iris_ops.planning.plan import plan
 from iris_ops.planning.product_model import local_problem, product_us
+from iris_ops.planning.requests import requested
 from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER
 import torch
 
@@ -55,7 +56,7 @@ def _sum_us(rows: int, depth: int, hosts: int, machine: Machine) -> float:
     """A row-parallel product and its sum over all ranks of `hosts` hosts."""
     columns = _MODEL["hidden"]
     reduced, scattered = (
-        planned(asked(op, rows, columns, depth, GPUS, _DTYPE), machine, False) for op in (ALL_REDUCE, REDUCE_SCATTER)
+        plan(requested(op, rows, columns, depth, GPUS, _DTYPE), machine, False) for op in (ALL_REDUCE, REDUCE_SCATTER)
     )
     if hosts == 1:
         assert reduced.prediction is not None

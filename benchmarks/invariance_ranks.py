@@ -68,12 +68,12 @@ class Layer:
         if ctx.num_ranks == 1:
             ctx.ops.matmul_all_reduce(out, self.A, self.W.t())
         else:
-            ctx.ops.matmul_all_reduce(out, self.rows, self.weights[0].t(), depths=self.k_per_rank)
+            ctx.ops.matmul_all_reduce(out, self.rows, self.weights[0].t(), k_per_rank=self.k_per_rank)
         return out.clone()
 
     def call(self, ctx: iris.Iris):
         out = ctx.empty(self.M, self.N, dtype=torch.bfloat16)
-        given = {"depths": self.k_per_rank} if ctx.invariant == "ranks" else {}
+        given = {"k_per_rank": self.k_per_rank} if ctx.invariant == "ranks" else {}
 
         def call(i: int) -> torch.Tensor:
             ctx.ops.matmul_all_reduce(out, self.rows, self.weights[i].t(), **given)
@@ -106,7 +106,7 @@ def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
                 team.say(f"{name}, {M} rows: {differing:.0f} numbers differ")
             row: dict = {"row": str(Row("ar", M, N, K)), "layer": name, "M": M, "differing": int(differing)}
             shares, plan = layer.k_per_rank, contexts["ranks"].ops.plan
-            row["plan"] = plan("matmul_all_reduce", M, N, shares[team.rank], torch.bfloat16, depths=shares).kernel
+            row["plan"] = plan("matmul_all_reduce", M, N, shares[team.rank], torch.bfloat16, k_per_rank=shares).kernel
             if team.cuda:
                 calls = {str(level): (layer.call(ctx), len(layer.weights)) for level, ctx in contexts.items()}
                 row["us"] = times_of(team, calls)

@@ -28,7 +28,7 @@ from iris.machines import Machine, machine_of
 from iris_ops import FusedConfig
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import need_sorting
-from iris_ops.planning.plan import WAYS, plan, weigh
+from iris_ops.planning.plan import WAYS, compare_ways, plan
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -222,7 +222,7 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
 
 def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:
     """Return what the planner knows, and other tiles in the same ways; or the plan and the tiles that are `given`."""
-    known = [each.config for each in weigh(WAYS, problem, machine).candidates]
+    known = [each.config for each in compare_ways(WAYS, problem, machine).candidates]
     mean = problem.pairs / layer.described()["touched"]
     tiles = [tile for tile in TILES if tile[0] <= max(16, 4 * mean) and 8 * tile[0] >= mean]
     if given is not None:

@@ -44,27 +44,27 @@ class Predicted(Protocol):
 
 
 class Candidate(NamedTuple):
-    """A way's configuration with its times. `weighed_us`: what it is compared by."""
+    """A way's configuration with its times. `compared_us`: what it is compared by."""
 
     way: Any
     config: Any
     times: Any
-    weighed_us: float
+    compared_us: float
 
 
-class Weighed(NamedTuple):
+class Comparison(NamedTuple):
     """All that was looked at for a problem: candidates, the fastest first, and why other ways cannot serve."""
 
     candidates: Sequence[Candidate]
     rejected: Sequence[tuple[Any, str]]
 
 
-def weigh(ways: Sequence[Way], problem: Any, machine: Any) -> Weighed:
+def compare_ways(ways: Sequence[Way], problem: Any, machine: Any) -> Comparison:
     """Return every candidate of every way with its times, and each way that cannot serve, with the reason.
 
     Of candidates that are as fast, the one whose way stands first comes first.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     rejected: list[tuple[Way, str]] = []
     for way in (way for way in ways if problem.op in way.ops):
         if reason := way.objection(problem, machine):
@@ -73,5 +73,5 @@ def weigh(ways: Sequence[Way], problem: Any, machine: Any) -> Weighed:
         for config in way.tiles(problem, machine):
             times = way.predicted(problem, config, machine)
             share, most = way.lead
-            found.append(Candidate(way, config, times, times.total_us + min(share * times.total_us, most)))
-    return Weighed(sorted(found, key=lambda each: each.weighed_us), rejected)
+            candidates.append(Candidate(way, config, times, times.total_us + min(share * times.total_us, most)))
+    return Comparison(sorted(candidates, key=lambda candidate: candidate.compared_us), rejected)

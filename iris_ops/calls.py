@@ -1,4 +1,4 @@
-"""A call of a fused op: what the caller said, what is found out about it once, and its launches, now and again.
+"""A call of a fused op: its arguments, what is computed once for its shapes, and its launches, the first and repeated.
 
 A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
 (`Prepared`: problem, plan, steps and memory) serves all calls whose key is the same but for the addresses. A call whose
@@ -41,7 +41,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, t
 
 
 class Call(NamedTuple):
-    """What a caller says. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
+    """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
 
     op: str
     tensors: Operands
@@ -49,12 +49,12 @@ class Call(NamedTuple):
     async_op: bool = False
     config: FusedConfig | None = None
     workspace: Workspace | None = None
-    depths: Sequence[int] | None = None
+    k_per_rank: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem finds out. `spans`: bytes of each tensor, `NAMES` first."""
+    """What the first call of a problem computes for later ones. `spans`: bytes of each tensor, `NAMES` first."""
 
     problem: Problem
     config: FusedConfig
@@ -63,7 +63,7 @@ class Prepared:
     spans: tuple[int, ...]
 
     def facts(self, call: Call, workspace: int | None, out: int | None) -> dict[str, Any]:
-        """What ranks compare of a call with IRIS_DEBUG=1.
+        """Return what ranks compare of a call with IRIS_DEBUG=1.
 
         `workspace`, `out`: their offsets on the heap; None for the context's own workspace and for an `out` elsewhere.
         """
@@ -78,7 +78,7 @@ class Prepared:
             "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
         }
         if problem.tree:
-            facts["depths"] = problem.sums.depths
+            facts["k_per_rank"] = problem.sums.k_per_rank
         if problem.weights is not PLAIN:
             facts["B"] = problem.weights.name
         if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
@@ -103,35 +103,35 @@ class Calls:
         self._device_of = relaunch.device_of(self.ctx.device)
 
     def forget(self) -> None:
-        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        """Forget known launches: their kernels or the memory that they use have changed."""
         self._plain.forget()
         self._normed.forget()
 
     def run(
         self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,
-        config: FusedConfig | None = None, workspace: Workspace | None = None, depths: Sequence[int] | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """Run a call (`Call`): by its launches alone if it is known, else from its checks on."""
         ctx, known_calls = self.ctx, self._plain if epilogue is None else self._normed
         ctx.check()
         own = self.workspace if workspace is None else workspace
-        key = key_of(op, tensors, epilogue, config, own, depths, self._device_of)
+        key = key_of(op, tensors, epilogue, config, own, k_per_rank, self._device_of)
         try:
             known = known_calls.known.get(key)
         except TypeError:  # a wrong argument that has no hash
             key = known = None
         if known and async_op is False and ctx.agreement is None:
-            again, target, kept = known
+            again, target, used = known
             ctx.side.join()
             if again():
                 if target is not None:
                     tensors[0].copy_(target)
-                return kept
-        call = Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, depths)
+                return used
+        call = Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank)
         return self._first(call, known_calls, key)
 
     def _first(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> Workspace:
-        """A call that cannot be repeated as it is."""
+        """Run a call that cannot be repeated as it is."""
         ctx, (out, A, B, bias, scale) = self.ctx, call.tensors
         prepared, addresses = self._checked(call, calls, key)
         problem = prepared.problem
@@ -175,7 +175,7 @@ class Calls:
         return workspace
 
     def _checked(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> tuple[Prepared, tuple[int, ...]]:
-        """What is known of calls like this, and where its tensors lie. Raises a typed error for what is wrong."""
+        """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
         op, addresses = call.op, calls.addresses(key)
         try:
             check_async(op, call.async_op)
@@ -203,7 +203,7 @@ class Calls:
         ctx.compare(call.op, **prepared.facts(call, there, place if direct and not ctx.hands_out(place) else None))
 
     def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Room for the call, and on the heap for what peers write in place of `out`, if that is given."""
+        """Reserve room for the call, and on the heap for what peers write in place of `out`, if that is given."""
         ctx, problem, grown = self.ctx, prepared.problem, True
         try:
             grown = workspace.reserve(*prepared.sizes)
@@ -248,12 +248,12 @@ class Calls:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
-        problem = promised(problem, ctx.invariant, call.depths, bias is not None)
-        depths = problem.sums.depths
-        if depths and depths[ctx.cur_rank] != problem.K:
+        problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
+        k_per_rank = problem.sums.k_per_rank
+        if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:
             raise ShapeError(
-                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose depths are {depths}; expected"
-                f" {depths[ctx.cur_rank]} columns"
+                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
+                f" {k_per_rank[ctx.cur_rank]} columns"
             )
         if config is not None:
             _check_config(problem, config)
@@ -280,7 +280,7 @@ def _check_config(problem: Problem, config: FusedConfig) -> None:
 
 def key_of(
     op: str, tensors: Tensors, epilogue: Epilogue | None, config: FusedConfig | None, workspace: Workspace | None,
-    depths: Sequence[int] | None, where: Callable[[torch.Tensor], Any],
+    k_per_rank: Sequence[int] | None, where: Callable[[torch.Tensor], Any],
 ) -> tuple | None:  # fmt: skip
     """Return what decides a call, or None: one with the same key passes the same checks and launches the same."""
     out, A, B, bias, scale = tensors
@@ -313,7 +313,7 @@ def key_of(
             out.shape, out.stride(), out.dtype, where(out),
             A.shape, A.stride(), A.dtype, where(A),
             B.shape, B.stride(), B.dtype, where(B),
-            more, *ending, depths, config, workspace,
+            more, *ending, k_per_rank, config, workspace,
         )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
         return None

@@ -29,7 +29,7 @@ def check_tensors(
     scale: torch.Tensor | None,
     device: torch.device,
 ) -> None:
-    """Raises a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
+    """Raise a typed error for a tensor of the wrong kind, dimension, dtype, device or size."""
     if scale is not None:
         _check_scale(op, B, scale, device)
     given: tuple[tuple[str, Any], ...] = (("A", A), ("B", B), ("bias", bias), ("out", out))
@@ -66,7 +66,7 @@ def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.de
 
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
-    """Raises a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
+    """Raise a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
     check_tensor(op, name, t, device)
     if t.layout is not torch.strided or t.is_neg():
         kind = "a negated view" if t.layout is torch.strided else t.layout
@@ -83,7 +83,7 @@ def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> N
 
 
 def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
-    """Raises `ArgumentError` for a tensor through which autograd, or a transform of torch.func, differentiates."""
+    """Raise `ArgumentError` for a tensor through which autograd, or a transform of torch.func, differentiates."""
     transforms.check_plain(op, name, t)
     if t.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")

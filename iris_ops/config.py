@@ -166,7 +166,7 @@ class FusedConfig:
         return self.algorithm in ("one_shot", "two_shot")
 
     def explain(self) -> str:
-        """The reasons for this choice, one a line."""
+        """Return the reasons for this choice, one a line."""
         return "\n".join(self.reasons) or "given by the caller"
 
 

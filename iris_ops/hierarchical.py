@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def ops_of(ctx: Rank) -> Ops:
-    """The ops of a context: hierarchical ones where it was made with `across`."""
+    """Return the ops of a context: hierarchical ones where it was made with `across`."""
     return Ops(ctx) if ctx.across is None else cast(Ops, HierarchicalOps(ctx))
 
 
@@ -90,7 +90,7 @@ class HierarchicalOps:
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """This rank's rows of the sum over the ranks of all hosts of `A [M,K] @ B [K,N] + bias [N]`.
+        """Return this rank's rows of the sum over the ranks of all hosts of `A [M,K] @ B [K,N] + bias [N]`.
 
         `out`: as `torch.chunk` splits M rows over all ranks, counted host by host. Other arguments and errors as in
         `matmul_all_reduce`.
@@ -118,7 +118,7 @@ class HierarchicalOps:
         return workspace
 
     def plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool = True) -> HostsPlan:
-        """How a call over all hosts would be computed, with reasons and predicted times; launches nothing."""
+        """Return how a call over all hosts would be computed, with reasons and predicted times; launches nothing."""
         self._ctx.check()
         if op not in (ALL_REDUCE, REDUCE_SCATTER):
             _refuse(op)

@@ -1,7 +1,7 @@
 """From a plan and a rank's tensors to the steps of a call. This is the last choice: steps launch what they name.
 
 A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
-of 16 bytes, for one, the way's stand-in runs, which sends the same values to the same places. The log says why, once.
+of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 def supports(way: Way, problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """The reason why the way's kernel cannot run on `tensors`, or None."""
+    """Return the reason why the way's kernel cannot run on `tensors`, or None."""
     return named(way.supports)(problem, config, rank, tensors) if way.supports else None
 
 
 def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Way, FusedConfig]:
-    """The way that runs on `tensors`: the one that `config` stands for, or its stand-in. Ranks may differ in this."""
+    """Return the way that runs on `tensors`: the one of `config`, or its fallback. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
-        way, told = way_named(planned.standing(problem)), rank.once(_Told).planned
-        if planned.kernel not in told:
-            told.add(planned.kernel)
-            rank.log.info(f"{problem.asked}: {way.kernel} runs in place of {planned.kernel}: {reason}")
-    config = way.standing_in(problem, config, machine_of(rank.device))
+        way, reported = way_named(planned.fallback_for(problem)), rank.once(_Reported).planned
+        if planned.kernel not in reported:
+            reported.add(planned.kernel)
+            rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
+    config = way.fallback_config(problem, config, machine_of(rank.device))
     return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
 
 
 def steps_of(
     rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands, normed: bool
 ) -> tuple[Step, ...]:  # fmt: skip
-    """The steps of a call. `normed`: whether a norm follows it."""
+    """Return the steps of a call. `normed`: whether a norm follows it."""
     before: list[Step] = []
     out, A, B, bias, scale = tensors
     if bias is not None and bias.stride(0) != 1:
@@ -79,6 +79,6 @@ def steps_of(
     return (*before, step, *after)
 
 
-class _Told:
+class _Reported:
     def __init__(self, rank: Rank) -> None:
         self.planned: set[str] = set()

@@ -18,8 +18,8 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.asked import asked
 from .planning.plan import unaligned
+from .planning.requests import requested
 from .planning.weights import BY_FLAG
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
-_KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A")
+_KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A", depths="k_per_rank")  # `depths`: its earlier name
 
 
 class Ops(MixtureOps):
@@ -56,7 +56,7 @@ class Ops(MixtureOps):
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
-        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
+        scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
@@ -64,26 +64,27 @@ class Ops(MixtureOps):
         room for; it holds numbers only. Each rank has its own. Up to 16 rows of bf16, of magnitudes from 2**-61 to
         2**63 or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
 
-        `depths`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's part of
-        the whole K ends within a leaf (`iris_ops/sum_tree.py`), and says which parts are possible.
+        `k_per_rank`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's
+        part of K ends within a leaf (`iris_ops/sum_tree.py`), and lists the parts that are possible.
         """
-        return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, depths)
+        return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
 
+    @_KEYWORDS
     def matmul_all_reduce_norm(
         self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
         residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
-        depths: Sequence[int] | None = None,
+        k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
         `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
         The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
         to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
-        `scale`, `depths`: as in `matmul_all_reduce`.
+        `scale`, `k_per_rank`: as in `matmul_all_reduce`.
         """
         epilogue = residual, weight, scaled, squares
-        return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, depths)
+        return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, k_per_rank)
 
     @_KEYWORDS
     def all_gather_matmul(
@@ -124,14 +125,15 @@ class Ops(MixtureOps):
     def matmul_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
-        scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
+        scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """This rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
+        """Return this rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
 
-        `scale`: as in `all_gather_matmul`; each rank has its own. `depths`: as in `matmul_all_reduce`.
+        `scale`: as in `all_gather_matmul`; each rank has its own. `k_per_rank`: as in `matmul_all_reduce`.
         """
-        return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, depths)
+        return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
 
+    @_KEYWORDS
     def plan(
         self,
         op: str,
@@ -146,29 +148,29 @@ class Ops(MixtureOps):
         aligned: bool = True,
         experts: int | None = None,
         top_k: int | None = None,
-        depths: Sequence[int] | None = None,
+        k_per_rank: Sequence[int] | None = None,
     ) -> FusedConfig:
-        """The configuration that a call would use, with its kernel, reasons and predicted time; launches nothing.
+        """Return the configuration of such a call, with kernel, reasons and predicted time; launch nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
         longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
         compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
         begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1): of the ops of a
-        mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `depths`: as the op
-        takes them.
+        mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `k_per_rank`: as
+        the op takes it.
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        problem = asked(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, depths)
-        found = self._calls.plan(problem, explained, algorithm)
-        return found if aligned else unaligned(problem, found)
+        problem = requested(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, k_per_rank)
+        config = self._calls.plan(problem, explained, algorithm)
+        return config if aligned else unaligned(problem, config)
 
     def preamble(
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
         workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """A workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
+        """Return a workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
 
         It is `workspace`, what an earlier call returned, or the one that calls take when they are given none.
         """
@@ -182,10 +184,10 @@ class Ops(MixtureOps):
         return workspace
 
     def forget_launches(self) -> None:
-        """Calls are launched anew: their kernels or the memory that they use have changed."""
+        """Forget known launches: their kernels or the memory that they use have changed."""
         self._calls.forget()
         self._mixture.forget()
 
     def join(self) -> None:
-        """Makes the current stream wait for calls with `async_op=True`."""
+        """Make the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()

@@ -21,7 +21,7 @@ from .operands import Operands
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-_KEPT = 4096  # calls of which is known whether peers write their results
+_MOST_CALLS = 4096  # calls of which is known whether peers write their results
 
 
 class NewOutputs(Outputs):
@@ -47,11 +47,11 @@ class NewOutputs(Outputs):
         key = op, A.shape, B.shape, A.dtype, B.dtype, config
         written = self._written.get(key)
         if written is None:
-            written = self._ask(key, op, A, B, size, config, scale)
-        found = self.empty(tuple(size), A.dtype) if written else None
-        return A.new_empty(size) if found is None else found
+            written = self._has_written(key, op, A, B, size, config, scale)
+        out = self.empty(tuple(size), A.dtype) if written else None
+        return A.new_empty(size) if out is None else out
 
-    def _ask(
+    def _has_written(
         self, key: tuple, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None,
         scale: torch.Tensor | None,
     ) -> bool:  # fmt: skip
@@ -74,7 +74,7 @@ class NewOutputs(Outputs):
             self._calls.own_workspace().results(self._copied)
             if nbytes > self.largest:
                 self.reserve(nbytes)
-        if len(self._written) >= _KEPT:
+        if len(self._written) >= _MOST_CALLS:
             self._written.clear()
         self._written[key] = written
         return written

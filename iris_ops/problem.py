@@ -36,12 +36,12 @@ TMA_ALIGNMENT = 16
 
 
 def part_size(size: int, world_size: int) -> int:
-    """The largest part when `size` is split over the ranks."""
+    """Return the largest part when `size` is split over the ranks."""
     return -(-size // world_size)
 
 
 def part_of(size: int, world_size: int, rank: int) -> int:
-    """How much of `size` belongs to `rank`."""
+    """Return how much of `size` belongs to `rank`."""
     part = part_size(size, world_size)
     return max(0, min(part, size - rank * part))
 
@@ -71,7 +71,7 @@ class Problem:
     counted = "rows"
 
     @property
-    def asked(self) -> str:
+    def called_op(self) -> str:
         """The op that was called."""
         return _NAMES[self.epilogue] if self.epilogue else self.op
 
@@ -89,7 +89,7 @@ class Problem:
     def text(self) -> str:
         """The problem in the words of a plan's first line."""
         stored = "" if self.weights is PLAIN else f", B {self.weights.name}"
-        return f"{self.asked} {self.form} M={self.M} N={self.N} K={self.K} {self.dtype}{stored}"
+        return f"{self.called_op} {self.form} M={self.M} N={self.N} K={self.K} {self.dtype}{stored}"
 
     @property
     def free(self) -> Problem:
@@ -123,7 +123,7 @@ class Problem:
         return self.M, self.N, self.K
 
     def whole_vectors(self, size: int) -> bool:
-        """Whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
+        """Return whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
         return size * self.dtype.itemsize % TMA_ALIGNMENT == 0
 
     @property
@@ -134,14 +134,14 @@ class Problem:
         return size * others * (2 if self.op == ALL_REDUCE else 1)
 
 
-def problem_asked(
+def requested_problem(
     op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
-    weights: WeightFormat = PLAIN, invariant: str | None = None, depths: Sequence[int] | None = None,
+    weights: WeightFormat = PLAIN, invariant: str | None = None, k_per_rank: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem that a question to the planner describes. Raises `ArgumentError` where it makes no sense."""
+    """Return the problem that the arguments describe. Raises `ArgumentError` where they make no sense."""
     if op not in (*OPS, *_KINDS):
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
-    check_asked(M, N, K, world_size, dtype, invariant)
+    check_sizes(M, N, K, world_size, dtype, invariant)
     if op == GATED and N % 2:
         raise ArgumentError(f"N is {N} for {op}; expected an even number, the columns of gate and up together")
     forms = {ALL_REDUCE: ("",), NORM: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
@@ -150,42 +150,45 @@ def problem_asked(
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if weights is not PLAIN and op not in SCALED:
-        served = ", ".join(each for each in (*OPS, *_KINDS) if each in SCALED)
+        served = ", ".join(name for name in (*OPS, *_KINDS) if name in SCALED)
         raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {served}")
-    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, weights)), invariant, depths)
+    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, weights)), invariant, k_per_rank)
 
 
-def promised(problem: Problem, invariant: str | None, depths: Sequence[int] | None, biased: bool = False) -> Problem:
-    """`problem`, of which bits are promised. `depths`: each rank's K, of a sum; None where all have the same.
+def promised(
+    problem: Problem, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False
+) -> Problem:
+    """Return `problem` with its promise of equal bits. `k_per_rank`: each rank's K, for a sum; None if all are equal.
 
     `biased`: whether the call has a bias.
 
     Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
     """
-    if not invariant and depths is None:
+    if not invariant and k_per_rank is None:
         return problem
     if invariant == RANKS and problem.weights is not PLAIN:
         raise ArgumentError(
-            f"{problem.asked}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
+            f"{problem.called_op}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
             " expected weights in 16 bits or float32"
         )
-    by_tree = invariant == RANKS and problem.op in SUMS
-    kind = RANKS_ALIKE if by_tree else ROWS_ALIKE if invariant else FREE_SUMS.kind
+    ordered = invariant == RANKS and problem.op in SUMS
+    kind = RANKS_ALIKE if ordered else ROWS_ALIKE if invariant else FREE_SUMS.kind
     sums = Sums(kind, invariant, biased=biased and bool(invariant) and problem.op in SUMS)
-    if depths is not None:
-        known = isinstance(depths, Sequence) and all(type(each) is int and each >= 0 for each in depths)
-        if not known or len(depths) != problem.world_size:
+    if k_per_rank is not None:
+        known = isinstance(k_per_rank, Sequence) and all(type(k) is int and k >= 0 for k in k_per_rank)
+        if not known or len(k_per_rank) != problem.world_size:
             raise ArgumentError(
-                f"{problem.asked}: depths is {depths!r}; expected {problem.world_size} integers from 0, each rank's K"
+                f"{problem.called_op}: k_per_rank is {k_per_rank!r}; expected {problem.world_size} integers"
+                " from 0, each rank's K"
             )
-    if by_tree:
-        sums = replace(sums, depths=(problem.K,) * problem.world_size if depths is None else tuple(depths))
-        sum_tree.tree_of(problem.asked, sums.depths)  # raises unless leaves are whole
+    if ordered:
+        sums = replace(sums, k_per_rank=(problem.K,) * problem.world_size if k_per_rank is None else tuple(k_per_rank))
+        sum_tree.tree_of(problem.called_op, sums.k_per_rank)  # raises unless leaves are whole
     return replace(problem, sums=sums)
 
 
-def check_asked(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
-    """Raises `ArgumentError` unless a question to the planner may have these, whichever the op."""
+def check_sizes(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
+    """Raise `ArgumentError` unless sizes, ranks, dtype and `invariant` make sense for any op."""
     if wrong := refusal(invariant):
         raise wrong
     if dtype not in DTYPES:
@@ -198,13 +201,13 @@ def check_asked(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, inv
 
 
 def _planned(problem: Problem) -> Problem:
-    """`problem`, by the op of which it is a kind."""
+    """Return `problem`, by the op of which it is a kind."""
     kind = _KINDS.get(problem.op)
     return replace(problem, op=kind[0], epilogue=kind[1]) if kind else problem
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
-    """(rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
+    """Return (rows, columns) of the sum that one rank owns, at most, and whether the ranks' parts lie side by side.
 
     A reduce-scatter's parts are given. An all-reduce's are whole blocks, along the dimension that shares them out more
     evenly; where both do alike, by rows.
@@ -217,13 +220,13 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
 
 
 def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
-    """The problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
+    """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
     m, k = A.shape
     kb, n = B.shape
     rows, cols = out.shape
     w = world_size
 
-    def fits(form: str, M: int, N: int, K: int, **expected: tuple[int, float]) -> Problem | None:
+    def problem_if(form: str, M: int, N: int, K: int, **expected: tuple[int, float]) -> Problem | None:
         given = {"A": (m, k), "B": (kb, n), "out": (rows, cols)}
         if all(given[name] == shape for name, shape in expected.items()):
             return Problem(op, form, M, N, K, w, A.dtype)
@@ -235,34 +238,34 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
     # The order decides where both forms fit, which is only so when the whole is at most one element wide: it lies on
     # rank 0 in either form, and the other ranks, whose part is empty, come to "rows" as well.
     if op in (ALL_REDUCE, NORM):
-        found = fits("", m, n, k, B=(k, n), out=(m, n))
-        wanted = "A (M,K), B (K,N), out (M,N)"
+        problem = problem_if("", m, n, k, B=(k, n), out=(m, n))
+        expected = "A (M,K), B (K,N), out (M,N)"
     elif op == GATHER_MATMUL:
-        found = fits("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n))
-        found = found or fits("k", rows, n, kb, A=(rows, part(kb)), out=(rows, n))
-        if found and found.form == "k" and rows == 1 and kb <= 1:
-            found = Problem(op, "rows", rows, n, kb, w, A.dtype)
-        wanted = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
+        problem = problem_if("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n))
+        problem = problem or problem_if("k", rows, n, kb, A=(rows, part(kb)), out=(rows, n))
+        if problem and problem.form == "k" and rows == 1 and kb <= 1:
+            problem = Problem(op, "rows", rows, n, kb, w, A.dtype)
+        expected = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
     elif op == GATED:
-        found = fits("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n / 2))
-        wanted = "A (M/w,K), B (K,N), out (M,N/2)"
+        problem = problem_if("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n / 2))
+        expected = "A (M/w,K), B (K,N), out (M,N/2)"
     elif op == MATMUL_GATHER:
-        found = fits("rows", rows, n, k, A=(part(rows), k), B=(k, n), out=(rows, n))
-        found = found or fits("cols", rows, cols, k, A=(rows, k), B=(k, part(cols)))
-        if found and found.form == "cols" and rows == cols == 1:
-            found = Problem(op, "rows", rows, cols, k, w, A.dtype)
-        wanted = "A (M/w,K), B (K,N), out (M,N), or A (M,K), B (K,N/w), out (M,N)"
+        problem = problem_if("rows", rows, n, k, A=(part(rows), k), B=(k, n), out=(rows, n))
+        problem = problem or problem_if("cols", rows, cols, k, A=(rows, k), B=(k, part(cols)))
+        if problem and problem.form == "cols" and rows == cols == 1:
+            problem = Problem(op, "rows", rows, cols, k, w, A.dtype)
+        expected = "A (M/w,K), B (K,N), out (M,N), or A (M,K), B (K,N/w), out (M,N)"
     else:
-        found = fits("rows", m, n, k, B=(k, n), out=(part(m), n))
-        found = found or fits("cols", m, n, k, B=(k, n), out=(m, part(n)))
-        if found and found.form == "cols" and m == n == 1:
-            found = Problem(op, "rows", m, n, k, w, A.dtype)
-        wanted = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
+        problem = problem_if("rows", m, n, k, B=(k, n), out=(part(m), n))
+        problem = problem or problem_if("cols", m, n, k, B=(k, n), out=(m, part(n)))
+        if problem and problem.form == "cols" and m == n == 1:
+            problem = Problem(op, "rows", m, n, k, w, A.dtype)
+        expected = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
         if (rows, cols) == (m, n):
-            wanted += f", or ctx.ccl.reduce_scatter(out, A @ B) for this rank's tiles in an out (M,N) ({PAGE}),"
-    if found is None:
+            expected += f", or ctx.ccl.reduce_scatter(out, A @ B) for this rank's tiles in an out (M,N) ({PAGE}),"
+    if problem is None:
         raise ShapeError(
-            f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {wanted} with "
+            f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {expected} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return replace(_planned(found), weights=format_of(B.dtype))
+    return replace(_planned(problem), weights=format_of(B.dtype))

@@ -68,11 +68,11 @@ class Run:
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
     def launched(self) -> relaunch.Launch | None:
-        """All launches as one, or None if they cannot be made again."""
-        found = self.launches[0] if self.launches else None
-        for each in self.launches[1:]:
-            found = relaunch.in_turn(found, each)
-        return found
+        """Return all launches as one, or None if they cannot be made again."""
+        launch = self.launches[0] if self.launches else None
+        for another in self.launches[1:]:
+            launch = relaunch.in_turn(launch, another)
+        return launch
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Kernel:
             return relaunch.launch(run.kernels, rank.device, function, grid, args, moving, **options)
         except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
             raise ArgumentError(
-                f"{problem.asked}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
+                f"{problem.called_op}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
                 f"{config.num_stages} stages and {config.num_warps} warps, which take {error.required} of {error.name} "
                 f"for {problem.dtype}; expected at most {error.limit}, what the device has"
             ) from error
@@ -175,8 +175,8 @@ class Several:
             prepare(run.workspace, self.problem, self.config, run.tensors)()
             run.launches.append(None)
             return
-        kept = Operands._make([relaunch.alias(each) for each in run.tensors])
-        again = run.workspace.graphs.of(prepare(run.workspace, self.problem, self.config, kept))
+        aliases = Operands._make([relaunch.alias(each) for each in run.tensors])
+        again = run.workspace.graphs.of(prepare(run.workspace, self.problem, self.config, aliases))
         again()
         run.launches.append(relaunch.Launch(again))
 

@@ -66,73 +66,73 @@ class Tree:
 
 
 @lru_cache(maxsize=4096)
-def tree_of(what: str, depths: tuple[int, ...]) -> Tree:
-    """The tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
-    K = sum(depths)
-    return Tree(K, leaves_of(K), checked_shares(what, depths))
+def tree_of(what: str, k_per_rank: tuple[int, ...]) -> Tree:
+    """Return the tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    K = sum(k_per_rank)
+    return Tree(K, leaves_of(K), checked_shares(what, k_per_rank))
 
 
 def blocks_of(K: int) -> int:
-    """How many blocks of 64 products there are, the last one maybe short."""
+    """Return how many blocks of 64 products there are, the last one maybe short."""
     return -(-K // BLOCK)
 
 
 def leaves_of(K: int) -> int:
-    """How many leaves there are."""
+    """Return how many leaves there are."""
     blocks = blocks_of(K)
     return LEAVES if blocks >= _SMALL or blocks and blocks % LEAVES == 0 else blocks
 
 
 def border(K: int, leaf: int) -> int:
-    """Where leaf number `leaf` begins, and the one before it ends."""
+    """Return where leaf number `leaf` begins, and the one before it ends."""
     return min(K, leaf * blocks_of(K) // max(1, leaves_of(K)) * BLOCK)
 
 
 def share(K: int, world_size: int, rank: int) -> Span:
-    """Which of K's products layers give to a rank: whole leaves, as even as they come, cut as the tree is.
+    """Return which of K's products layers give to a rank: whole leaves, as even as they come, cut as the tree is.
 
     Ranks are halved with the leaves, so that a power of two of them mostly has one root each.
     """
     first, last, ranks, begin = 0, leaves_of(K), world_size, 0
     while ranks > 1:
-        left = (ranks + 1) // 2
-        middle = first + ((last - first) * left + ranks // 2) // ranks
-        if rank < begin + left:
-            last, ranks = middle, left
+        lower = (ranks + 1) // 2
+        middle = first + ((last - first) * lower + ranks // 2) // ranks
+        if rank < begin + lower:
+            last, ranks = middle, lower
         else:
-            first, begin, ranks = middle, begin + left, ranks - left
+            first, begin, ranks = middle, begin + lower, ranks - lower
     return border(K, first), border(K, last)
 
 
 def shares(K: int, world_size: int) -> tuple[int, ...]:
-    """How many of K's products each rank has by `share`."""
+    """Return how many of K's products each rank has by `share`."""
     return tuple(stop - start for start, stop in (share(K, world_size, rank) for rank in range(world_size)))
 
 
-def checked_shares(what: str, depths: Sequence[int]) -> tuple[Span, ...]:
+def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
     """The leaves of each rank that has so many products along K. Raises `ShapeError` where a leaf would be cut."""
-    K = sum(depths)
+    K = sum(k_per_rank)
     borders = {border(K, leaf): leaf for leaf in range(leaves_of(K) + 1)}
-    ends = [0, *accumulate(depths)]
+    ends = [0, *accumulate(k_per_rank)]
     if not all(end in borders for end in ends):
+        possible, shared = ", ".join(map(str, sorted(borders)[1:-1])), ", ".join(map(str, shares(K, len(k_per_rank))))
         raise ShapeError(
-            f"{what}: ranks have {', '.join(map(str, depths))} of K = {K}, which cuts a leaf; with invariant='ranks' "
-            f"expected parts that end at {', '.join(map(str, sorted(borders)[1:-1])) or 'all of K'}, such as "
-            f"{', '.join(map(str, shares(K, len(depths))))}"
+            f"{what}: ranks have {', '.join(map(str, k_per_rank))} of K = {K}, which cuts a leaf; with"
+            f" invariant='ranks' expected parts that end at {possible or 'all of K'}, such as {shared}"
         )
     return tuple(pairwise(borders[end] for end in ends))
 
 
 @lru_cache(maxsize=4096)
 def roots(leaves: int, span: Span) -> tuple[Span, ...]:
-    """The largest subtrees that lie in `span`, from the first leaf on."""
-    found: list[Span] = []
+    """Return the largest subtrees that lie in `span`, from the first leaf on."""
+    result: list[Span] = []
 
     def visit(node: Span) -> None:
         if node[1] <= span[0] or span[1] <= node[0]:
             return
         if span[0] <= node[0] and node[1] <= span[1]:
-            found.append(node)
+            result.append(node)
         else:
             middle = _middle(node)
             visit((node[0], middle))
@@ -140,26 +140,26 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 
     if leaves:
         visit((0, leaves))
-    return tuple(found)
+    return tuple(result)
 
 
 @lru_cache(maxsize=4096)
 def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
-    """How many of those before it each of `parts` is added to, the last one first, as the right one of two.
+    """Return how many of those before it each of `parts` is added to, the last one first, as the right one of two.
 
     `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
     yet waits, as a stack; the last part leaves one sum.
     """
-    found, waiting = [], 0
+    counts, waiting = [], 0
     for part in parts:
         path = _path(leaves, part)
         count = 0
         while path[-1 - count] != (0, leaves) and path[-1 - count][1] == path[-2 - count][1]:
             count += 1
         assert count <= waiting, "parts follow each other from the first leaf on"
-        found.append(count)
+        counts.append(count)
         waiting += 1 - count
-    return tuple(found)
+    return tuple(counts)
 
 
 def _path(leaves: int, node: Span) -> list[Span]:

@@ -38,7 +38,7 @@ from .kernels import rmsnorm_epilogue
 from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .ops import Ops
-from .planning.asked import asked
+from .planning.requests import requested
 from .planning.weights import format_of
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
 from .recording import is_recording
@@ -81,11 +81,11 @@ def product(
     size: tuple[int, ...],
     mean_part: int | None = None,
     scale: torch.Tensor | None = None,
-    depths: tuple[int, ...] | None = None,
+    k_per_rank: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The result of `op`, one of `problem.OPS` or `GATED`, in a new tensor of shape `size`, this rank's part of it."""
+    """Return the result of `op`, one of `problem.OPS` or `GATED`: this rank's part, a new tensor of shape `size`."""
     if is_recording():
-        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, depths)
+        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, k_per_rank)
         if not torch.jit.is_tracing():
             return call(A, B, bias, size, *more)
         # Of an operator's sizes a traced graph keeps the numbers; those of a view it computes anew.
@@ -95,22 +95,22 @@ def product(
                 " the number of tokens of the call that it records. Use torch.export"
             )
         return call(A, B, bias, [_ROWS, int(size[1])], *more).view(size)
-    return _run(op, ctx, A, B, bias, size, mean_part, scale, depths)
+    return _run(op, ctx, A, B, bias, size, mean_part, scale, k_per_rank)
 
 
 def _run(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
-    mean_part: int | None, scale: torch.Tensor | None, depths: Sequence[int] | None,
+    mean_part: int | None, scale: torch.Tensor | None, k_per_rank: Sequence[int] | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and op not in SCALED:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
-    config = None if depths else _config(op, ctx, A, B, size, mean_part)
-    out = A.new_empty(size) if depths else ctx.ops.outputs.new(op, A, B, size, config, scale)  # which no peer writes
+    config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part)
+    out = A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)  # peers write none
     more: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if depths:
-        more["depths"] = tuple(depths)
+    if k_per_rank:
+        more["k_per_rank"] = tuple(k_per_rank)
     getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
     return out
 
@@ -118,7 +118,7 @@ def _run(
 def _config(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
 ) -> FusedConfig | None:
-    """What all ranks take though their parts differ in size; None: each finds it by its own."""
+    """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
     sizes = A.shape[0], B.shape[1], mean_part
@@ -126,7 +126,7 @@ def _config(
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
         sizes = size[0], columns, B.shape[0]
     ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
-    return ctx.ops._calls.plan(asked(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
+    return ctx.ops._calls.plan(requested(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
 
 
 def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
@@ -181,7 +181,7 @@ def _reduce_norm(
         bias,
         config,
         scale=scale,
-        depths=tuple(depths) if depths else None,
+        k_per_rank=tuple(depths) if depths else None,
     )
     return out, scaled, squares
 
@@ -203,7 +203,7 @@ def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
 
 
 def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
-    """All ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
+    """Return all ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
     if is_recording():
         return torch.ops.iris_ops.gather_rows(rows, ctx.group_name)
     whole = rows.new_empty(ctx.num_ranks * rows.shape[0], rows.shape[1])
@@ -212,7 +212,7 @@ def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' `part`, of one shape, in a new tensor, compiled or not: the same bits on all ranks."""
+    """Return the sum of all ranks' `part`, of one shape, in a new tensor: the same bits on all ranks."""
     if is_recording():
         return torch.ops.iris_ops.sum_over_ranks(part, ctx.group_name)
     rows = part.contiguous().view(-1, part.shape[-1])

@@ -54,7 +54,7 @@ class Workspace:
         self.meet()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
-        """Makes room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
+        """Make room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
 
         Returns whether there was less before.
         """
@@ -79,7 +79,7 @@ class Workspace:
         return grown
 
     def results(self, nbytes: int) -> torch.Tensor:
-        """Memory in place of an `out` that peers write and that does not lie on the heap.
+        """Return memory in place of an `out` that peers write and that does not lie on the heap.
 
         Ranks do not meet where it grows: kernels compare where it lies, as they do of any `out`, before they write.
         """
@@ -112,7 +112,7 @@ class Workspace:
         self.ctx.check()
 
     def wait(self) -> None:
-        """Makes the current stream wait for the last call that ran with `async_op=True`."""
+        """Make the current stream wait for the last call that ran with `async_op=True`."""
         if self._done is not None:
             torch.cuda.current_stream(self.ctx.device).wait_event(self._done)
 
@@ -122,7 +122,7 @@ def _grown(size: int) -> int:
 
 
 def refuse_capture(ctx: Rank) -> None:
-    """Raises while a CUDA graph is captured: memory would have to grow."""
+    """Raise while a CUDA graph is captured: memory would have to grow."""
     if platform.is_capturing(ctx.device):
         raise CaptureError(
             "the first call of a problem sets up its workspace and cannot be captured; call it once before capturing"

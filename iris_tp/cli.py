@@ -106,8 +106,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         return 2, "the following arguments are required: op, M, N, K (or --html FILE)"
     from iris.errors import ArgumentError
     from iris.machines import machine_named
-    from iris_ops.planning.asked import asked
     from iris_ops.planning.plan import plan
+    from iris_ops.planning.requests import requested
     from iris_ops.planning.weights import BY_FLAG
     import torch
 
@@ -118,7 +118,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        problem = asked(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, args.experts, args.top_k)
+        mixture = args.experts, args.top_k
+        problem = requested(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, *mixture)
         chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)

@@ -153,8 +153,8 @@ def few_rows(target: GPUTarget) -> Iterator[Any]:
         ("owners", reduce, 192, two(64, 64, 128, 4), 3),
         ("scatter", scatter, 192, one(64, 64, 128, 8), 3),
     ):
-        depths = dict(depths=(2048, 2048) if ranks == 2 else (1536, 1024, 1536))
-        call = fused(op, M=M, N=2048, K=depths["depths"][1], config=config, **depths)
+        k_per_rank = dict(k_per_rank=(2048, 2048) if ranks == 2 else (1536, 1024, 1536))
+        call = fused(op, M=M, N=2048, K=k_per_rank["k_per_rank"][1], config=config, **k_per_rank)
         yield f"tree_{name}", call, dict(world_size=ranks, invariant="ranks")
 
 
@@ -389,7 +389,7 @@ def hopper() -> Iterator[Any]:
         yield f"{prefix}lamport_pair_scatter_128", fused(scatter, M=1024, config=high), kind
     yield "lamport_pair_64_of_four", fused(reduce, M=1024, config=low), two
     yield "lamport_pair_128_fp8", fused(reduce, M=1024, config=high, fp8=True), two
-    leaves = fused(reduce, M=1024, K=2048, config=high, depths=(2048, 2048))
+    leaves = fused(reduce, M=1024, K=2048, config=high, k_per_rank=(2048, 2048))
     yield "lamport_pair_leaves_128", leaves, dict(two, invariant="ranks")
     shots = fused(reduce, M=1024, config=of(128, 128, 64, num_stages=5, algorithm="two_shot"))
     yield "lamport_two_shot", shots

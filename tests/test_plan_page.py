@@ -9,8 +9,8 @@ import shutil
 import subprocess
 
 from iris.machines import machine_named
-from iris_ops.planning.plan import WAYS, plan, weigh
-from iris_ops.problem import problem_asked
+from iris_ops.planning.plan import WAYS, compare_ways, plan
+from iris_ops.problem import requested_problem
 from iris_tp import cli
 from iris_tp.plan_page import GPUS, Grid, MixtureGrid, page, survey, unpacked
 import pytest
@@ -40,7 +40,7 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
     points = dict(zip(product(*axes.values()), table["points"], strict=True))
     assert list(axes) == ["gpus", "ranks", "ops", "M", "N", "K"]
     for (gpu, ranks, op, M, N, K), (ways, rejected) in random.sample(sorted(points.items()), 40):
-        problem, machine = problem_asked(op, M, N, K, ranks, torch.bfloat16), machine_named(*GPUS[gpu])
+        problem, machine = requested_problem(op, M, N, K, ranks, torch.bfloat16), machine_named(*GPUS[gpu])
         chosen = plan(problem, machine)
         told = chosen.explain()
         for way in ways:  # as `explain` prints them
@@ -48,7 +48,7 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
             row = next(line for line in told.splitlines() if line.startswith(f"{label} ") or line == label)
             assert row.endswith(f"product {gemm}, link {link}, together {total}"), (row, way)
         assert words[ways[0][0]].split()[0].rstrip(",") == chosen.kernel
-        kernels = {each.way.kernel for each in weigh(WAYS, problem, machine).candidates}
+        kernels = {each.way.kernel for each in compare_ways(WAYS, problem, machine).candidates}
         assert {words[way[0]].split()[0].rstrip(",") for way in ways} == kernels
         said = [f"rejected {words[kernel]}: {words[reason]}" for kernel, reason in rejected]
         assert said == [line for line in told.splitlines() if line.startswith("rejected ")]
@@ -103,7 +103,9 @@ class TestInBrowser:
     ) -> None:
         where = f"gpus=h200&ranks={ranks}&ops=matmul_all_reduce&M={M}&N={N}&K={K}"
         dom = shown(file, where, tmp_path)
-        chosen = plan(problem_asked("matmul_all_reduce", M, N, K, ranks, torch.bfloat16), machine_named(*GPUS["h200"]))
+        chosen = plan(
+            requested_problem("matmul_all_reduce", M, N, K, ranks, torch.bfloat16), machine_named(*GPUS["h200"])
+        )
         times = chosen.prediction
         assert text_of(dom, "verdict").startswith(f"{chosen.kernel} wins: {times.total_us:.1f} µs.")
         assert f"Its product takes {times.gemm_us:.1f} µs and its link {times.link_us:.1f} µs" in text_of(dom, "why")

@@ -25,7 +25,7 @@ from .view import View
 
 @device_function
 def _add(ctx, bases, sums, value, locks, to_rank, WAITER: tl.constexpr, LOCKED: tl.constexpr):
-    """Adds to the sums at `to_rank`. Returns whether it could."""
+    """Add to the sums at `to_rank`. Return whether it could."""
     theirs = remote(ctx, sums, bases, to_rank)
     if LOCKED:
         ok = lock(ctx, locks, to_rank, WAITER)

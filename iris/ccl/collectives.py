@@ -75,8 +75,8 @@ class Collectives(RootedCalls):
         self._workspaces: dict[Any, Workspace] = {}
         self._kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(2)
-        self._made = {}  # calls with a root, and messages
-        ctx.on_change += [self._calls.forget, self._made.clear]
+        self._known_calls = {}  # calls with a root, and messages
+        ctx.on_change += [self._calls.forget, self._known_calls.clear]
         self._device_of = relaunch.device_of(ctx.device)
 
     @KEYWORDS
@@ -242,13 +242,13 @@ class Collectives(RootedCalls):
         return self._checked(op, out, inp, None, group, config).plan
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
-        """A function that makes the call `op`, over and over: what tells it from other calls is looked at once."""
+        """Return a function that repeats the call `op`: what distinguishes it from other calls is looked at once."""
         key = self._key(op, out, inp, None, None, None, workspace)
         known = self._calls.known
         return lambda: self._again(known.get(key), out) or self._call(op, out, inp, None, None, False, None, workspace)
 
     def _again(self, known: tuple | None, out: torch.Tensor) -> Workspace | None:
-        """The workspace of a call that was made before, and now once more; None if it has not been."""
+        """Launch a known call again and return its workspace; None for a new one."""
         if known is None:
             return None
         again, target, workspace = known
@@ -282,16 +282,16 @@ class Collectives(RootedCalls):
         self, key: tuple | None, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None,
         group: Members, async_op: bool, config: Config | None, workspace: Workspace | None,
     ) -> Workspace:  # fmt: skip
-        """A call that is not among those that were made before."""
+        """Make a call that is not known from before."""
         ctx, calls = self._ctx, self._calls
         try:
             check_async(op, async_op)
             prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (got, given) = calls.addresses(key), prepared.spans
-            check_memory(op, ("out", "inp"), (to, at), (got, given))
-            if at < to + got and to < at + given:
+            (to, at), (out_bytes, inp_bytes) = calls.addresses(key), prepared.spans
+            check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
+            if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
         except IrisError as error:
             ctx.report_refusal(op, self._group(group).ranks, error)
@@ -302,7 +302,7 @@ class Collectives(RootedCalls):
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx.heap.holds(to, to + got) and not ctx.hands_out(to - ctx.heap.base)
+                inside = ctx.heap.holds(to, to + out_bytes) and not ctx.hands_out(to - ctx.heap.base)
                 facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
@@ -342,7 +342,7 @@ class Collectives(RootedCalls):
         self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
         config: Config | None, workspace: Workspace | None,
     ) -> tuple | None:  # fmt: skip
-        """What a call comes down to: one with the same key passes the same checks and launches the same."""
+        """Return the key of a call: one with the same key passes the same checks and launches the same."""
         try:
             if are_differentiated(out, inp):
                 return None
@@ -374,7 +374,7 @@ class Collectives(RootedCalls):
         return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
-        """Makes room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
+        """Make room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
         heap = self._ctx.heap

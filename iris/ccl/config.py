@@ -122,7 +122,7 @@ KEYWORDS = aliases.keywords(output_tensor="out", input_tensor="inp")
 
 
 def check_options(op: str, reduce_op: object, config: object) -> None:
-    """Raises `ArgumentError` for what is no `Config` or no operation."""
+    """Raise `ArgumentError` for what is no `Config` or no operation."""
     if config is not None and not isinstance(config, Config):
         raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris.ccl.Config")
     if reduce_op is not None and reduce_op is not ReduceOp.SUM:

@@ -40,7 +40,7 @@ class Group:
         return tuple(self._group or range(self.size))
 
     def reserve(self, nbytes: int) -> torch.Tensor:
-        """Bytes at the same heap offset on every member, as the next `barrier` finds."""
+        """Return the bytes at the same heap offset on every member, as the next `barrier` finds."""
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
@@ -49,19 +49,19 @@ class Group:
 
 
 def _of_members(context: torch.Tensor, rank: int, members: list[int], names: torch.Tensor) -> torch.Tensor:
-    """The context tensor with only the members in it."""
+    """Return the context tensor with only the members in it."""
     listed = context.tolist()
     header, ranks = listed[: HEADER.value], listed[HEADER.value :]
     world = header[1]
     header[:2] = rank, len(members)
     header[_NAMES] = names.data_ptr()
     bases, pids = ranks[:world], ranks[world:]
-    found = [*header, *(bases[m] for m in members), *(pids[m] for m in members)]
-    return torch.tensor(found, dtype=torch.int64, device=context.device)
+    values = [*header, *(bases[m] for m in members), *(pids[m] for m in members)]
+    return torch.tensor(values, dtype=torch.int64, device=context.device)
 
 
 def group_of(ctx: Rank, group: Any) -> Group:
-    """Raises `ArgumentError` for what is no process group of ranks of the context, this one among them."""
+    """Raise `ArgumentError` for what is no process group of ranks of the context, this one among them."""
     if group is None:
         return Group(ctx)
     if isinstance(group, (list, tuple)):

@@ -96,7 +96,7 @@ def _sum(
     BLOCK: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ONE_OUT: tl.constexpr,
     WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """Puts the sum of all ranks' values of a unit into `out`, once they are here; with GATHER sends it to all, too."""
+    """Put the sum of all ranks' values of a unit into `out`, once they are here; with GATHER send it to all."""
     dtype: tl.constexpr = source.data.dtype.element_ty
     mine = ctx.rank if SCATTER else 0
     pointers, mask = source.place(mine, unit, BLOCK, WORLD_SIZE)

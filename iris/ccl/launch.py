@@ -51,12 +51,12 @@ def room(problem: Problem, plan: Plan) -> Room:
 
 
 def writes_to_peers(problem: Problem, plan: Plan) -> bool:
-    """Whether the kernel stores into the peers' `out`, which must then lie on the heap."""
+    """Return whether the kernel stores into the peers' `out`, which must then lie on the heap."""
     return problem.op != REDUCE_SCATTER and plan.protocol == "flags" and plan.variant in ("two_shot", "ring")
 
 
 def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """The arguments of `kernel_of(plan)`, by name."""
+    """Return the arguments of `kernel_of(plan)`, by name."""
     area = workspace.areas[room(problem, plan).area]
     if plan.protocol == "lamport":
         staging = area.staging.view(_sent_as(problem))
@@ -94,11 +94,11 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
 
 
 def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
-    """How Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
-    found = {"num_warps": plan.num_warps}
+    """Return how Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
+    result = {"num_warps": plan.num_warps}
     if plan.programs > machine.num_programs:
-        found["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
-    return found
+        result["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
+    return result
 
 
 def kernel_of(plan: Plan) -> triton.JITFunction:
@@ -123,7 +123,7 @@ def _gathers(problem: Problem, plan: Plan) -> bool:
 
 
 def _sent_as(problem: Problem) -> torch.dtype:
-    """The integers that carry Lamport values."""
+    """Return the integers that carry Lamport values."""
     size = problem.dtype.itemsize
     if not (problem.reduces and problem.dtype.is_floating_point):
         size *= 2
@@ -131,14 +131,14 @@ def _sent_as(problem: Problem) -> torch.dtype:
 
 
 def _wide(problem: Problem) -> torch.dtype:
-    """What sums are kept in (`iris.device.exchange.sum_type`)."""
+    """Return what sums are kept in (`iris.device.exchange.sum_type`)."""
     if problem.dtype.is_floating_point:
         return torch.float32
     return torch.int64 if problem.dtype == torch.int64 else torch.int32
 
 
 def _cuts(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """How the two tensors are cut."""
+    """Return how the two tensors are cut."""
     op, w, n = problem.op, problem.world_size, problem.n
     by_columns = op == ALL_TO_ALL or problem.cols > 0
     source, target = (rows_of(op, name, t, by_columns) for name, t in (("inp", inp), ("out", out)))

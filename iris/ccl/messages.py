@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ArgumentError
 from .group import Group
-from .rings import MESSAGE_BYTES, Message, Rings, cut, meets
+from .rings import MESSAGE_BYTES, Message, Rings, cut, overlap
 from .rooted import check, check_rank
 
 
@@ -63,34 +63,34 @@ def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
 
 
 def slots_for(max_numel: Any, dtype: Any) -> int:
-    """The slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
+    """Return the slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
     return -(-max_numel * dtype.itemsize // MESSAGE_BYTES)
 
 
 def exchange(op: str, rings: Rings, group: Group, messages: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
-    """Sends and takes all of `messages`, whose peers count in `group`; `names`: how errors call tensor and peer."""
+    """Send and receive all of `messages`, whose peers count in `group`; `names`: how errors call tensor and peer."""
     for message, (name, peer_name) in zip(messages, names, strict=True):
         check(op, name, message.tensor, group.ctx, written=message.kind == "recv")
         check_rank(op, peer_name, message.peer, group)
     kinds = [message.kind for message in messages]
     _check_room(op, rings, kinds, messages)
     _compare(group, kinds, messages)
-    takes = [message.tensor for kind, message in zip(kinds, messages, strict=True) if kind == "recv"]
+    destinations = [message.tensor for kind, message in zip(kinds, messages, strict=True) if kind == "recv"]
     sent: list[Message] = []
     taken: list[Message] = []
-    words = []
+    buffers = []
     for kind, message in zip(kinds, messages, strict=True):
-        found = rings.words(message.tensor)
+        buffer = rings.buffer(message.tensor)
         if kind == "send":
-            found.fill(aside=any(meets(message.tensor, each) for each in takes))
-        words.append(found)
-        (sent if kind == "send" else taken).append(Message(found.address, found.nbytes, group.ranks[message.peer]))
+            buffer.fill(aside=any(overlap(message.tensor, destination) for destination in destinations))
+        buffers.append(buffer)
+        (sent if kind == "send" else taken).append(Message(buffer.address, buffer.nbytes, group.ranks[message.peer]))
     rings.move("a message", sent, taken)
-    for kind, found in zip(kinds, words, strict=True):
+    for kind, buffer in zip(kinds, buffers, strict=True):
         if kind == "recv":
-            found.empty()
+            buffer.empty()
 
 
 def _check_room(op: str, rings: Rings, kinds: Sequence[str], messages: Sequence[P2POp]) -> None:
@@ -113,12 +113,12 @@ def _compare(group: Group, kinds: Sequence[str], messages: Sequence[P2POp]) -> N
     """
     if group.ctx.agreement is None:
         return
-    said: dict[tuple[int, int], list[str]] = defaultdict(list)
+    described: dict[tuple[int, int], list[str]] = defaultdict(list)
     for kind, message in zip(kinds, messages, strict=True):
         pair = (group.rank, message.peer) if kind == "send" else (message.peer, group.rank)
-        said[pair].append(f"{message.tensor.numel()} of {message.tensor.dtype}")
-    for a, b in sorted({(min(pair), max(pair)) for pair in said if pair[0] != pair[1]}):
-        for there, back in zip_longest(said[a, b], said[b, a]):
+        described[pair].append(f"{message.tensor.numel()} of {message.tensor.dtype}")
+    for a, b in sorted({(min(pair), max(pair)) for pair in described if pair[0] != pair[1]}):
+        for there, back in zip_longest(described[a, b], described[b, a]):
             for one, other, what in ((a, b, there), (b, a, back)):
                 if what is not None:
                     facts = {f"what rank {one} sends to rank {other}": what}

@@ -146,16 +146,16 @@ def check(
         check_undifferentiated(OP, name, t)
     if inp.dtype not in DTYPES:
         raise DtypeError(f"{OP}: inp has dtype {inp.dtype}; expected one of {', '.join(map(str, DTYPES))}")
-    wanted = {
+    dtypes = {
         "out": inp.dtype if scale is None else FP8,
         "residual": inp.dtype,
         "weight": inp.dtype,
         "scale": torch.float32,
     }
     for name in tensors:
-        if name in wanted and tensors[name].dtype != wanted[name]:
+        if name in dtypes and tensors[name].dtype != dtypes[name]:
             reason = ", since scale is given" if name == "out" and scale is not None else ""
-            raise DtypeError(f"{OP}: {name} has dtype {tensors[name].dtype}; expected {wanted[name]}{reason}")
+            raise DtypeError(f"{OP}: {name} has dtype {tensors[name].dtype}; expected {dtypes[name]}{reason}")
     if inp.ndim < 1 or not 0 < inp.shape[-1] <= MAX_COLUMNS:
         raise ShapeError(f"{OP}: inp is {tuple(inp.shape)}; expected [..., N] with N from 1 to {MAX_COLUMNS}")
     for name, shape in (("out", inp.shape), ("residual", inp.shape), ("weight", inp.shape[-1:])):

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..errors import ArgumentError
 from ..machines import LinkRates
-from ..planning import weigh
+from ..planning import compare_ways
 from .config import Config
 from .problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from .ways import WHOLE, allowed
@@ -39,7 +39,7 @@ class Plan:
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, config: Config, machine: LinkRates) -> Plan:
     """Return the fastest plan for `problem` that `config` allows. Raises `ArgumentError` where there is none."""
-    candidates = weigh(allowed(problem, config), problem, machine).candidates
+    candidates = compare_ways(allowed(problem, config), problem, machine).candidates
     if not candidates:
         raise ArgumentError(_refusal(problem, config, machine))
     (way, _, us, _), *_ = candidates
@@ -84,17 +84,16 @@ def _refusal(problem: Problem, config: Config, machine: LinkRates) -> str:
     given = {"all_reduce_variant": config.all_reduce_variant, "protocol": config.protocol}
     if problem.op != ALL_REDUCE:
         del given["all_reduce_variant"]
-    said = " and ".join(f"config.{name} is {value!r}" for name, value in given.items() if value is not None)
-    others = weigh(allowed(problem, replace(config, protocol=None)), problem, machine).candidates
-    protocols = sorted({each.way.protocol for each in others})
-    wanted = f"protocol {protocols[0]!r} or None" if protocols else "another all_reduce_variant or None"
-    return (
-        f"{problem.op}: {said}, which cannot serve {problem.dtype} with {problem.world_size} ranks; expected {wanted}"
-    )
+    given_text = " and ".join(f"config.{name} is {value!r}" for name, value in given.items() if value is not None)
+    alternatives = compare_ways(allowed(problem, replace(config, protocol=None)), problem, machine).candidates
+    protocols = sorted({candidate.way.protocol for candidate in alternatives})
+    expected = f"protocol {protocols[0]!r} or None" if protocols else "another all_reduce_variant or None"
+    served = f"{problem.dtype} with {problem.world_size} ranks"
+    return f"{problem.op}: {given_text}, which cannot serve {served}; expected {expected}"
 
 
 def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
-    """Whether two programs share a multiprocessor, so that one sums while the other stores.
+    """Return whether two programs share a multiprocessor, so that one sums while the other stores.
 
     Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
     """
@@ -104,12 +103,12 @@ def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
 
 
 def _has_owners(problem: Problem, variant: str) -> bool:
-    """Whether whose part is what is ours to decide."""
+    """Return whether we decide which rank owns which part."""
     return (problem.op == ALL_REDUCE and variant not in WHOLE) or problem.cols > 0
 
 
 def part_of(problem: Problem, variant: str) -> int:
-    """Elements of the largest part."""
+    """Return the elements of the largest part."""
     if problem.part:
         return problem.part
     if variant in WHOLE:

@@ -77,7 +77,7 @@ def bits(t: torch.Tensor, summed: bool) -> torch.Tensor:
 
 
 def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
-    """How `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
+    """Return how `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
     if t.is_contiguous() and not columns:
         return Rows(1, t.numel(), t.numel(), 1)
     if t.ndim == 1:
@@ -93,27 +93,28 @@ def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
 
 
 def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_size: int) -> Problem:
-    """The problem that the shapes say. Raises `ShapeError` where they fit none."""
+    """Return the problem that the shapes say. Raises `ShapeError` where they fit none."""
     w, part, cols = world_size, 0, 0
-    given, got = tuple(inp.shape), tuple(out.shape)
+    inp_shape, out_shape = tuple(inp.shape), tuple(out.shape)
     if op == ALL_REDUCE:
-        fits, wanted = given == got, "one shape"
+        matches, expected = inp_shape == out_shape, "one shape"
     elif op == ALL_GATHER:
-        fits = inp.ndim > 0 and got == (given[0] * w, *given[1:])
-        part, wanted = inp.numel(), "inp (M, N) and out (w * M, N)"
+        matches = inp.ndim > 0 and out_shape == (inp_shape[0] * w, *inp_shape[1:])
+        part, expected = inp.numel(), "inp (M, N) and out (w * M, N)"
     elif op == ALL_TO_ALL:
-        fits = inp.ndim > 0 and given == got and given[-1] % w == 0
-        part, wanted = inp.numel() // w, "inp and out (M, N * w)"
+        matches = inp.ndim > 0 and inp_shape == out_shape and inp_shape[-1] % w == 0
+        part, expected = inp.numel() // w, "inp and out (M, N * w)"
     else:
-        share = -(-given[0] // w) if inp.ndim else 0
-        own = max(0, min(share, given[0] - rank * share)) if inp.ndim else 0
-        fits = inp.ndim > 0 and got in ((own, *given[1:]), given)
-        if fits and got != (own, *given[1:]) and given[0] > 1:  # a single row's owner could not tell the two apart
-            cols = given[-1]
-        part = 0 if cols or not fits else share * (inp.numel() // max(1, given[0]))
-        wanted = f"inp (M, N) and out (M/w, N), here {(own, *given[1:])}, or (M, N)"
-    if not fits:
-        raise ShapeError(f"{op}: inp is {given}, out is {got} on rank {rank} of w = {w}; expected {wanted}")
+        share = -(-inp_shape[0] // w) if inp.ndim else 0
+        own = max(0, min(share, inp_shape[0] - rank * share)) if inp.ndim else 0
+        own_shape = own, *inp_shape[1:]
+        matches = inp.ndim > 0 and out_shape in (own_shape, inp_shape)
+        if matches and out_shape != own_shape and inp_shape[0] > 1:  # both forms have the shape of a single row
+            cols = inp_shape[-1]
+        part = 0 if cols or not matches else share * (inp.numel() // max(1, inp_shape[0]))
+        expected = f"inp (M, N) and out (M/w, N), here {own_shape}, or (M, N)"
+    if not matches:
+        raise ShapeError(f"{op}: inp is {inp_shape}, out is {out_shape} on rank {rank} of w = {w}; expected {expected}")
     for name, t in (("inp", inp), ("out", out)):
         if t.numel() > MAX_ELEMENTS:
             raise ShapeError(f"{op}: {name} has {t.numel()} elements; expected at most {MAX_ELEMENTS}, in a call")
@@ -123,7 +124,7 @@ def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_siz
 
 
 def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.device) -> None:
-    """Raises a typed error for a tensor of the wrong kind, dtype or device."""
+    """Raise a typed error for a tensor of the wrong kind, dtype or device."""
     for name, t in (("inp", inp), ("out", out)):
         check_tensor(op, name, t, device)
         if t.layout is not torch.strided:

@@ -55,11 +55,11 @@ def cut(n: int, size: int = 4, word: int = 8) -> Cut:
 
 
 def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
-    """The same of elements that are summed."""
+    """Return the same of elements that are summed."""
     return cut(n, dtype.itemsize, dtype.itemsize * (1 if dtype.is_floating_point else 2))
 
 
-class Words:
+class WordBuffer:
     """`tensor` as whole words that lie one after the other: where it is, or else in memory of its own.
 
     `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
@@ -74,7 +74,7 @@ class Words:
         if not lies or (self.address | nbytes) % 4:
             self._move()
 
-    def fill(self, aside: bool = False) -> Words:
+    def fill(self, aside: bool = False) -> WordBuffer:
         """`aside`: in memory of its own whatever it is, for what is stored may overlap it."""
         if aside and self._memory is None:
             self._move()
@@ -95,8 +95,8 @@ class Words:
         return memory[: t.numel() * t.itemsize].view(t.dtype).view(t.shape)
 
 
-def meets(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have memory in common."""
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors may have memory in common."""
     (a, b), (c, d) = extent(one), extent(other)
     return a < d and c < b
 
@@ -117,22 +117,22 @@ class Rings:
             return None
         return self._launched[0].again
 
-    def words(self, tensor: torch.Tensor) -> Words:
-        return Words(self, tensor)
+    def buffer(self, tensor: torch.Tensor) -> WordBuffer:
+        return WordBuffer(self, tensor)
 
     @property
     def slots(self) -> int:
         """Of each ring, a power of two; 0 before there are any."""
         area = self._workspace.areas.get(self._name)
-        found = area.staging.nbytes // (self.world * SLOT.value) if area else 0
-        return 1 << (found.bit_length() - 1) if found else 0
+        slots = area.staging.nbytes // (self.world * SLOT.value) if area else 0
+        return 1 << (slots.bit_length() - 1) if slots else 0
 
     def most_slots(self) -> int:
         """To which a ring of collectives with a root may grow."""
         return MOST_SLOTS // self.world
 
     def reserve(self, slots: int) -> None:
-        """Makes room for as many slots in each ring. The same on all ranks of the group, which may meet."""
+        """Make room for as many slots in each ring. The same on all ranks of the group, which may meet."""
         slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
         if slots <= self.slots:
             return
@@ -142,55 +142,55 @@ class Rings:
             self._ctx.forget_launches()
 
     def untaken(self) -> list[tuple[int, int, int]]:
-        """(sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
+        """Return (sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
         area = self._workspace.areas.get(f"counts of {self._name}")
         if area is None:
             return []
         counts = [self._ctx.view_at(area.flags, rank).cpu() for rank in self._workspace.group.ranks]
-        used = [each[: 4 * self.world].view(4, self.world) for each in counts]
+        used = [entry[: 4 * self.world].view(4, self.world) for entry in counts]
         pairs = [(a, b) for a in range(self.world) for b in range(self.world)]
-        found = [(a, b, int(used[a][SENT.value, b] - used[b][TAKEN.value, a])) for a, b in pairs]  # int32, they wrap
-        return [each for each in found if each[2]]
+        pending = [(a, b, int(used[a][SENT.value, b] - used[b][TAKEN.value, a])) for a, b in pairs]  # int32, they wrap
+        return [entry for entry in pending if entry[2]]
 
-    def move(self, waiter: str, sends: Sequence[Message], takes: Sequence[Message]) -> None:
-        """Sends and takes messages at once, in one launch; if they are very many, in several, what is sent first."""
-        sends, takes = [each for each in sends if each.nbytes], [each for each in takes if each.nbytes]
-        if max(len(sends), len(takes)) <= _MESSAGES:
-            parts: list[tuple[list[Message], list[Message]]] = [(sends, takes)] if sends or takes else []
+    def move(self, waiter: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive messages in one launch; very many take several launches, the sends first."""
+        sends, receives = (list(filter(lambda m: m.nbytes, messages)) for messages in (sends, receives))
+        if max(len(sends), len(receives)) <= _MESSAGES:
+            parts: list[tuple[list[Message], list[Message]]] = [(sends, receives)] if sends or receives else []
         else:  # no sender waits for takers of its own rank
-            parts = [(part, []) for part in _parts(sends)] + [([], part) for part in _parts(takes)]
+            parts = [(part, []) for part in _parts(sends)] + [([], part) for part in _parts(receives)]
         for sent, taken in parts:
             self._launch(waiter, _table(sent), _table(taken))
 
     def sum(
         self, waiter: str, dtype: torch.dtype, sends: Sequence[Message], own: int = 0, n: int = 0, out: int = 0
     ) -> None:
-        """Gives elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
+        """Give elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
 
         If `n`, also takes as many of each rank, adds its own, which begin at `own`, and stores the sums from `out` on.
         """
         group = self._workspace.group
         sent: list[tuple] = []
         taken: list[tuple] = []
-        for each in sends:
-            if each.nbytes:
-                count = each.nbytes // dtype.itemsize
+        for message in sends:
+            if message.nbytes:
+                count = message.nbytes // dtype.itemsize
                 how = cut_of_sum(count, dtype)
-                sent.append((each.address, count, each.peer, 0, how.slots, how.few, how.slots, 0))
+                sent.append((message.address, count, message.peer, 0, how.slots, how.few, how.slots, 0))
         if n:
             how = cut_of_sum(n, dtype)
-            first, *others = [rank for rank in range(group.size) if rank != group.rank]
+            first, *rest = [rank for rank in range(group.size) if rank != group.rank]
             taken = [(out, n, first, 0, how.slots, how.few, how.slots, 0)]
-            taken += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in others]  # for the kernel to count
+            taken += [(0, 0, rank, 0, how.slots, 0, 0, 0) for rank in rest]  # for the kernel to count
         if sent or taken:
             self._launch(waiter, sent, taken, dtype, own)
 
     def _launch(self, waiter: str, sent: list, taken: list, dtype: torch.dtype | None = None, own: int = 0) -> None:
         ctx, group = self._ctx, self._workspace.group
         programs = platform.num_programs(ctx.device) * (1 if sent and taken else 2)  # two share a multiprocessor
-        senders, takers = (min(programs, sum(each[6] for each in table)) for table in (sent, taken))
+        senders, takers = (min(programs, sum(message[6] for message in table)) for table in (sent, taken))
         size = dtype.itemsize if dtype else 4
-        places = [own, *(place for each in (*sent, *taken) for place in (each[0], each[7], each[1] * size))]
+        places = [own, *(place for message in (*sent, *taken) for place in (message[0], message[7], message[1] * size))]
         length = 1 << (max(len(sent), len(taken), 1) - 1).bit_length()
         area, counts = self._workspace.areas[self._name], self._workspace.areas[f"counts of {self._name}"]
         args = dict(
@@ -221,19 +221,19 @@ def _parts(messages: list[Message]) -> list[list[Message]]:
 def _table(messages: list[Message]) -> list[tuple]:
     """As the kernel takes them: those to one rank, or from one, stand behind each other in its ring."""
     used: dict[int, int] = defaultdict(int)
-    found = []
-    for each in messages:
-        n = each.nbytes // 4
-        if each.to:
-            found.append((each.address, n, each.peer, 0, 0, False, -(-each.nbytes // SLOT.value), each.to))
+    rows = []
+    for message in messages:
+        n = message.nbytes // 4
+        if message.to:
+            rows.append((message.address, n, message.peer, 0, 0, False, -(-message.nbytes // SLOT.value), message.to))
             continue
         how = cut(n)
-        found.append((each.address, n, each.peer, used[each.peer], how.slots, how.few, how.slots, 0))
-        used[each.peer] += how.slots
-    return found
+        rows.append((message.address, n, message.peer, used[message.peer], how.slots, how.few, how.slots, 0))
+        used[message.peer] += how.slots
+    return rows
 
 
 def _filled(table: list, length: int) -> tuple:
-    """A table of `length` messages, for the kernel; what is added has no items."""
-    whole = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
-    return tuple(tuple(map(in_table, message)) for message in whole)
+    """Return a table of `length` messages, for the kernel; what is added has no items."""
+    padded = [*table, *[(0, 0, 0, 0, 0, 0, 0, 0)] * (length - len(table))]
+    return tuple(tuple(map(in_table, message)) for message in padded)

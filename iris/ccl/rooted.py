@@ -20,7 +20,7 @@ from ..transforms import check_undifferentiated
 from . import two_steps
 from .config import ReduceOp
 from .problem import SUMMED, bits
-from .rings import Message, Rings, Words, cut, cut_of_sum, meets
+from .rings import Message, Rings, WordBuffer, cut, cut_of_sum, overlap
 from .transfer import SLOT
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ def broadcast(rings: Rings, group: Group, tensor: torch.Tensor, src: int) -> Non
         check(op, "tensor", tensor, group.ctx, written=True)  # on the root, too: ranks that have one raise alike
         check_rank(op, "src", src, group)
     _agree(op, group, tensor, src=src)
-    words = rings.words(tensor)
-    if count := two_steps.pieces(op, words.nbytes, group.size):
-        two_steps.broadcast(rings, group, words.fill() if group.rank == src else words, src, count)
+    buffer = rings.buffer(tensor)
+    if count := two_steps.pieces(op, buffer.nbytes, group.size):
+        two_steps.broadcast(rings, group, buffer.fill() if group.rank == src else buffer, src, count)
         if group.rank != src:
-            words.empty()
+            buffer.empty()
     elif group.rank == src:
-        _move(rings, op, words.nbytes, [(words.fill(), rank) for rank in _others(group)], [])
+        _move(rings, op, buffer.nbytes, [(buffer.fill(), rank) for rank in _peers(group)], [])
     else:
-        _move(rings, op, words.nbytes, [], [(words, src)])
-        words.empty()
+        _move(rings, op, buffer.nbytes, [], [(buffer, src)])
+        buffer.empty()
 
 
 def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tensor, dst: int) -> None:
@@ -52,16 +52,16 @@ def gather(rings: Rings, group: Group, out: torch.Tensor | None, inp: torch.Tens
         check(op, "inp", inp, group.ctx)
         check_rank(op, "dst", dst, group)
         if group.rank == dst:
-            _check_whole(op, "out", out, "inp", inp, group)
+            _check_joined(op, "out", out, "inp", inp, group)
     _agree(op, group, inp, dst=dst)
-    own = rings.words(inp)
+    own = rings.buffer(inp)
     if group.rank != dst:
         _move(rings, op, own.nbytes, [(own.fill(), dst)], [])
     elif inp.numel() and out is not None:
-        parts = [rings.words(part) for part in out.split(inp.shape[0])]
-        own.fill(aside=meets(inp, out) and own.address != parts[dst].address)
-        takes = [(parts[rank], rank) for rank in _others(group)]
-        _move(rings, op, own.nbytes, [], takes, copy=(own, parts[dst]))
+        parts = [rings.buffer(part) for part in out.split(inp.shape[0])]
+        own.fill(aside=overlap(inp, out) and own.address != parts[dst].address)
+        receives = [(parts[rank], rank) for rank in _peers(group)]
+        _move(rings, op, own.nbytes, [], receives, copy=(own, parts[dst]))
         for part in parts:
             part.empty()
 
@@ -72,15 +72,15 @@ def scatter(rings: Rings, group: Group, out: torch.Tensor, inp: torch.Tensor | N
         check(op, "out", out, group.ctx, written=True)
         check_rank(op, "src", src, group)
         if group.rank == src:
-            _check_whole(op, "inp", inp, "out", out, group)
+            _check_joined(op, "inp", inp, "out", out, group)
     _agree(op, group, out, src=src)
-    own = rings.words(out)
+    own = rings.buffer(out)
     if group.rank != src:
         _move(rings, op, own.nbytes, [], [(own, src)])
     elif out.numel() and inp is not None:
-        aside = meets(inp, out)
-        parts = [rings.words(part).fill(aside) for part in inp.split(out.shape[0])]
-        _move(rings, op, own.nbytes, [(parts[rank], rank) for rank in _others(group)], [], copy=(parts[src], own))
+        aside = overlap(inp, out)
+        parts = [rings.buffer(part).fill(aside) for part in inp.split(out.shape[0])]
+        _move(rings, op, own.nbytes, [(parts[rank], rank) for rank in _peers(group)], [], copy=(parts[src], own))
     own.empty()
 
 
@@ -93,8 +93,8 @@ def reduce(
     assert inp is not None
     _agree(op, group, inp, dst=dst)
     dtype, n, size = bits(inp, summed=True).dtype, inp.numel(), inp.itemsize
-    own = rings.words(inp).fill(aside=group.rank == dst and out is not None and out is not inp and meets(inp, out))
-    total = rings.words(out) if group.rank == dst and out is not None else own
+    own = rings.buffer(inp).fill(aside=group.rank == dst and out is not None and out is not inp and overlap(inp, out))
+    total = rings.buffer(out) if group.rank == dst and out is not None else own
     if not n or group.size == 1:
         if out is not None:
             out.copy_(inp)
@@ -129,14 +129,14 @@ def _check_reduce(op: str, group: Group, out: Any, inp: Any, dst: int, reduce_op
 
 
 def tile_space(ctx: Rank, tiles: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The memory that `iris/device/tiles.py` lays out, empty."""
+    """Return the memory that `iris/device/tiles.py` lays out, empty."""
     sound = all(type(count) is int and 0 < count < 1 << 31 for count in (tiles, elements))
     if not sound or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError(
             f"tile_space({tiles!r}, {elements!r}, {dtype!r}); expected counts from 1, and bfloat16, float16 or float32"
         )
-    whole = 256 * ctx.num_ranks  # each rank's share of a half is whole 256 bytes
-    half = -(-ctx.num_ranks * tiles * elements * dtype.itemsize // whole) * whole
+    granule = 256 * ctx.num_ranks  # each rank's share of a half is whole 256 bytes
+    half = -(-ctx.num_ranks * tiles * elements * dtype.itemsize // granule) * granule
     space = ctx.heap.reserve((SPACE_HEADER.value + half // 2,), torch.int32).fill_(-1)  # the sentinel
     space[: SPACE_HEADER.value] = 0
     space[2] = half // 256
@@ -149,7 +149,7 @@ def _agree(op: str, group: Group, tensor: torch.Tensor, **root: int) -> None:
     group.ctx.compare(op, group.ranks, **root, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
-def _others(group: Group) -> Iterator[int]:
+def _peers(group: Group) -> Iterator[int]:
     """The other ranks, the next one first."""
     return ((group.rank + i) % group.size for i in range(1, group.size))
 
@@ -161,8 +161,8 @@ def _reserved(rings: Rings, slots: int) -> int:
 
 
 def _move(
-    rings: Rings, op: str, nbytes: int, sends: list[tuple[Words, int]], takes: list[tuple[Words, int]],
-    copy: tuple[Words, Words] | None = None,
+    rings: Rings, op: str, nbytes: int, sends: list[tuple[WordBuffer, int]], receives: list[tuple[WordBuffer, int]],
+    copy: tuple[WordBuffer, WordBuffer] | None = None,
 ) -> None:  # fmt: skip
     """Messages of `nbytes` each, to or from these ranks. `copy`: what becomes what, here."""
     if not nbytes:
@@ -172,18 +172,18 @@ def _move(
         length = min(step, nbytes - begin)
 
         def listed(
-            each: list[tuple[Words, int]], begin: int = begin, length: int = length
+            buffers: list[tuple[WordBuffer, int]], begin: int = begin, length: int = length
         ) -> list[Message]:  # fmt: skip
-            return [Message(words.address + begin, length, rank) for words, rank in each]
+            return [Message(buffer.address + begin, length, rank) for buffer, rank in buffers]
 
         here = []
         if copy is not None and copy[0].address != copy[1].address:
             here = [Message(copy[0].address + begin, length, 0, copy[1].address + begin)]
-        rings.move(op, listed(sends) + here, listed(takes))
+        rings.move(op, listed(sends) + here, listed(receives))
 
 
 def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> None:
-    """Raises a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
+    """Raise a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
     check_tensor(op, name, tensor, ctx.device)
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
@@ -198,12 +198,12 @@ def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
         raise ArgumentError(f"{op}: {name} is {rank!r}; expected a rank of the group, from 0 to {group.size - 1}")
 
 
-def _check_whole(op: str, name: str, whole: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
-    """`whole` has the parts of all ranks, one after the other."""
-    check(op, name, whole, group.ctx, written=name == "out")
-    wanted = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
-    if tuple(whole.shape) != wanted or whole.dtype != part.dtype:
+def _check_joined(op: str, name: str, joined: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
+    """`joined` has the parts of all ranks, one after the other."""
+    check(op, name, joined, group.ctx, written=name == "out")
+    expected = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
+    if tuple(joined.shape) != expected or joined.dtype != part.dtype:
         raise ShapeError(
-            f"{op}: {part_name} is {tuple(part.shape)} of {part.dtype}, {name} is {tuple(whole.shape)} of "
-            f"{whole.dtype}; expected {part_name} (M, ...) and {name} (w * M, ...) of one dtype, with w = {group.size}"
+            f"{op}: {part_name} is {tuple(part.shape)} of {part.dtype}, {name} is {tuple(joined.shape)} of "
+            f"{joined.dtype}; expected {part_name} (M, ...) and {name} (w * M, ...) of one dtype, with w = {group.size}"
         )

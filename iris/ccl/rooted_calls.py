@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..rank import Rank
     from .group import Group
 
-_KEPT = 4096  # calls that are known from before
+_MOST_CALLS = 4096  # calls that are known from before
 
 
 class RootedCalls:
@@ -36,7 +36,7 @@ class RootedCalls:
 
     _ctx: Rank
     _kernels: dict
-    _made: dict[tuple, tuple[Callable[[], bool], Workspace]]
+    _known_calls: dict[tuple, tuple[Callable[[], bool], Workspace]]
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -150,7 +150,7 @@ class RootedCalls:
         self._ctx.check()
         slots, rings = messages.slots_for(max_numel, dtype), self._message_rings()
         if not rings.slots:
-            self._ctx.on_close.append(self._tell_of_untaken)
+            self._ctx.on_close.append(self._report_untaken)
         elif slots > rings.slots:
             self._ctx.barrier()  # what comes below moves the rings
             if lost := rings.untaken():
@@ -162,7 +162,7 @@ class RootedCalls:
         rings.reserve(slots)
         return P2PState()
 
-    def _tell_of_untaken(self) -> None:
+    def _report_untaken(self) -> None:
         """Warns of messages to this rank that it never received: who sent them has gone on, and nothing else tells."""
         for sender, receiver, slots in self._message_rings().untaken():
             if receiver == self._ctx.cur_rank:
@@ -244,7 +244,7 @@ class RootedCalls:
         """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
         self._ctx.check()
         key = _key(op, tensors, root, reduce_op, group, async_op, config)
-        if (workspace := self._made_again(key)) is None:
+        if (workspace := self._launched_again(key)) is None:
             members = self._group(group)
             with self._ctx.reporting_refusals(op, members.ranks):
                 check_async(op, async_op)
@@ -256,21 +256,21 @@ class RootedCalls:
         return workspace
 
     def _message_rings(self) -> Rings:
-        """The rings of messages, which are all ranks'."""
+        """Return the rings of messages, which are all ranks'."""
         return Rings(self._workspace_of("send", self._group(None), None), "messages", self._kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
         self._ctx.check()
         key = _key(op, [each.tensor for each in listed], *((each.op, each.peer) for each in listed), group)
-        if self._made_again(key) is None:
+        if self._launched_again(key) is None:
             self._ctx.side.join()
             rings = self._message_rings()
             messages.exchange(op, rings, self._group(group), listed, names)
             self._keep(key, rings, self._workspace_of(op, self._group(None), None))
 
-    def _made_again(self, key: tuple | None) -> Workspace | None:
-        """The workspace of a call that was made before, and now once more; None if it has not been."""
-        known = self._made.get(key) if key and self._ctx.agreement is None else None
+    def _launched_again(self, key: tuple | None) -> Workspace | None:
+        """Launch a known call again and return its workspace; None for a new one."""
+        known = self._known_calls.get(key) if key and self._ctx.agreement is None else None
         if known is None:
             return None
         again, workspace = known
@@ -279,9 +279,9 @@ class RootedCalls:
 
     def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
         if key and (again := rings.again):
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            self._made[key] = again, workspace
+            if len(self._known_calls) >= _MOST_CALLS:
+                self._known_calls.clear()
+            self._known_calls[key] = again, workspace
 
 
 def _at_most(slots: int) -> str:
@@ -289,17 +289,17 @@ def _at_most(slots: int) -> str:
 
 
 def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
-    """What a call comes down to: one with the same key passes the same checks and launches the same."""
-    found: list[Any] = [op, *rest]
+    """Return the key of a call: one with the same key passes the same checks and launches the same."""
+    parts: list[Any] = [op, *rest]
     try:
         for t in tensors:
             if t is None:
-                found.append(None)
+                parts.append(None)
                 continue
             if are_differentiated(t) or t.is_conj() or t.is_neg():
                 return None
-            found += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-        hash(key := tuple(found))
+            parts += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        hash(key := tuple(parts))
     except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
         return None
     return key

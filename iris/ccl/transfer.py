@@ -34,7 +34,7 @@ from .lamport import rounded
 SLOT = tl.constexpr(8192)  # bytes
 # `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
 # that it was told of. They wrap; the slots of a ring are a power of two.
-SENT, _CREDIT, TAKEN, _TOLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SENT, _CREDIT, TAKEN, _REPORTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.constexpr_function
@@ -68,25 +68,25 @@ def _field(table, message: tl.constexpr, field: tl.constexpr):
 
 
 def in_table(x: int) -> int:
-    """A number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
+    """Return a number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
     return 16 * x + 3
 
 
 @device_function
 def _needed(table, ranks):
     """How many slots the messages of a table take with each rank."""
-    found = tl.zeros(ranks.shape, tl.int32)
+    counts = tl.zeros(ranks.shape, tl.int32)
     for i in tl.static_range(len(table)):
-        found += tl.where(ranks == _field(table, i, 2), _field(table, i, 4).to(tl.int32), 0)
-    return found
+        counts += tl.where(ranks == _field(table, i, 2), _field(table, i, 4).to(tl.int32), 0)
+    return counts
 
 
 @device_function
 def _items(table):
-    found = _field(table, 0, 6)
+    total = _field(table, 0, 6)
     for i in tl.static_range(1, len(table)):
-        found += _field(table, i, 6)
-    return found
+        total += _field(table, i, 6)
+    return total
 
 
 @device_function
@@ -300,19 +300,19 @@ def _whole(ctx, staging, flags, slots, position, source, lane, mask, WAITER: tl.
 def _awaited(ctx, place, flag, value, mask, source, WAITER: tl.constexpr):
     end = deadline(ctx)
     polls = 0
-    told = 0
+    signaled = 0
     missing = True
     waiting = True
     while waiting:
         late = is_late(end, polls) | anyone_gone(ctx)
-        told = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # before the look, which then sees all
+        signaled = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # before the look, which then sees all
         value = arch.load_fresh(place, mask)
-        missing = any_set((value == SENTINEL).to(tl.int32), True) & (told == 0)
+        missing = any_set((value == SENTINEL).to(tl.int32), True) & (signaled == 0)
         polls += 1
         waiting = keeps_waiting(ctx, missing, late, polls)
     if missing:
         report(ctx, WAITER, 1, source, 0)
-    if told != 0:
+    if signaled != 0:
         tl.store(flag, 0)
     return value
 
@@ -350,17 +350,17 @@ def transfer_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     if program == 0:
         taken = tl.load(counts + TAKEN * WORLD_SIZE + ranks, mask=known, other=0)
-        told = tl.load(counts + _TOLD * WORLD_SIZE + ranks, mask=known, other=0)
+        reported = tl.load(counts + _REPORTED * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
-        tl.store(counts + _TOLD * WORLD_SIZE + ranks, taken, mask=known)
-        signal_ranks(ctx, counts + _CREDIT * WORLD_SIZE + ctx.rank, taken, ranks, known & (taken != told))
+        tl.store(counts + _REPORTED * WORLD_SIZE + ranks, taken, mask=known)
+        signal_ranks(ctx, counts + _CREDIT * WORLD_SIZE + ctx.rank, taken, ranks, known & (taken != reported))
     elif program <= senders:
         bases = load_bases(ctx_ptr, WORLD_SIZE)
         sent = tl.load(counts + SENT * WORLD_SIZE + ranks, mask=known, other=0)
         _arrive(sync)
         needed = _needed(sends, ranks)
-        wanted = sent + needed - slots
-        if wait_ranks(ctx, counts + _CREDIT * WORLD_SIZE, 1, wanted, ranks, needed > 0, WAITER):
+        required = sent + needed - slots
+        if wait_ranks(ctx, counts + _CREDIT * WORLD_SIZE, 1, required, ranks, needed > 0, WAITER):
             for item in range(program - 1, _items(sends), senders):
                 _send(ctx, bases, staging, flags, slots, sent, ranks, sends, item, ALIGNED, REDUCE)
     elif program < programs - 1:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..machines import LinkRates
-from .rings import Message, Rings, Words, cut, cut_of_sum
+from .rings import Message, Rings, WordBuffer, cut, cut_of_sum
 from .transfer import SLOT
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Shares = list[dict[int, Span]]  # of each piece, by owner
 
 
 def pieces(op: str, nbytes: int, world: int) -> int:
-    """In how many pieces a tensor goes in two steps, the same on all ranks; 0 where one step is faster."""
+    """Return in how many pieces a tensor goes in two steps, the same on all ranks; 0 where one step is faster."""
     if world < 3 or not nbytes:
         return 0
     once_us = nbytes / (LinkRates.link_gbs * 1e3)
@@ -45,25 +45,25 @@ def pieces(op: str, nbytes: int, world: int) -> int:
     return count if us < (world - 1) * once_us + _STAGE_US[op] else 0
 
 
-def broadcast(rings: Rings, group: Group, words: Words, src: int, count: int) -> None:
-    """The bytes at `words` of rank `src` to everybody's, in `count` pieces."""
+def broadcast(rings: Rings, group: Group, buffer: WordBuffer, src: int, count: int) -> None:
+    """The bytes at `buffer` of rank `src` to everybody's, in `count` pieces."""
     owners = [rank for rank in range(group.size) if rank != src]
-    others = [rank for rank in owners if rank != group.rank]
-    whole = SLOT.value
-    for shares in _rounds(rings, words.nbytes, owners, count, whole, lambda n: cut(-(-n // 4)).slots):
+    peers = [rank for rank in owners if rank != group.rank]
+    multiple = SLOT.value
+    for shares in _rounds(rings, buffer.nbytes, owners, count, multiple, lambda n: cut(-(-n // 4)).slots):
 
         def message(piece: int, owner: int, peer: int, shares: Shares = shares) -> Message:
             begin, nbytes = shares[piece][owner]
-            return Message(words.address + begin, nbytes, peer)
+            return Message(buffer.address + begin, nbytes, peer)
 
         if group.rank == src:
             rings.move("broadcast", [message(i, owner, owner) for i in range(count) for owner in owners], [])
             continue
         for i in range(count + 1):  # what came of the piece before goes on, beside this one
-            sends = [message(i - 1, group.rank, other) for other in others] if i else []
-            takes = [message(i - 1, other, other) for other in others] if i else []
-            takes += [message(i, group.rank, src)] if i < count else []
-            rings.move("broadcast", sends, takes)
+            sends = [message(i - 1, group.rank, other) for other in peers] if i else []
+            receives = [message(i - 1, other, other) for other in peers] if i else []
+            receives += [message(i, group.rank, src)] if i < count else []
+            rings.move("broadcast", sends, receives)
 
 
 def reduce(
@@ -79,8 +79,8 @@ def reduce(
     for shares in _rounds(rings, n, owners, count, SLOT.value // size, slots):
 
         def given(piece: int, shares: Shares = shares) -> list[Message]:
-            of_others = [(owner, *shares[piece][owner]) for owner in owners if owner != group.rank]
-            return [Message(own + begin * size, length * size, owner) for owner, begin, length in of_others]
+            pieces_of_peers = [(owner, *shares[piece][owner]) for owner in owners if owner != group.rank]
+            return [Message(own + begin * size, length * size, owner) for owner, begin, length in pieces_of_peers]
 
         def summed(piece: int, owner: int, address: int, peer: int, shares: Shares = shares) -> Message:
             return Message(address, -(-shares[piece][owner][1] * size // 4) * 4, peer)
@@ -94,31 +94,31 @@ def reduce(
             elif group.rank == dst and i < count:
                 rings.sum("reduce", dtype, given(i))
             if group.rank == dst and i:  # the sums of the piece before
-                takes = [summed(i - 1, owner, out + shares[i - 1][owner][0] * size, owner) for owner in owners]
-                rings.move("reduce", [], takes)
+                receives = [summed(i - 1, owner, out + shares[i - 1][owner][0] * size, owner) for owner in owners]
+                rings.move("reduce", [], receives)
 
 
 def _rounds(
-    rings: Rings, length: int, owners: list[int], count: int, whole: int, slots: Callable[[int], int]
+    rings: Rings, length: int, owners: list[int], count: int, multiple: int, slots: Callable[[int], int]
 ) -> list[Shares]:
-    """The shares of each round. `slots`: how many of a ring a share takes; `whole`: what shares are multiples of."""
+    """The shares of each round. `slots`: how many of a ring a share takes; `multiple`: what shares are multiples of."""
     rounds, most = 1, rings.most_slots()
     while True:
-        found = [_shares(span, owners, count, whole) for span in _equal((0, length), rounds, whole)]
-        needed = max(sum(slots(piece[owner][1]) for piece in round_) for round_ in found for owner in owners)
-        if needed <= most or rounds * whole >= length:
+        all_shares = [_shares(span, owners, count, multiple) for span in _equal((0, length), rounds, multiple)]
+        needed = max(sum(slots(piece[owner][1]) for piece in round_) for round_ in all_shares for owner in owners)
+        if needed <= most or rounds * multiple >= length:
             rings.reserve(min(2 * needed, max(needed, most)))
-            return found
+            return all_shares
         rounds *= 2
 
 
-def _shares(span: Span, owners: list[int], count: int, whole: int) -> Shares:
-    pieces = _equal(span, count, whole * len(owners))
-    return [dict(zip(owners, _equal(piece, len(owners), whole), strict=True)) for piece in pieces]
+def _shares(span: Span, owners: list[int], count: int, multiple: int) -> Shares:
+    pieces = _equal(span, count, multiple * len(owners))
+    return [dict(zip(owners, _equal(piece, len(owners), multiple), strict=True)) for piece in pieces]
 
 
-def _equal(span: Span, count: int, whole: int) -> list[Span]:
-    """`count` parts, multiples of `whole` but for the last that is not empty."""
+def _equal(span: Span, count: int, multiple: int) -> list[Span]:
+    """`count` parts, multiples of `multiple` but for the last that is not empty."""
     begin, length = span
-    step = -(-length // (count * whole)) * whole
+    step = -(-length // (count * multiple)) * multiple
     return [(begin + min(i * step, length), max(0, min(step, length - i * step))) for i in range(count)]

@@ -32,18 +32,18 @@ class Collective(Way):
         return Times(machine.launch_us + self.exchange_us(problem, machine))
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
-        """Microseconds among two ranks and more, beside the launch."""
+        """Return the microseconds among two ranks and more, beside the launch."""
         raise NotImplementedError
 
     def sent(self, problem: Problem) -> float:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         w, nbytes = problem.world_size, problem.nbytes
         if problem.op == ALL_REDUCE:
             return (w - 1) * nbytes if self.variant == "one_shot" else 2 * (w - 1) * nbytes / w
         return (w - 1) * (nbytes if problem.op == ALL_GATHER else nbytes / w)
 
     def hops(self, problem: Problem) -> int:
-        """How often data travels before the result is there."""
+        """Return how often data travels before the result is there."""
         return 2 if problem.op == ALL_REDUCE and self.variant != "one_shot" else 1
 
 
@@ -121,14 +121,14 @@ WAYS: tuple[Collective, ...] = (OneShotLamport(), TwoShotLamport(), TwoShotFlags
 
 def allowed(problem: Problem, config: Config) -> tuple[Collective, ...]:
     """Return the ways that a user's config leaves."""
-    wanted = config.all_reduce_variant if problem.op == ALL_REDUCE else None
+    variant = config.all_reduce_variant if problem.op == ALL_REDUCE else None
     return tuple(
         way
         for way in WAYS
-        if (wanted == way.variant or wanted is None and not way.slow) and config.protocol in (None, way.protocol)
+        if (variant == way.variant or variant is None and not way.slow) and config.protocol in (None, way.protocol)
     )
 
 
 def _everyone_owns(problem: Problem) -> bool:
-    """Whether every rank has part of a reduce-scatter."""
+    """Return whether every rank has part of a reduce-scatter."""
     return not problem.cols and problem.part * (problem.world_size - 1) < problem.n

@@ -50,7 +50,7 @@ class Workspace:
         return self.parts[group]
 
     def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0, meet: bool = True) -> bool:
-        """Makes room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
+        """Make room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
 
         The same on all ranks of the group, which `meet` where there was less before: returns whether there was.
         """
@@ -80,7 +80,7 @@ class Workspace:
         return grown
 
     def wait(self) -> None:
-        """Makes the current stream wait for the last call that ran with `async_op=True`."""
+        """Make the current stream wait for the last call that ran with `async_op=True`."""
         for part in self.parts.values():
             part.wait()
         if self._done is not None:

@@ -110,12 +110,12 @@ def lamport_stream_kernel(
 
 
 def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Operands") -> str | None:
-    """The reason why the kernel cannot load these tensors, or None."""
+    """Return the reason why the kernel cannot load these tensors, or None."""
     return weight_stream.supports(tensors.A, tensors.B)
 
 
 def layouts(block_m: int) -> dict:
-    """Which thread takes what of [block_m, 64] Lamport values."""
+    """Return which thread takes what of [block_m, 64] Lamport values."""
     held = block_m * SPAN.value // (32 * weight_stream.WARPS)
     across = SPAN.value // held
     return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))

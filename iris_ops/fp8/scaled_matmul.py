@@ -50,7 +50,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that W8 and scale stand for."""
+    """Return the weight that W8 and scale stand for."""
     return (weight.float() * scale[:, None]).to(dtype)
 
 
@@ -100,7 +100,7 @@ def launch_rounding(
 
 
 def _rounding(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> tuple[dict, dict]:
-    """Arguments and options of a launch."""
+    """Return the arguments and options of a launch."""
     block = min(_AT_ONCE[x.shape[0] > _FEW], triton.next_power_of_2(x.shape[1]))
     args = dict(inp=x, out=out, scales=scales, columns=x.shape[1], stride_in=x.stride(0), BLOCK=block)
     return args, dict(num_warps=max(4, block // 1024), **platform.launch_options(x.device))
@@ -118,19 +118,19 @@ def product(
     To `out`, if there is one.
     """
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
-        made = F.linear(x, restored(weight, scale, x.dtype), bias)
+        result = F.linear(x, restored(weight, scale, x.dtype), bias)
     else:
         direct = out if out is not None and of_whole_vectors(out) and out.is_contiguous() else None
-        made = rounded_product(x, weight, scale, bias, direct)
+        result = rounded_product(x, weight, scale, bias, direct)
         if direct is not None:
             return direct
-    return made if out is None else out.copy_(made)
+    return result if out is None else out.copy_(result)
 
 
 def fixed_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same to `out`, by our kernel: a row has the same bits at any number of rows.
+    """Return the same to `out`, by our kernel: a row has the same bits at any number of rows.
 
     Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale stand for returned.
     """
@@ -148,19 +148,19 @@ def rounded_product(
     out: torch.Tensor | None = None,
     by_tiles: bool = False,
 ) -> torch.Tensor:
-    """The same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
+    """Return the same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
 
     `by_tiles`: not by torch's product, whatever is faster.
     """
     rounded, scale_x = round_rows(x if x.stride(1) == 1 else x.contiguous())
     weight = in_whole_vectors(weight)  # of another torch's product makes NaN
-    if by_tiles or tile_matmul.serves(x.shape[0], weight.shape[0], x.device):
+    if by_tiles or tile_matmul.is_faster(x.shape[0], weight.shape[0], x.device):
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         tile_matmul.multiply(out, rounded, scale_x, weight, scale, bias if bias is None else bias.contiguous())
         return out
     factors: dict[str, Any] = dict(scale_a=scale_x, scale_b=scale[None, :], out_dtype=x.dtype)
     if out is None:
-        made = torch._scaled_mm(rounded, weight.t(), **factors)
+        result = torch._scaled_mm(rounded, weight.t(), **factors)
     else:
-        made = torch._scaled_mm(rounded, weight.t(), **factors, out=out)
-    return made if bias is None else made.add_(bias)
+        result = torch._scaled_mm(rounded, weight.t(), **factors, out=out)
+    return result if bias is None else result.add_(bias)

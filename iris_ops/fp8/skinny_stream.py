@@ -68,7 +68,7 @@ def multiply(
     eps: float,
     launched: bool,
 ) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says. `fp8_rows.serves` them."""
+    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says."""
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
     T = 2 if gated else weight_stream.tiles_at_once(N, programs)

@@ -54,7 +54,7 @@ def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constex
         tl.store(target, arch.round_to(product, out.dtype.element_ty), mask=inside & own_row[:, None])
 
 
-def serves(rows: int, columns: int, device: torch.device) -> bool:
+def is_faster(rows: int, columns: int, device: torch.device) -> bool:
     """Whether this is faster than torch's product: of few rows, and where programs have a tile each; on Hopper."""
     if not platform.has_warp_specialisation(device):
         return False

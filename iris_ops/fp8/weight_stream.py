@@ -35,7 +35,7 @@ from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
 from ..named import named
 from ..planning.weights import format_of
-from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, fits
+from ..planning.weights.fp8 import FP8, LINE, MOST_ROWS, streamable
 from .widening import Widening
 
 WARPS = 4
@@ -105,7 +105,7 @@ class Stream:
 
     @gluon.jit
     def load(self, stage, group, step):
-        """Sends for a step's blocks of group number `group` of tiles; beyond the last one for nothing."""
+        """Request a step's blocks of group number `group` of tiles; beyond the last one for nothing."""
         wanted = group * self.WIDTH < self.N
         loaded = self.loaded.index(stage)
         mbarrier.expect(loaded, self.a.block_type.nbytes + self.T * self.b.block_type.nbytes, pred=wanted)
@@ -220,7 +220,7 @@ def tiles_at_once(columns: int, programs: int) -> int:
 
 
 def rows_at_once(rows: int) -> int:
-    """How many rows of A a program has: 8 or `MOST_ROWS`."""
+    """Return how many rows of A a program has: 8 or `MOST_ROWS`."""
     return 8 if rows <= 8 else MOST_ROWS
 
 
@@ -244,12 +244,12 @@ def shared_bytes(rows: int, T: int, stages: int) -> int:
 
 
 def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
-    """The reason why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
+    """Return the reason why the product of A [M, K] and B [K, N] in fp8 cannot be computed here, or None."""
     if not platform.has_warp_specialisation(A.device):
         return "it needs a Hopper GPU"
     if A.dtype != torch.bfloat16 or B.dtype != FP8:
         return f"it multiplies bfloat16 by {FP8}, not {A.dtype} by {B.dtype}"
-    if not fits(*A.shape):
+    if not streamable(*A.shape):
         return f"it is for up to {MOST_ROWS} rows and for K a multiple of {LINE}, not for {tuple(A.shape)}"
     if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
         return "rows of A or columns of B begin between vectors of 16 bytes"
@@ -257,7 +257,7 @@ def supports(A: torch.Tensor, B: torch.Tensor) -> str | None:
 
 
 def widening_of(dtype: torch.dtype) -> Widening:
-    """The policy of a weight's format, by its dtype."""
+    """Return the policy of a weight's format, by its dtype."""
     return named(format_of(dtype).widening)
 
 
@@ -272,7 +272,7 @@ def operands(A: torch.Tensor, B: torch.Tensor) -> dict:
 
 
 def _described(words: torch.Tensor, rows: int) -> GluonDescriptor:
-    """[rows, words] as the hardware loads it: [lines, rows, 32], of which `rows` of four lines at a time."""
+    """Return [rows, words] as the hardware loads it: [lines, rows, 32], of which `rows` of four lines at a time."""
     lines = words.as_strided(
         (words.shape[1] // _WORDS.value, words.shape[0], _WORDS.value), (_WORDS.value, words.stride(0), 1)
     )

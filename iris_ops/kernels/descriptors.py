@@ -28,7 +28,7 @@ def of_whole_vectors(t: torch.Tensor, step: int = 0) -> bool:
 
 
 def in_whole_vectors(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or a copy that TMA can read."""
+    """Return `t`, or a copy that TMA can read."""
     return t if of_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -56,6 +56,6 @@ def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) ->
 
 
 def folded(A: torch.Tensor, high: int) -> tuple[list[int], list[int]]:
-    """(shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
+    """Return (shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
     half, stride = high // 2, A.stride(0)
     return [2, half, A.shape[1]], [(A.shape[0] - half) * stride, stride, 1]

@@ -45,7 +45,7 @@ _TALL = 4
 def _push_part(
     ctx, own, target, flags, sync, epoch, part_rows, tile: tl.constexpr, moves: tl.constexpr, world: tl.constexpr
 ):
-    """Pushes `own`, zero beyond its edges, to its place in every peer's `target`, in which a rank has `part_rows`.
+    """Push `own`, zero beyond its edges, to its place in every peer's `target`, in which a rank has `part_rows`.
 
     In pieces of BLOCK_M rows by a PIECES-th of the columns, each with its signal.
     """

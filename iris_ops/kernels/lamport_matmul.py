@@ -68,7 +68,7 @@ def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
 def sum_own_part(
     exchange, order, bias, C, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_COLS: tl.constexpr, TO_ALL: tl.constexpr
 ):
-    """Sums what all ranks have sent of this rank's part, in `order`. The sums go to `out` or, `TO_ALL`, to everyone.
+    """Sum what all ranks have sent of this rank's part, in `order`. The sums go to `out` or, `TO_ALL`, to everyone.
 
     A program takes one share after the other: as many rows as an owner has of a tile, so that there are about as many
     shares as tiles.
@@ -250,7 +250,7 @@ def lamport_matmul_kernel(
 def lamport_arguments(
     rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
 ) -> tuple[tuple[int, int, int], dict]:
-    """The grid, and what this kernel and the warp-specialised ones are given."""
+    """Return the grid, and what this kernel and the warp-specialised ones are given."""
     w, by_cols, gather = problem.world_size, problem.form == "cols", problem.op == MATMUL_GATHER
     rows, cols = exchanged_part(problem, config)
     tiles = tiles_of(*((rows, cols) if gather else (problem.M, problem.N)), config)

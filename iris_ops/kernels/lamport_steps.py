@@ -39,7 +39,7 @@ class Exchange:
     """A call's exchange as one rank sees it: its context, the peers' heaps, and the buffer of this epoch's parity.
 
     Make it with `exchange_of`. `bases`: the heap bases that `load_bases` gave. `own_block`: where this rank's block
-    begins, in every rank's buffer; `step`: from one block to the next; `behind`: what stands behind all blocks. A
+    begins, in every rank's buffer; `step`: from one block to the next; `after_blocks`: what follows all blocks. A
     rank's part has `part_rows` rows or, where ranks divide columns (`BY_COLS`), `part_cols` columns.
     """
 
@@ -48,7 +48,7 @@ class Exchange:
     buffer: base_value
     own_block: base_value
     step: base_value
-    behind: base_value
+    after_blocks: base_value
     epoch: base_value
     part_rows: base_value
     part_cols: base_value
@@ -56,9 +56,9 @@ class Exchange:
     WAITER: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, ctx, bases, buffer, own_block, step, behind, epoch, part_rows, part_cols, ld, WAITER):
+    def __init__(self, ctx, bases, buffer, own_block, step, after_blocks, epoch, part_rows, part_cols, ld, WAITER):
         self.ctx, self.bases = ctx, tl.tuple(bases)
-        self.buffer, self.own_block, self.behind = buffer, own_block, behind
+        self.buffer, self.own_block, self.after_blocks = buffer, own_block, after_blocks
         self.step, self.epoch = known(step), epoch
         self.part_rows, self.part_cols, self.ld = known(part_rows), known(part_cols), known(ld)
         self.WAITER = known(WAITER)
@@ -66,7 +66,7 @@ class Exchange:
     @device_function
     def own_sums(self):
         """Where the sums that this rank sends begin, in every rank's buffer."""
-        return self.behind + (self.ctx.rank * self.part_rows).to(tl.int64) * self.ld
+        return self.after_blocks + (self.ctx.rank * self.part_rows).to(tl.int64) * self.ld
 
     @device_function
     def places(self, r, c):
@@ -132,13 +132,13 @@ class Exchange:
     @device_function
     def take_sums(self, r, c, mask, dtype: tl.constexpr):
         """Rows r and columns c of what the rows' owners have summed and sent to all."""
-        place, owner = self.behind + self.places(r, c), (r // self.part_rows)[:, None]
+        place, owner = self.after_blocks + self.places(r, c), (r // self.part_rows)[:, None]
         total, _ = take(self.ctx, place, self.step, mask, owner, self.epoch, self.WAITER, dtype, 1, patience=2)
         return total
 
     @device_function
     def take_parts(self, whole, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BY_COLS: tl.constexpr, ok=True):
-        """Takes from each peer the tile at (row, col) of its part, to its place in the matrix `whole` that all gather.
+        """Take from each peer the tile at (row, col) of its part, to its place in the matrix `whole` that all gather.
 
         Returns whether `ok`, and all came in time.
         """
@@ -169,18 +169,18 @@ class Exchange:
         ranks = tl.arange(0, triton.next_power_of_2(self.ctx.world_size))
         if tl.program_id(0) == 0:
             here = tl.zeros(ranks.shape, self.buffer.dtype.element_ty)
-            self.send_to_all(here, self.behind + ranks, ranks == self.ctx.rank, TO_SELF=False)
+            self.send_to_all(here, self.after_blocks + ranks, ranks == self.ctx.rank, TO_SELF=False)
 
     @device_function
     def hear_from_peers(self, dtype: tl.constexpr):
-        """The first program waits until all peers have told. Returns whether all did in time."""
+        """Wait, in the first program, for every peer's signal. Return whether all came in time."""
         ranks = tl.arange(0, triton.next_power_of_2(self.ctx.world_size))
-        told = True
+        arrived = True
         if tl.program_id(0) == 0:
             peers = (ranks < self.ctx.world_size) & (ranks != self.ctx.rank)
-            place = self.behind + ranks
-            _, told = take(self.ctx, place, self.step, peers, ranks, self.epoch, self.WAITER, dtype, 1)
-        return told
+            place = self.after_blocks + ranks
+            _, arrived = take(self.ctx, place, self.step, peers, ranks, self.epoch, self.WAITER, dtype, 1)
+        return arrived
 
 
 @device_function
@@ -189,9 +189,9 @@ def exchange_of(ctx, bases, epoch, lamport, part_rows, WAITER: tl.constexpr):
     buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
     own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * lamport.ld
     step = tl.cast(part_rows, tl.int64) * lamport.ld
-    behind = buffer + ctx.world_size * step
+    after_blocks = buffer + ctx.world_size * step
     return Exchange(
-        ctx, bases, buffer, own_block, step, behind, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
+        ctx, bases, buffer, own_block, step, after_blocks, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
     )
 
 
@@ -200,7 +200,7 @@ def block_exchange(ctx, bases, epoch, lamport, part_rows, number, count, WAITER:
     """The `Exchange` of call `epoch` in which this rank sends block `number` of `count`."""
     buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
     step = tl.cast(part_rows, tl.int64) * lamport.ld
-    own_block, behind = buffer + number * step, buffer + count * step
+    own_block, after_blocks = buffer + number * step, buffer + count * step
     return Exchange(
-        ctx, bases, buffer, own_block, step, behind, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
+        ctx, bases, buffer, own_block, step, after_blocks, epoch, part_rows, lamport.part_cols, lamport.ld, WAITER
     )

@@ -38,7 +38,7 @@ def product_arguments(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig,
     k_step: int = 0, n_step: int = 0, folds: bool = True,
 ) -> dict:  # fmt: skip
-    """The arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin.
+    """Return the arguments that say how what is multiplied lies in memory. `k_step`, `n_step`: where in B parts begin.
 
     `folds`: see `descriptors.rows_operand`.
     """
@@ -57,18 +57,18 @@ def product_arguments(
 
 
 def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, count: int) -> torch.Tensor:
-    """Where `count` parts of tiles meet: float32, behind what the ranks stage for each other."""
+    """Return where `count` parts of tiles meet: float32, behind what the ranks stage for each other."""
     first = staged(problem, config)[1]
     return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
 
 def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
-    """What every kernel is given."""
-    world = World(problem.world_size, WAITERS.index(problem.asked), rank.recording)
+    """Return what every kernel is given."""
+    world = World(problem.world_size, WAITERS.index(problem.called_op), rank.recording)
     return dict(out=out, sync=sync, ctx_ptr=rank.get_device_context(), K=problem.K, world=world)
 
 
 def lamport_memory(workspace: Workspace, dtype: torch.dtype, cols: int) -> LamportMemory:
-    """The workspace's two buffers of Lamport values, of parts of so many columns."""
+    """Return the workspace's two buffers of Lamport values, of parts of so many columns."""
     values = workspace.exchange.view(torch.int32 if dtype == torch.float32 else torch.int16)
     return LamportMemory(values, values.numel() // 2, cols, exchange_ld(cols))

@@ -91,7 +91,7 @@ def matmul_gather_kernel(
 def gather_arguments(
     rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
 ) -> dict:
-    """What this kernel and the warp-specialised one are given."""
+    """Return what this kernel and the warp-specialised one are given."""
     w, by_cols = problem.world_size, problem.form == "cols"
     rows, cols = problem.part_rows, problem.part_cols
     return dict(

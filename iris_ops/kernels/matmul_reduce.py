@@ -155,7 +155,7 @@ def matmul_reduce_kernel(
 def reduce_arguments(
     rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, out: torch.Tensor
 ) -> dict:
-    """What this kernel and the warp-specialised one are given."""
+    """Return what this kernel and the warp-specialised one are given."""
     rows, cols, by_cols = owned_part(problem, config)
     return dict(
         staged=Staged(
@@ -173,7 +173,7 @@ def reduce_arguments(
 
 
 def column_step(problem: Problem, config: FusedConfig) -> int:
-    """The width of an owner's part in a row of B or `out`; 0 where owners have rows."""
+    """Return the width of an owner's part in a row of B or `out`; 0 where owners have rows."""
     _rows, cols, by_cols = owned_part(problem, config)
     return cols if by_cols else 0
 

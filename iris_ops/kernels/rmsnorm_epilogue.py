@@ -65,12 +65,12 @@ def norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N: 
 
 
 def spans(columns: int) -> int:
-    """How many sums of squares a row has."""
+    """Return how many sums of squares a row has."""
     return triton.cdiv(columns, SPAN.value)
 
 
 def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scaled, squares) of rows h [..., N], by torch."""
+    """Return (scaled, squares) of rows h [..., N], by torch."""
     columns = h.shape[-1]
     padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
     squares = _halved(padded.view(-1, spans(columns), SPAN.value))
@@ -86,7 +86,7 @@ def _halved(x: torch.Tensor) -> torch.Tensor:
 
 
 def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm [..., N] of the rows of which these are the first half, by torch."""
+    """Return the norm [..., N] of the rows of which these are the first half, by torch."""
     sums = _halved(F.pad(squares, (0, 0, 0, triton.next_power_of_2(squares.shape[0]) - squares.shape[0])).t())
     factors = torch.rsqrt(sums / scaled.shape[-1] + eps)
     return (scaled.float() * factors.view(*scaled.shape[:-1], 1)).to(scaled.dtype)
@@ -123,7 +123,7 @@ def finish(
 
 
 def check(epilogue: Epilogue, out: torch.Tensor) -> None:
-    """Raises a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
+    """Raise a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
     M, N = out.shape
     for name, shape, t in zip(EPILOGUE_NAMES, ((M, N), (N,), (M, N), (spans(N), M)), epilogue, strict=True):
         check_kind(OP, name, t, out.device)
@@ -137,7 +137,7 @@ def check(epilogue: Epilogue, out: torch.Tensor) -> None:
 
 
 def check_places(names: Sequence[str], begins: Sequence[int], sizes: Sequence[int]) -> None:
-    """Raises for a tensor without memory, and where one that is written shares some with another."""
+    """Raise for a tensor without memory, and where one that is written shares some with another."""
     check_memory(OP, names, begins, sizes)
     places = {name: (begin, begin + size) for name, begin, size in zip(names, begins, sizes, strict=True) if size}
     for name in ("out", "scaled", "squares"):

@@ -212,16 +212,16 @@ class TreeOrder:
 
 
 def tree_sums(tree: sum_tree.Tree, rank: int) -> TreeSums:
-    """What a kernel knows of the tree when it is compiled for `rank`."""
+    """Return what a kernel knows of the tree when it is compiled for `rank`."""
     first, last = tree.spans[rank]
     alone = [sum_tree.joins(size, tuple((i, i + 1) for i in range(size))) for size in _sizes(tree.roots[rank])]
-    nodes = tuple(root for found in tree.roots for root in found)
+    nodes = tuple(root for nodes_of_rank in tree.roots for root in nodes_of_rank)
     return TreeSums(
         OWN=last - first,
         OWN_ROOTS=";".join(_text(each) for each in alone),
         JOINS=_text(sum_tree.joins(tree.leaves, nodes)),
-        SOURCES=_text(source for source, found in enumerate(tree.roots) for _ in found),
-        PAIR=len(tree.spans) <= 2 and all(len(found) == 1 for found in tree.roots),
+        SOURCES=_text(source for source, nodes_of_rank in enumerate(tree.roots) for _ in nodes_of_rank),
+        PAIR=len(tree.spans) <= 2 and all(len(nodes_of_rank) == 1 for nodes_of_rank in tree.roots),
         ROOTLESS=not all(tree.roots),
     )
 

@@ -149,7 +149,7 @@ def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
 
 @device_function
 def start_in_turn(stagger):
-    """Waits so that the grid's programs start one after the other, over `stagger` ticks: so they end in turn."""
+    """Wait so that the grid's programs start one after the other, over `stagger` ticks: so they end in turn."""
     if not arch.INTERPRET:
         begin = arch.clock()
         while arch.clock() - begin < stagger * tl.program_id(0) // tl.num_programs(0):

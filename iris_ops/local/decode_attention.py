@@ -193,7 +193,7 @@ def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, in
 
 
 def splits_of(pairs: int, length: int, block: int, multiprocessors: int) -> tuple[int, int]:
-    """Into how many splits each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
+    """Return into how many splits each of `pairs` caches of `length` rows is cut, and of how many rows: to end soonest.
 
     Of cuts that end together the finest, since a cache may be almost empty.
     """

@@ -36,7 +36,7 @@ FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narr
 
 @lru_cache(maxsize=4096)
 def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
-    """How warp-specialised programs should multiply; None if torch should."""
+    """Return how warp-specialised programs should multiply; None if torch should."""
     if not machine.warp_specialised or problem.dtype.itemsize != 2 or problem.M <= FEW:
         return None
     ours = {config: gemm_us(problem, config, machine) for config in copy_gather_configs(machine)}
@@ -46,7 +46,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
 
 
 def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises a typed error for what `gated_matmul` does not take."""
+    """Raise a typed error for what `gated_matmul` does not take."""
     for name, t in (("A", A), ("B", B), ("bias", bias)):
         if t is None:
             continue
@@ -83,13 +83,13 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
         return out
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    kept = ctx.once(_Kept)
+    known = ctx.once(_Launches)
     product = gather_matmul.product
-    product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, kept.nothing, kept.nothing)()
+    product(ctx, known.calls, known.kernels, problem, config, out, A, A, B, bias, known.nothing, known.nothing)()
     return out
 
 
-class _Kept:
+class _Launches:
     """What is known of earlier launches on a rank, and flags for which nobody waits: no rows arrive from peers."""
 
     def __init__(self, rank: Rank) -> None:

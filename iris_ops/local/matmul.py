@@ -54,8 +54,8 @@ def multiply(
             return
         B = restored.t()
     if A.device.type == "cpu":
-        made = torch.from_numpy(fixed_order.product(_array(A), _array(B)))
-        out.copy_(made if bias is None else made.add_(bias.float()))
+        result = torch.from_numpy(fixed_order.product(_array(A), _array(B)))
+        out.copy_(result if bias is None else result.add_(bias.float()))
         return
     if A.dtype.itemsize != 2:
         _by_blocks(out, A, B, bias)
@@ -73,9 +73,9 @@ def _in_16_bits(
     stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
     if config is not None and stored and operands.supports(config, A, B, out) is None:
-        kept = ctx.once(_Kept)
-        nothing = kept.nothing
-        gather_matmul.product(ctx, kept.calls, kept.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+        known = ctx.once(_Launches)
+        nothing = known.nothing
+        gather_matmul.product(ctx, known.calls, known.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
         return
     options: dict[str, Any] = {"gated": gated, "least": least_rows(machine)}
     if out.is_contiguous():
@@ -87,10 +87,10 @@ def _in_16_bits(
 def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
     rows = A.new_zeros(-(-A.shape[0] // _ROWS) * _ROWS, A.shape[1])
     rows[: A.shape[0]] = A
-    made = out.new_empty(rows.shape[0], out.shape[1])
-    for block, part in zip(rows.split(_ROWS), made.split(_ROWS), strict=True):
+    result = out.new_empty(rows.shape[0], out.shape[1])
+    for block, part in zip(rows.split(_ROWS), result.split(_ROWS), strict=True):
         torch_matmul.multiply(part, block, B, bias)
-    out.copy_(made[: A.shape[0]])
+    out.copy_(result[: A.shape[0]])
 
 
 def gated(
@@ -132,7 +132,7 @@ def _array(t: torch.Tensor) -> np.ndarray:
     return t.detach().float().numpy()
 
 
-class _Kept:
+class _Launches:
     """What is known of earlier launches on a rank, and flags for which nobody waits."""
 
     def __init__(self, rank: Rank) -> None:

@@ -69,17 +69,17 @@ def normed(
 
 
 def _in_place(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or a copy that is contiguous and begins where all code for it expects."""
+    """Return `t`, or a copy that is contiguous and begins where all code for it expects."""
     t = t.contiguous()
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone()
 
 
-def _serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in _DTYPES and weight.shape[0] <= _WIDEST
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    if _serves(x, weight):
+    if _supported(x, weight):
         return normed(x, weight, eps, offset=offset)[1]
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -94,7 +94,7 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if _serves(x, weight):
+    if _supported(x, weight):
         total, out = normed(x, weight, eps, residual, offset)
         assert total is not None
         return total, out

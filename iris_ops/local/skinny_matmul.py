@@ -103,7 +103,7 @@ def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
     return arch.round_to(product, dtype)
 
 
-def serves(
+def is_faster(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -116,7 +116,7 @@ def serves(
 
     An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
-    if not _suits(x, weight, scale, gated):
+    if not _is_eligible(x, weight, scale, gated):
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
@@ -130,15 +130,14 @@ def serves(
 _loaded: set[tuple] = set()  # kinds of calls
 
 
-def _suits(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
+def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
     if weight.shape[0] == 0:
         return False
     if scale is not None:
-        return (
-            suits(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16 and weight_stream.fits(1, weight.shape[1])
-        )
+        few = is_eligible(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16
+        return few and weight_stream.streamable(1, weight.shape[1])
     rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
-    return x.dtype == weight.dtype and suits(x, rows)
+    return x.dtype == weight.dtype and is_eligible(x, rows)
 
 
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
@@ -162,13 +161,13 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
 
 def block_of(rows: int, programs: int, room: int, least: int = _LEAST_ROWS) -> int:
     """Into blocks of how many rows they are divided, if each takes so many programs and `room` run at once."""
-    whole = min(max(least, triton.next_power_of_2(rows)), _BLOCKS[-1])
+    single = min(max(least, triton.next_power_of_2(rows)), _BLOCKS[-1])
     blocks = (block for block in _BLOCKS if block >= least)
-    return next(block for block in blocks if block == whole or -(-rows // block) * programs <= room)
+    return next(block for block in blocks if block == single or -(-rows // block) * programs <= room)
 
 
 def tile_of(rows: int, outputs: int, gated: bool, room: int, least: int = _LEAST_ROWS) -> tuple[int, int]:
-    """(rows, outputs) of a program's block, if `room` programs run at once; of no fewer rows than `least`."""
+    """Return (rows, outputs) of a program's block, if `room` programs run at once; of no fewer rows than `least`."""
     block = block_of(rows, triton.cdiv(outputs, BLOCK_N), room, least)
     narrow = block == 32 and rows % 64 == 0 and not gated  # as many programs, and each weight is read half as often
     return (64, NARROW_N) if narrow else (block, BLOCK_N)
@@ -181,17 +180,17 @@ def _multiprocessors(device: torch.device) -> int:
 
 @platform.constant
 def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
-    """Whether the ring of blocks that was measured fits into shared memory."""
+    """Return whether the ring of blocks that was measured fits into shared memory."""
     return depth(platform.shared_bytes(device), gated, rows) == RINGS[rows, BLOCK_N, gated]
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
-    """Whether products of few rows with a weight of `shape` in eight bits may be served here."""
-    return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.fits(1, shape[1])
+    """Return whether products of few rows with a weight of `shape` in eight bits may be served here."""
+    return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.streamable(1, shape[1])
 
 
-def suits(x: torch.Tensor, rows: int) -> bool:
-    """Whether products of `x` may be served here, if those of up to `rows` rows are."""
+def is_eligible(x: torch.Tensor, rows: int) -> bool:
+    """Return whether products of `x` may be served here, if those of up to `rows` rows are."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x, rows) and not x.requires_grad
 
 
@@ -256,7 +255,7 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in eight bits."""
-    if serves(x, weight, bias, False, scale):
+    if is_faster(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
     return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
 
@@ -277,7 +276,7 @@ def _called(
 
 @cache
 def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> tuple[int, int]:
-    """(elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
+    """Return (elements along K of a block, stages of the ring of blocks): as many as shared memory has room for."""
     block_k, stages = RINGS[rows, outputs, gated]
     room, width = shared_bytes - 1024, (1 + gated) * outputs + rows  # some is for barriers
     while block_k > 32 and room < 2 * width * block_k * 2:

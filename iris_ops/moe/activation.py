@@ -41,8 +41,8 @@ _NAMED = {kind: Activation(kind) for kind in KINDS} | {"gpt_oss": GPT_OSS}
 
 
 def activation_of(given: str | Activation) -> Activation:
-    """The activation that `given` is or names. Raises `ArgumentError` for any other."""
-    found = given if isinstance(given, Activation) else _NAMED.get(given) if isinstance(given, str) else None
-    if found is None:
+    """Return the activation that `given` is or names. Raises `ArgumentError` for any other."""
+    activation = given if isinstance(given, Activation) else _NAMED.get(given) if isinstance(given, str) else None
+    if activation is None:
         raise ArgumentError(f"activation is {given!r}; expected an Activation or one of {', '.join(_NAMED)}")
-    return found
+    return activation

@@ -25,7 +25,7 @@ _DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "
 
 
 def check_experts(op: str, chosen: torch.Tensor, device: torch.device) -> None:
-    """Raises a typed error unless `chosen` is [T,k] of integers, as routers give it."""
+    """Raise a typed error unless `chosen` is [T,k] of integers, as routers give it."""
     check_kind(op, "experts", chosen, device)
     if chosen.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{op}: experts has dtype {chosen.dtype}; expected torch.int32 or torch.int64")
@@ -60,8 +60,8 @@ def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, An
         if t.dtype not in dtypes:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
         if t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
-            beside = ", or torch.float32" if name == "weights" else ""
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{beside}")
+            alternative = ", or torch.float32" if name == "weights" else ""
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{alternative}")
         if any(size >= 1 << 31 for size in t.shape) or t.shape[0] * math.prod(t.shape[1:2]) >= 1 << 31:
             raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes, and rows in all, below 2**31")
 
@@ -83,7 +83,7 @@ def describe_gate_up(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
     bias: torch.Tensor | None,
 ) -> MoeProblem:  # fmt: skip
-    """The problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
+    """Return the problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
     op, device = GATE_UP, ctx.device
     _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out})
     count, H, columns = B.shape

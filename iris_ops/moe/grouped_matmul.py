@@ -123,7 +123,7 @@ def moe_matmul_kernel(
 def arguments(
     ctx: Rank, problem: MoeProblem, config: FusedConfig, tensors: GateUp
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
-    """The grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
+    """Return the grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
     out, A, B, routing, bias, activation, interleaved = tensors
     by_sorting = not isinstance(routing, torch.Tensor)
     block_n = config.block_n // 2 if problem.gated else config.block_n  # the tile of the product is `config`'s
@@ -151,7 +151,7 @@ def arguments(
 
 
 def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
-    """Whether gate and up, in halves of B, are multiplied by one instruction.
+    """Return whether gate and up, in halves of B, are multiplied by one instruction.
 
     Of few rows so that columns fill the tensor cores' rows, of many so that these are read once for both. Only a
     descriptor of a transposed weight reads both halves as they are to lie for the latter.

@@ -120,7 +120,7 @@ def _launch_sums(
 ) -> None:  # fmt: skip
     """Of the tokens that have `weights`."""
     device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
-    block_m, block_n, beside = _BLOCK[device.type]
+    block_m, block_n, at_once = _BLOCK[device.type]
     args = dict(
         products=products, combine=combine_of(weights, shared), out=out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
@@ -130,5 +130,5 @@ def _launch_sums(
         BLOCK_M=block_m, BLOCK_N=block_n, world=World(problem.world_size, WAITERS.index(problem.op)),
     )  # fmt: skip
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
-    grid = (min(tiles, beside * platform.num_programs(device)), 1, 1)
+    grid = (min(tiles, at_once * platform.num_programs(device)), 1, 1)
     steps.launch(moe_lamport_combine_kernel, grid, args, num_warps=4, num_stages=1)

@@ -40,7 +40,7 @@ class Mixture:
         self._steps, self._calls = Steps(ctx), relaunch.Calls(0)
 
     def forget(self) -> None:
-        """Calls are launched anew: memory that they use has changed, on all ranks."""
+        """Forget known launches: memory that they use has changed, on all ranks."""
         self._calls.forget()
 
     def _again(self, key: tuple | None) -> bool:
@@ -61,9 +61,9 @@ class Mixture:
         checks.check_count(ROUTE, experts)
         self._look(ROUTE, chosen, experts)
         rows = torch.empty(chosen.numel(), dtype=torch.int32, device=ctx.device)
-        found = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=ctx.device))
-        routing.sort(self._steps, chosen, found.rows, found.offsets)
-        return found
+        routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=ctx.device))
+        routing.sort(self._steps, chosen, routed.rows, routed.offsets)
+        return routed
 
     def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
         """`ctx.ops.moe_gate_up`."""
@@ -136,16 +136,16 @@ class Mixture:
     def _sorted(
         self, workspace: Workspace, problem: MoeProblem, config: FusedConfig, experts: torch.Tensor | Routing
     ) -> torch.Tensor | Routing:
-        """How the product finds its rows: the plain choice where pairs are few, else sorted."""
+        """Return how the product finds its rows: the plain choice where pairs are few, else sorted."""
         chosen = experts.chosen if isinstance(experts, Routing) else experts
         if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts):
             return chosen
         if isinstance(experts, Routing):
             return experts
         room = workspace.local("moe routing", 4 * (problem.pairs + problem.experts + 1)).view(torch.int32)
-        found = Routing(chosen, room[problem.experts + 1 :], room[: problem.experts + 1])
-        routing.sort(self._steps, chosen, found.rows, found.offsets)
-        return found
+        routed = Routing(chosen, room[problem.experts + 1 :], room[: problem.experts + 1])
+        routing.sort(self._steps, chosen, routed.rows, routed.offsets)
+        return routed
 
 
 def _tensors_of(experts: torch.Tensor | Routing) -> tuple[object, ...]:

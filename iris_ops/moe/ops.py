@@ -33,7 +33,7 @@ class MixtureOps:
         self._calls, self._mixture = Calls(ctx), Mixture(ctx)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
-        """Tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` behind it to share.
+        """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
 
         `experts` [T,k], int32 or int64, contiguous: indices below `num_experts`. It is read again by those calls, so it
         must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
@@ -82,7 +82,7 @@ class MixtureOps:
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """This rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
+        """Return this rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
         workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
         self._mixture.down(DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared), config)
         self._ctx.check()

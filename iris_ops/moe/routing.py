@@ -98,7 +98,7 @@ def moe_route_kernel(
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens by their experts, for `moe_gate_up` and the `moe_down_*` behind it. Made by `ctx.ops.moe_route`.
+    """Tokens by their experts, for `moe_gate_up` and the `moe_down_*` after it. Made by `ctx.ops.moe_route`.
 
     `chosen` [T,k]: each token's experts, as they were given. `rows`, int32 [T*k]: t*k+j of each token and expert of
     its, those of expert 0 first; `offsets`, int32 [E+1]: where in `rows` each expert's begin.

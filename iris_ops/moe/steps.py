@@ -42,35 +42,35 @@ class Steps:
         self._now = []
 
     def end(self) -> Launches | None:
-        """The launches since `begin`, or None where the call cannot be made again by them alone."""
-        found, self._now = self._now, None
-        return found
+        """Return the launches since `begin`, or None where the call cannot be made again by them alone."""
+        launches, self._now = self._now, None
+        return launches
 
     def together(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        """`t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
+        """Return `t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
         if t is None or t.stride(1) == 1:
             return t
         self._now = None
         return t.contiguous()
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
-        """Launches a kernel that begins by `arch.follow`."""
+        """Launch a kernel that begins by `arch.follow`."""
         options |= platform.beside(self.ctx.device)
-        found = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
-        if found is None:
+        launched = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
+        if launched is None:
             self._now = None
         elif self._now is not None:
-            self._now.append(found.again)
+            self._now.append(launched.again)
 
     def run(self, step: Callable[[], object]) -> None:
-        """Makes a step that is no launch, and says something true where it succeeds."""
+        """Run a step that is no launch and returns a true value where it succeeds."""
         step()
         if self._now is not None:
             self._now.append(step)
 
 
 def key_of(op: str, parts: Parts) -> tuple | None:
-    """What a call comes down to: one with the same key passes the same checks and launches the same. None: unknown."""
+    """Return the key of a call: one with the same key passes the same checks and launches the same. None: unknown."""
     if transforms.any_hides(*(part for part in parts if isinstance(part, torch.Tensor))):
         return None
     key: list[Any] = [op]
@@ -84,9 +84,9 @@ def key_of(op: str, parts: Parts) -> tuple | None:
             key += (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
         except RuntimeError:  # no memory of its own: the checks will say so
             return None
-    found = tuple(key)
+    result = tuple(key)
     try:
-        hash(found)
+        hash(result)
     except TypeError:
         return None
-    return found
+    return result

@@ -34,7 +34,7 @@ def mixture(
     shared: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
     scatter: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """What all experts together make of tokens A [T,H]: `moe_gate_up`, then `moe_down_all_reduce`; a new [T,H].
+    """Return what all experts together make of tokens A [T,H]: `moe_gate_up`, then `moe_down_all_reduce`; a new [T,H].
 
     gate_up [E,H,2I] and down [E,I,H], or transposes of contiguous tensors; experts, weights [T,k]; shared [T,H], as the
     ops have them. `scatter`: by `moe_down_reduce_scatter`, a new [T/w,H].
@@ -50,9 +50,9 @@ def mixture(
 
 
 def as_text(activation: str | Activation) -> str:
-    """An activation as operators take it."""
-    found = activation_of(activation)
-    return f"{found.kind} {found.alpha!r} {found.limit!r} {found.shift!r}"
+    """Return an activation as operators take it."""
+    known = activation_of(activation)
+    return f"{known.kind} {known.alpha!r} {known.limit!r} {known.shift!r}"
 
 
 def _from_text(text: str) -> Activation:

@@ -23,7 +23,7 @@ _SHARES = 4
 
 
 def movers(problem: Problem, machine: Machine) -> int:
-    """How many programs first move what an `all_gather_matmul` gathers."""
+    """Return how many programs first move what an `all_gather_matmul` gathers."""
     if machine.name == INTERPRETER:
         return 1
     few = problem.op == GATHER_MATMUL and problem.part_rows <= 128  # little to move, and soon needed
@@ -35,8 +35,8 @@ def narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> bo
 
     Lower ones come folded, and the tensor cores would take them from registers, where they are the rows.
     """
-    whole = problem.M % block_m == 0 and problem.M // block_m * -(-problem.N // block_n) <= machine.num_programs
-    return problem.op == ALL_REDUCE and problem.world_size <= 2 and whole and machine.name.startswith("NVIDIA")
+    one_each = problem.M % block_m == 0 and problem.M // block_m * -(-problem.N // block_n) <= machine.num_programs
+    return problem.op == ALL_REDUCE and problem.world_size <= 2 and one_each and machine.name.startswith("NVIDIA")
 
 
 @lru_cache(maxsize=256)
@@ -45,25 +45,25 @@ def tree_tiles(depth: int, itemsize: int, machine: Machine) -> tuple[tuple[int, 
 
     Beside the operands on their way, shared memory has room for the sum of a leaf, which is stored meanwhile.
     """
-    found: dict[tuple[int, int, int, int], int] = {}
+    stages_of: dict[tuple[int, int, int, int], int] = {}
     for m, n, k, warps, stages in fitting(itemsize, machine, few=True):
         shallow = gcd(k, depth)
-        beside = replace(machine, shared_bytes=machine.shared_bytes - itemsize * m * n)
-        fits = min(8, stages * k // shallow, beside.stages((m + n) * shallow * itemsize))
-        if fits > 1:
-            found.setdefault((m, n, shallow, warps), fits)
-    return tuple((*tile, stages) for tile, stages in found.items())
+        room = replace(machine, shared_bytes=machine.shared_bytes - itemsize * m * n)
+        most = min(8, stages * k // shallow, room.stages((m + n) * shallow * itemsize))
+        if most > 1:
+            stages_of.setdefault((m, n, shallow, warps), most)
+    return tuple((*tile, stages) for tile, stages in stages_of.items())
 
 
 @lru_cache(maxsize=256)
 def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int, int, int, int], ...]:
     """(block_m, block_n, block_k, warps, stages) of tiles, for few rows or many, for which shared memory has room."""
     tiles = FP32_TILES if itemsize == 4 else LAMPORT_TILES if few else GPU_TILES
-    fits = {tile: machine.stages((tile[0] + tile[1]) * tile[2] * itemsize) for tile in tiles}
-    return tuple((*tile, min(stages, fits[tile])) for tile, (stages, _) in tiles.items() if fits[tile] > 1)
+    most = {tile: machine.stages((tile[0] + tile[1]) * tile[2] * itemsize) for tile in tiles}
+    return tuple((*tile, min(stages, most[tile])) for tile, (stages, _) in tiles.items() if most[tile] > 1)
 
 
-# Made once, as those below: to make them anew would take a plan longer than to weigh them.
+# Made once, as those below: to make them anew would take a plan longer than to compare them.
 @lru_cache(maxsize=256)
 def tiled(kernel: str, tiles: tuple, algorithms: tuple[str, ...], comm_programs: int) -> tuple[FusedConfig, ...]:
     return tuple(
@@ -82,7 +82,7 @@ def pushed(kernel: str, architecture: str, group_m: int) -> tuple[FusedConfig, .
 
 
 def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
-    """Configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
+    """Return configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
     return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2)
 
 

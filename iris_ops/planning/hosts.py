@@ -25,19 +25,19 @@ class Network:
     hop_us: float
 
     def all_reduce_us(self, nbytes: float) -> float:
-        """Microseconds to add `nbytes` of each rank over all hosts, and have the sum everywhere."""
+        """Return the microseconds to add `nbytes` of each rank over all hosts, and have the sum everywhere."""
         n = self.hosts
         ring = 2 * (n - 1) * self.hop_us + self._us(2 * (n - 1) / n * nbytes)
         tree = 2 * ceil(log2(n)) * self.hop_us + self._us(2 * nbytes) if n > 1 else 0.0
         return min(ring, tree)
 
     def reduce_scatter_us(self, nbytes: float) -> float:
-        """The same where each host keeps its part of the sum of `nbytes` only."""
+        """Return the same where each host keeps its part of the sum of `nbytes` only."""
         n = self.hosts
         return (n - 1) * self.hop_us + self._us((n - 1) / n * nbytes)
 
     def send_us(self, nbytes: float) -> float:
-        """Microseconds until `nbytes` have arrived at another host."""
+        """Return the microseconds until `nbytes` have arrived at another host."""
         return self.hop_us + self._us(nbytes)
 
     def _us(self, nbytes: float) -> float:
@@ -61,12 +61,12 @@ class HostsPlan:
         return self.inside_us + self.across_us + self.gather_us
 
     def explain(self) -> str:
-        """The reasons for this choice, one a line, those of the plan inside a host last."""
+        """Return the reasons for this choice, one a line, those of the plan inside a host last."""
         return "\n".join((*self.reasons, *self.inside.reasons))
 
 
 def gather_us(nbytes: float, ranks: int, machine: Machine) -> float:
-    """Microseconds for the ranks of a host to gather `nbytes`, of which each has its share."""
+    """Return the microseconds for the ranks of a host to gather `nbytes`, of which each has its share."""
     if ranks == 1:
         return 0.0
     return machine.launch_us + machine.exchange_us + (ranks - 1) / ranks * nbytes / (machine.link_gbs * 1e3)
@@ -75,7 +75,7 @@ def gather_us(nbytes: float, ranks: int, machine: Machine) -> float:
 def plan_all_reduce(
     nbytes: int, ranks: int, network: Network, machine: Machine, scattered: FusedConfig, reduced: FusedConfig
 ) -> HostsPlan:
-    """The faster way to add `nbytes` over `ranks` of each host and over the hosts.
+    """Return the faster way to add `nbytes` over `ranks` of each host and over the hosts.
 
     `scattered` and `reduced`: the plans inside a host of matmul_reduce_scatter and matmul_all_reduce. Share by share,
     each rank adds its share of the rows across hosts, and the host gathers them. Whole, each rank adds all rows across
@@ -86,13 +86,13 @@ def plan_all_reduce(
         network.all_reduce_us(nbytes / ranks),
         gather_us(nbytes, ranks, machine),
     )
-    whole = _us(reduced), network.all_reduce_us(nbytes), 0.0
-    by_share = sum(shared) <= sum(whole)
-    times, inside = (shared, scattered) if by_share else (whole, reduced)
+    full = _us(reduced), network.all_reduce_us(nbytes), 0.0
+    by_share = sum(shared) <= sum(full)
+    times, inside = (shared, scattered) if by_share else (full, reduced)
     lines = [
         _head("matmul_all_reduce", network, ranks),
         _line(SCATTER, "matmul_reduce_scatter", shared),
-        _line(WHOLE, "matmul_all_reduce", whole),
+        _line(WHOLE, "matmul_all_reduce", full),
         f"chosen {SCATTER if by_share else WHOLE}; inside each host:",
     ]
     return HostsPlan(SCATTER if by_share else WHOLE, inside, *times, tuple(lines))

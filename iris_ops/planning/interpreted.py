@@ -24,8 +24,8 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
     """Those of `tree_matmul`, all of one depth, of which its bits depend."""
     assert problem.tree is not None
-    whole = problem.tree.depth
-    depth = next(each for each in (128, BLOCK) if whole % each == 0)
+    multiple = problem.tree.depth
+    depth = next(depth for depth in (128, BLOCK) if multiple % depth == 0)
     sides = product(_powers(problem.M, _least_rows()), _powers(problem.N, most=8192))
     return tuple((m, n, depth, 4, 1) for m, n in sides if m * n <= _MOST)
 
@@ -36,6 +36,6 @@ def _least_rows() -> int:
 
 
 def _powers(size: int, least: int = 16, most: int = 1024) -> list[int]:
-    """The powers of two worth trying for a dimension."""
-    whole = min(most, max(least, 1 << max(0, size - 1).bit_length()))
-    return [whole >> i for i in range(4) if whole >> i >= least]
+    """Return the powers of two worth trying for a dimension."""
+    largest = min(most, max(least, 1 << max(0, size - 1).bit_length()))
+    return [largest >> i for i in range(4) if largest >> i >= least]

@@ -8,7 +8,7 @@ from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
-from ..problem import check_asked, part_size
+from ..problem import check_sizes, part_size
 from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
@@ -54,7 +54,7 @@ class MoeProblem:
             )
 
     @property
-    def asked(self) -> str:
+    def called_op(self) -> str:
         """The op that was called."""
         return self.op
 
@@ -107,21 +107,21 @@ class MoeProblem:
         return part_size(self.tokens, self.world_size) if self.scatters else self.tokens
 
     def blocks(self, block_m: int) -> int:
-        """Blocks of rows at most, each of one expert's, whatever the routing."""
+        """Return the blocks of rows at most, each of one expert's, whatever the routing."""
         return self.pairs // block_m + min(self.experts, self.pairs)
 
 
-def moe_problem_asked(
+def requested_moe_problem(
     op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
     form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
 ) -> MoeProblem:  # fmt: skip
-    """The problem of a question to the planner, whose M is `tokens`; of `moe_gate_up` N is I, and experts are gated.
+    """Return the problem that the arguments describe; for `moe_gate_up`, N is I, and experts are gated.
 
     Raises `ArgumentError` where it makes no sense.
     """
     if op not in MOE_OPS:
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
-    check_asked(tokens, N, K, world_size, dtype, invariant)
+    check_sizes(tokens, N, K, world_size, dtype, invariant)
     for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
         if type(size) is not int or not 1 <= size <= most:
             raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")

@@ -40,7 +40,7 @@ MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each othe
 
 
 def need_sorting(pairs: int, experts: int) -> bool:
-    """Whether so many pairs of token and expert are sorted first; else each program looks through them.
+    """Return whether so many pairs of token and expert are sorted first; else each program looks through them.
 
     An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again: the
     busiest expert has some four times the mean.
@@ -49,7 +49,7 @@ def need_sorting(pairs: int, experts: int) -> bool:
 
 
 def one_token(problem: MoeProblem) -> str | None:
-    """Why `lamport_token.py` cannot serve a problem, or None."""
+    """Return why `lamport_token.py` cannot serve a problem, or None."""
     if problem.tokens != 1:
         return "it serves one token"
     if problem.in_rows:
@@ -58,7 +58,7 @@ def one_token(problem: MoeProblem) -> str | None:
 
 
 def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
-    """Why columns in blocks of so many would have too many programs wait at once, if they would."""
+    """Return why columns in blocks of so many would have too many programs wait at once, if they would."""
     if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
         return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
     return None
@@ -76,8 +76,8 @@ def tokens_at_once(problem: MoeProblem) -> int:
     """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
     if problem.scatters:  # whose parts are of all tokens
         return problem.tokens
-    each = sums_bytes(problem, problem.world_size) // problem.world_size
-    return min(problem.tokens, max(1, MOST_EXCHANGED // max(1, each)))
+    token_bytes = sums_bytes(problem, problem.world_size) // problem.world_size
+    return min(problem.tokens, max(1, MOST_EXCHANGED // max(1, token_bytes)))
 
 
 def sums_bytes(problem: MoeProblem, tokens: int) -> int:
@@ -101,8 +101,8 @@ def tiles_of(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
     least = 32 if machine.name.startswith("AMD") else 16  # an instruction has 32 rows and columns there, or 16
-    found = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]
-    return found[:1] if few else found
+    tiles = [tile for tile in _TILES if tile[0] >= least and tile[1] >= 128]
+    return tiles[:1] if few else tiles
 
 
 def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine) -> float:
@@ -126,5 +126,5 @@ def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine
 
 
 def sort_us(problem: MoeProblem) -> float:
-    """Microseconds of a kernel that sorts the tokens, where they are many."""
+    """Return the microseconds of a kernel that sorts the tokens, where they are many."""
     return SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0

@@ -62,27 +62,27 @@ class WeightFormat:
         return f"rows {self.name}" if self.rounds_rows else ""
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
-        """The reason why rows of A are not rounded, if the format has them rounded."""
+        """Return the reason why rows of A are not rounded, if the format has them rounded."""
         return None
 
     def converted(self, problem: Any, machine: Machine) -> str:
-        """The reason why B is converted to A's dtype in each call; "" if it is not."""
+        """Return the reason why B is converted to A's dtype in each call; "" if it is not."""
         return ""
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
-        """Whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
+        """Return whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
         return False
 
     def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
-        """Microseconds until so many rows of A are rounded."""
+        """Return the microseconds until so many rows of A are rounded."""
         return 0.0
 
     def library_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
-        """Microseconds of a library's product, given those in A's dtype."""
+        """Return the microseconds of a library's product, given those in A's dtype."""
         return us
 
     def product_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
-        """Microseconds of one of our products without ranks, given those in A's dtype."""
+        """Return the microseconds of one of our products without ranks, given those in A's dtype."""
         return us
 
 
@@ -97,13 +97,13 @@ RANKS_ALIKE = "alike on any number of ranks"
 class Sums:
     """Which results of a row have the same bits: `kind` is what ways list.
 
-    `level`: the context's `invariant`. `depths`: each rank's K, of sums that are alike on any number of ranks; else
+    `level`: the context's `invariant`. `k_per_rank`: each rank's K, of sums that are alike on any number of ranks; else
     empty. `biased`: whether a bias follows the ranks' sum, of which bits are promised.
     """
 
     kind: str = ANY_ORDER
     level: str | None = None
-    depths: tuple[int, ...] = ()
+    k_per_rank: tuple[int, ...] = ()
     biased: bool = False
 
     @property
@@ -119,7 +119,7 @@ class Sums:
     @property
     def tree(self) -> sum_tree.Tree | None:
         """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
-        return sum_tree.tree_of("", self.depths) if self.kind == RANKS_ALIKE else None
+        return sum_tree.tree_of("", self.k_per_rank) if self.kind == RANKS_ALIKE else None
 
 
 FREE_SUMS = Sums()

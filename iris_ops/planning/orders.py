@@ -56,11 +56,11 @@ class Order:
     early_bias: bool = False
 
     def __str__(self) -> str:
-        said = f"{self.instruction} of {self.step} along K"
-        said += f", parts of {self.part}" if self.part else ""
-        said += f", {self.leaves} leaves in a tree" if self.leaves else ""
-        said += ", the bias before the ranks' sums" if self.early_bias else ""
-        return said + (f", {self.rows}" if self.rows else "")
+        text = f"{self.instruction} of {self.step} along K"
+        text += f", parts of {self.part}" if self.part else ""
+        text += f", {self.leaves} leaves in a tree" if self.leaves else ""
+        text += ", the bias before the ranks' sums" if self.early_bias else ""
+        return text + (f", {self.rows}" if self.rows else "")
 
 
 def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
@@ -87,8 +87,8 @@ def of_product(problem: Problem, machine: Machine) -> Order:
     """Of `local/matmul.py`, by whichever of its kernels."""
     if machine.name == INTERPRETER:
         return Order("fixed order", problem.K)
-    whole = FusedConfig(_WARP_GROUP, _WARP_GROUP)
-    return Order(*_instruction(problem, whole, machine), rows=problem.weights.row_text)
+    block = FusedConfig(_WARP_GROUP, _WARP_GROUP)
+    return Order(*_instruction(problem, block, machine), rows=problem.weights.row_text)
 
 
 def least_rows(machine: Machine) -> int:
@@ -119,17 +119,17 @@ _ROWS = 1, 8, 24, 100, 400, 1600, 6400, 25600, 1 << 25
 
 
 def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) -> Order | None:
-    """The order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
+    """Return the order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
     `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at.
     With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on the ranks. None: there is no such order.
     """
-    found = [offers(replace(problem, M=rows)) for rows in _ROWS]
-    common = [order for order in found[0] if all(order in offered for offered in found)]
+    offered_at = [offers(replace(problem, M=rows)) for rows in _ROWS]
+    common = [order for order in offered_at[0] if all(order in offered for offered in offered_at)]
 
     def mean(order: Order) -> float:
         product = 1.0
-        for offered in found:
+        for offered in offered_at:
             product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
         return product
 

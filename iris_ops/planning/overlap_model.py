@@ -27,17 +27,17 @@ _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
 
 def hops(problem: Problem, count: float = 1) -> float:
-    """So many hops, or none of a single rank."""
+    """Return `count` hops, or 0 for a single rank."""
     return 0 if problem.world_size == 1 else count
 
 
 def tile_bytes(problem: Problem, config: FusedConfig) -> int:
-    """Bytes of a finished tile."""
+    """Return the bytes of a finished tile."""
     return config.block_m * config.block_n * problem.dtype.itemsize
 
 
 def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
-    """So many tiles, by the link's rate."""
+    """Return the microseconds of pushing `tiles` tiles at the link's rate."""
     return tiles * tile_bytes(problem, config) / (machine.link_gbs * 1e3)
 
 
@@ -55,7 +55,7 @@ def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 
 def leaf_ends(problem: Problem, config: FusedConfig) -> float:
-    """What the ends of leaves take of a program's time for a tile."""
+    """Return what the ends of leaves take of a program's time for a tile."""
     if not problem.tree:
         return 0.0
     leaves = max(last - first for first, last in problem.tree.spans)
@@ -64,11 +64,11 @@ def leaf_ends(problem: Problem, config: FusedConfig) -> float:
 
 def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine) -> list[FusedConfig]:
     """`configs`, each with the time over which its programs start, or end what they share first."""
-    found = []
+    result = []
     for config in configs:
         over_us = _stagger_us(problem, config, machine)
-        found.append(replace(config, stagger_us=over_us) if over_us else config)
-    return found
+        result.append(replace(config, stagger_us=over_us) if over_us else config)
+    return result
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
@@ -91,7 +91,7 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
 
 def unhidden(problem: Problem, most: int | None = None) -> str | None:
-    """Why a product hides too little of the exchange, if it does. A sum by tree has no other way.
+    """Return why a product hides too little of the exchange, if it does. A sum by tree has no other way.
 
     `most`: elements of the largest result whose exchange it hides.
     """
@@ -104,7 +104,7 @@ def unhidden(problem: Problem, most: int | None = None) -> str | None:
 
 
 def specialised_refused(problem: Problem, machine: Machine) -> str | None:
-    """Why warp-specialised kernels cannot serve a problem; elsewhere their portable stand-ins would run."""
+    """Return why warp-specialised kernels cannot serve a problem; elsewhere their portable fallbacks would run."""
     if problem.weights.rounds_rows:
         return problem.weights.refused(problem, machine)
     if not machine.warp_specialised:

@@ -13,7 +13,7 @@ from typing import Any
 
 from iris.errors import ArgumentError
 from iris.machines import Machine
-from iris.planning import Weighed, weigh
+from iris.planning import Comparison, compare_ways
 
 from ..config import FusedConfig, Prediction
 from . import orders, trace
@@ -37,39 +37,40 @@ def choose(
 ) -> FusedConfig:
     """`plan`, among the given ways."""
     if converted := problem.weights.converted(problem, machine):
-        found = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
-        why = f"B is converted in each call: {converted}"
-        return replace(found, reasons=(*found.reasons[:1], why, *found.reasons[1:])) if explained else found
-    weighed = weigh(ways, problem, machine)
-    allowed = [each for each in weighed.candidates if algorithm in (None, each.config.algorithm)]
-    alike, left_out, wanted = allowed, [], None
+        planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
+        line = f"B is converted in each call: {converted}"
+        return replace(planned, reasons=(*planned.reasons[:1], line, *planned.reasons[1:])) if explained else planned
+    comparison = compare_ways(ways, problem, machine)
+    allowed = [candidate for candidate in comparison.candidates if algorithm in (None, candidate.config.algorithm)]
+    serving, other_orders, required = allowed, [], None
     if problem.chooses_order:
-        wanted = wanted_order(ways, replace(problem, M=0), machine)
-        known = [(each, each.way.order(problem, each.config, machine)) for each in allowed]
-        alike = [each for each, order in known if wanted and order == wanted]
-        left_out = [(each, order) for each, order in known if not wanted or order != wanted]
-    if not alike:
-        raise ArgumentError(_refusal(problem, weighed, algorithm, wanted))
-    chosen = alike[0]
+        required = common_order(ways, replace(problem, M=0), machine)
+        known = [(candidate, candidate.way.order(problem, candidate.config, machine)) for candidate in allowed]
+        serving = [candidate for candidate, order in known if required and order == required]
+        other_orders = [(candidate, order) for candidate, order in known if not required or order != required]
+    if not serving:
+        raise ArgumentError(_refusal(problem, comparison, algorithm, required))
+    chosen = serving[0]
     reasons: tuple[str, ...] = ()
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
-        told = trace.Told(problem, machine, alike, weighed.rejected, left_out, wanted, free)
-        reasons = trace.reasons(told)
+        choice = trace.Choice(problem, machine, serving, comparison.rejected, other_orders, required, free)
+        reasons = trace.reasons(choice)
     return replace(chosen.config, prediction=chosen.times, reasons=reasons)
 
 
-def _refusal(problem: Any, weighed: Weighed, algorithm: str | None, wanted: Order | None) -> str:
-    if problem.sums.on_any_ranks and problem.chooses_order and not wanted:
+def _refusal(problem: Any, comparison: Comparison, algorithm: str | None, required: Order | None) -> str:
+    if problem.sums.on_any_ranks and problem.chooses_order and not required:
         return (
-            f"{problem.asked}: {problem.world_size} ranks' parts of K = {problem.K} begin within a block; with"
+            f"{problem.called_op}: {problem.world_size} ranks' parts of K = {problem.K} begin within a block; with"
             " invariant='ranks' expected parts of whole blocks, or A gathered by rows"
         )
-    others = ", ".join(sorted({each.config.algorithm for each in weighed.candidates}))
-    alike = f", and sum in the order that all numbers of {trace.of_what(problem)} have, {wanted}" if wanted else ""
+    algorithms = ", ".join(sorted({candidate.config.algorithm for candidate in comparison.candidates}))
+    counts = trace.of_what(problem)
+    same_order = f", and sum in the order that all numbers of {counts} have, {required}" if required else ""
     return (
-        f"{problem.asked}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks"
-        f"{alike}, {others}"
+        f"{problem.called_op}: algorithm is {algorithm!r}; expected one that serves these sizes, dtype and ranks"
+        f"{same_order}, {algorithms}"
     )
 
 
@@ -99,52 +100,52 @@ def way_named(kernel: str, ways: Sequence[Way] = WAYS) -> Way:
 
 
 @lru_cache(maxsize=1024)
-def wanted_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order | None:
+def common_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order | None:
     """Return the order of all tiles that serve `problem`, whose M is not looked at; None if no order serves all."""
 
     def offers(problem: Any) -> dict[Order, float]:
-        """The orders of all that serve the problem, each with its least time."""
-        found: dict[Order, float] = {}
-        for each in weigh(ways, problem, machine).candidates:
-            if order := each.way.order(problem, each.config, machine):
-                found.setdefault(order, each.weighed_us)
-        return found
+        """Return the orders of all that serve the problem, each with its least time."""
+        fastest: dict[Order, float] = {}
+        for candidate in compare_ways(ways, problem, machine).candidates:
+            if order := candidate.way.order(problem, candidate.config, machine):
+                fastest.setdefault(order, candidate.compared_us)
+        return fastest
 
     return orders.chosen(problem, offers)
 
 
 def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
     """Raise `ArgumentError` for a user's configuration in which a row would be summed in an order of its own."""
-    wanted, way = wanted_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)
+    expected, way = common_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)
     served = problem.sums.kind in way.sums
     order = way.order(problem if served else problem.free, config, machine)
     cut = problem.tree and problem.tree.depth % config.block_k
     portable = problem.tree and served and not way.warp_specialised
     if portable and config.warp_specialised:
         raise ArgumentError(
-            f"{problem.asked}: config.warp_specialised is True; with invariant='ranks' expected False, but for two"
+            f"{problem.called_op}: config.warp_specialised is True; with invariant='ranks' expected False, but for two"
             " ranks of which each has half of the leaves of K"
         )
     if portable and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
         raise ArgumentError(
-            f"{problem.asked}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
+            f"{problem.called_op}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
             f" 'one_shot' below {problem.world_size**2}"
         )
-    if cut or order is None or order != wanted:
+    if cut or order is None or order != expected:
         raise ArgumentError(
-            f"{problem.asked}: config sums by {order or 'an order of its own'}"
+            f"{problem.called_op}: config sums by {order or 'an order of its own'}"
             f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level!r} expected None,"
-            f" or one that sums by {wanted}"
+            f" or one that sums by {expected}"
         )
 
 
 def unaligned(problem: Any, config: FusedConfig) -> FusedConfig:
     """Return `config` for tensors whose rows do not all begin at multiples of 16 bytes, with a kernel that serves."""
-    kernel = way_for(problem, config).standing(problem)
+    kernel = way_for(problem, config).fallback_for(problem)
     if not kernel or kernel == config.kernel:
         return config
-    said = f"{kernel} runs in its place, for rows that do not begin at multiples of 16 bytes"
-    return replace(config, kernel=kernel, reasons=(*config.reasons, said) if config.reasons else ())
+    line = f"{kernel} runs in its place, for rows that do not begin at multiples of 16 bytes"
+    return replace(config, kernel=kernel, reasons=(*config.reasons, line) if config.reasons else ())
 
 
 def workspace_size(problem: Any, config: FusedConfig, programs: int, way: Way | None = None) -> Sizes:

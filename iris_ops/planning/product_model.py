@@ -31,7 +31,7 @@ def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = Fals
 
 @lru_cache(maxsize=4096)
 def specialised(problem: Problem, machine: Machine) -> FusedConfig | None:
-    """The tile of warp-specialised programs, where they are faster than a stream of weights; else None."""
+    """Return the tile of warp-specialised programs, where they are faster than a stream of weights; else None."""
     if not machine.warp_specialised or problem.dtype.itemsize != 2:
         return None
     best = min(copy_gather_configs(machine), key=lambda config: gemm_us(problem, config, machine))
@@ -39,7 +39,7 @@ def specialised(problem: Problem, machine: Machine) -> FusedConfig | None:
 
 
 def product_us(M: int, N: int, K: int, problem: Problem, machine: Machine) -> float:
-    """Microseconds of a product of these sizes, with operands as those of `problem`."""
+    """Return the microseconds of a product of these sizes, with operands as those of `problem`."""
     local = local_problem(M, N, K, problem.dtype)
     config = specialised(local, machine)
     us = _skinny_us(local, machine) if config is None else gemm_us(local, config, machine)

@@ -83,7 +83,7 @@ def specialised_tiles(architecture: str) -> SpecialisedTiles:
 
 
 def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """One rank's product, all of it."""
+    """Return the microseconds of one rank's product."""
     m, n, k = problem.gemm
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     tiles = gemm_tiles(problem, config)
@@ -131,7 +131,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 
 def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """The product of one tile in one program."""
+    """Return the microseconds of one tile's product in one program."""
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
     if problem.itemsize == 4:

@@ -48,8 +48,8 @@ def expected_in_turn(
     waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
-    found = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
-    return [weights.library_us(us, m, k, machine) for us, m in zip(found, rows, strict=True)]
+    product_us = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
+    return [weights.library_us(us, m, k, machine) for us, m in zip(product_us, rows, strict=True)]
 
 
 @lru_cache(maxsize=4096)
@@ -68,19 +68,19 @@ def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> flo
 
 
 def _tiles(m: int) -> list[tuple[int, int, float]]:
-    """(rows, columns, share): of tiles of round sizes, and of such as fill m rows best."""
-    found = []
+    """Return (rows, columns, share): of tiles of round sizes, and of such as fill m rows best."""
+    tiles = []
     for side, shares in _TILES.items():
-        found += [(*tile, share) for other, share in shares.items() for tile in ((side, other), (other, side))]
+        tiles += [(*tile, share) for other, share in shares.items() for tile in ((side, other), (other, side))]
         for blocks in range(max(1, m // 256), min(_MOST_FITTED, m // _LEAST_FITTED) + 1):
             fit = 8 * ceil(m / (8 * blocks))
             if max(_LEAST_FITTED, min(shares)) <= fit <= max(shares):
-                found.append((fit, side, _FITTED * _between(fit, shares)))
-    return found
+                tiles.append((fit, side, _FITTED * _between(fit, shares)))
+    return tiles
 
 
 def _between(size: int, shares: dict[int, float]) -> float:
-    """The share of a size between two that are known."""
+    """Return the share of a size between two that are known."""
     low, high = max(s for s in shares if s <= size), min(s for s in shares if s >= size)
     part = (size - low) / max(1, high - low)
     return shares[low] + part * (shares[high] - shares[low])
@@ -93,17 +93,17 @@ def _heated(us: float) -> float:
 
 
 # Of the memory's rate, what gating reaches, and microseconds of a kernel behind another.
-_GATE_SHARE, _BEHIND_US = 0.9, 3.0
+_GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 def gate_us(problem: Problem, machine: Machine) -> float:
-    """Microseconds of `gate` behind a product of so many rows and columns, both halves."""
+    """Return the microseconds of `gate` after a product of so many rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
-    return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _BEHIND_US
+    return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
 
 
 def library_refused(problem: Problem, machine: Machine) -> str | None:
-    """Why a library's product is not weighed, if it is not: its time is not known, or a stream of weights is faster."""
+    """Return why a library's product is no candidate, or None: its time is unknown, or streaming weights is faster."""
     if problem.weights is not PLAIN:
         few = problem.weights.streams(problem, machine)
     elif not machine.name.startswith("NVIDIA") or problem.dtype.itemsize != 2:

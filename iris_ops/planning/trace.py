@@ -16,34 +16,34 @@ from .way import Way
 
 
 @dataclass(frozen=True)
-class Told:
+class Choice:
     """What a choice was made from. `free`: the times without a promise of equal bits, where there is one."""
 
     problem: Any
     machine: Machine
     serving: Sequence[Candidate]
     rejected: Sequence[tuple[Way, str]]
-    left_out: Sequence[tuple[Candidate, Order | None]]
-    wanted: Order | None
+    other_orders: Sequence[tuple[Candidate, Order | None]]
+    required: Order | None
     free: Prediction | None
 
 
-def reasons(told: Told) -> tuple[str, ...]:
-    """The lines, the chosen one last but for what follows from it."""
-    problem, chosen = told.problem, told.serving[0]
-    lines = [f"{problem.text} on {told.machine.name}", *tritonblas.reasons(problem, told.machine.name)]
-    lines += [row(problem, each) for each in told.serving]
-    lines += [f"rejected {way.name}: {why}" for way, why in told.rejected]
-    for each, order in told.left_out:
-        why = f"it sums by {order}" if order else f"its order of sums depends on the number of {of_what(problem)}"
-        lines.append(f"left out {label(problem, each)}, {each.times.total_us:.1f} us: {why}")
-    if told.free:
+def reasons(choice: Choice) -> tuple[str, ...]:
+    """Return the lines, the chosen one last but for what follows from it."""
+    problem, chosen = choice.problem, choice.serving[0]
+    lines = [f"{problem.text} on {choice.machine.name}", *tritonblas.reasons(problem, choice.machine.name)]
+    lines += [row(problem, candidate) for candidate in choice.serving]
+    lines += [f"rejected {way.name}: {reason}" for way, reason in choice.rejected]
+    for candidate, order in choice.other_orders:
+        reason = f"it sums by {order}" if order else f"its order of sums depends on the number of {of_what(problem)}"
+        lines.append(f"left out {label(problem, candidate)}, {candidate.times.total_us:.1f} us: {reason}")
+    if choice.free:
         least = chosen.times.total_us
-        cost = max(0.0, least - told.free.total_us)
+        cost = max(0.0, least - choice.free.total_us)
         share = 100 * cost / least if least else 0.0
         lines.append(
-            f"all sum by {told.wanted or problem.order_text}: the same bits at every number of {of_what(problem)} cost"
-            f" {cost:.1f} us, {share:.1f} %"
+            f"all sum by {choice.required or problem.order_text}: the same bits at every number of {of_what(problem)}"
+            f" cost {cost:.1f} us, {share:.1f} %"
         )
     lines.append(f"chosen {label(problem, chosen)}")
     if chosen.way.writes_to_peers(problem):
@@ -55,17 +55,17 @@ def reasons(told: Told) -> tuple[str, ...]:
 
 
 def of_what(problem: Any) -> str:
-    """The numbers on which a row's bits do not depend."""
+    """Return the name of the counts on which a row's bits do not depend."""
     return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
 
 
 def label(problem: Any, candidate: Candidate) -> str:
-    """The kernel, and in which form."""
+    """Return the kernel's name and its form."""
     return candidate.way.label(problem, candidate.config)
 
 
 def row(problem: Any, candidate: Candidate) -> str:
-    """A candidate, its product's time, its exchange's, and both together."""
+    """Return a candidate, its product's time, its exchange's, and both together."""
     times = candidate.times
     return (
         f"{label(problem, candidate):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "

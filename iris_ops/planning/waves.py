@@ -13,12 +13,12 @@ _L2_BYTES = 50 << 20  # of an H200
 
 
 def programs_of(config: FusedConfig, programs: int) -> int:
-    """Programs of the persistent grid."""
+    """Return the programs of the persistent grid."""
     return min(config.num_programs or programs, programs)
 
 
 def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
-    """Tiles of one rank's product; they do not cross the borders of the ranks' parts."""
+    """Return the tiles of one rank's product; they do not cross the borders of the ranks' parts."""
     m, n, _ = problem.gemm
     if config.algorithm == "overlapped" and problem.op in (REDUCE_SCATTER, ALL_REDUCE):
         rows, cols, _ = owned_part(problem, config)
@@ -30,7 +30,7 @@ def gemm_tiles(problem: Problem, config: FusedConfig) -> int:
 
 
 def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles are cut along K: those that do not fill a wave of programs; of few waves all of them.
+    """Return how many tiles are cut along K: those that do not fill a wave of programs; of few waves all of them.
 
     Only all_gather_matmul by rows cuts tiles so.
     """
@@ -41,7 +41,7 @@ def cut_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles fill no wave of warp-specialised programs, which may share them: the same whatever K is."""
+    """Return how many tiles fill no wave of warp-specialised programs, which may share them: the same whatever K is."""
     if config.splits == 1 or not config.warp_specialised or problem.op == GATHER_MATMUL:
         return 0
     return gemm_tiles(problem, config) % programs_of(config, programs)
@@ -59,17 +59,17 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
 
 
 def steps_along_k(problem: Problem, config: FusedConfig) -> int:
-    """Blocks along K of a tile, one at least."""
+    """Return the blocks along K of a tile, one at least."""
     return max(1, -(-problem.gemm[2] // config.depth(problem.itemsize)))
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:
-    """Whether `stream_k.Units` can count, in int32, the steps of so many shared tiles."""
+    """Return whether `stream_k.Units` can count, in int32, the steps of so many shared tiles."""
     return 2 * sharers * shared * steps < 1 << 31
 
 
 def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: float) -> int:
-    """How many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
+    """Return how many steps more the last sharer takes than the first, so that they end over `config.stagger_us`.
 
     `tile_us`: the time of a whole tile. None takes more than a tile's steps, less than half the mean, or none at all:
     whoever completes a tile waits for all between.
@@ -83,7 +83,7 @@ def skew_steps(problem: Problem, config: FusedConfig, programs: int, tile_us: fl
 
 
 def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many tiles of each other owner a rank computes before the first of its own; see `tile_orders.turn`.
+    """Return how many tiles of each other owner a rank computes before the first of its own; see `tile_orders.turn`.
 
     Warp-specialised, a quarter of a wave: warps that multiply do not wait for what others move. Else all of them, but
     in an all-reduce among three or more: the sums of own tiles go to several peers each, and the link would be idle

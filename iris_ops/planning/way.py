@@ -58,11 +58,11 @@ class Way(planning.Way):
     warp_specialised: bool = False
     weights = frozenset((PLAIN,))
     sums = frozenset((ANY_ORDER, ROWS_ALIKE))
-    stand_in: str = ""
+    fallback: str = ""
     """The kernel that sends the same to the same places where this one cannot load a rank's tensors."""
 
     def accepts(self, problem: Any, machine: Machine) -> str | None:
-        """The reason why `problem` cannot be served, beyond its weights and sums; None if it can."""
+        """Return the reason why `problem` cannot be served, beyond its weights and sums; None if it can."""
         return None
 
     def objection(self, problem: Any, machine: Machine) -> str | None:
@@ -74,11 +74,11 @@ class Way(planning.Way):
         return self.accepts(problem, machine)
 
     def refuses(self, problem: Any) -> str | None:
-        """The reason why not even a user's configuration can serve `problem`; None if it can."""
+        """Return the reason why not even a user's configuration can serve `problem`; None if it can."""
         return None
 
     def tiles(self, problem: Any, machine: Machine) -> Sequence[FusedConfig]:
-        """The configurations that are weighed, each with this way's `kernel`."""
+        """Return the configurations to compare, each with this way's `kernel`."""
         raise NotImplementedError
 
     @property
@@ -86,16 +86,16 @@ class Way(planning.Way):
         """What a trace calls it where it cannot serve."""
         return self.kernel
 
-    def standing(self, problem: Any) -> str:
-        """The kernel of the way that stands in for this one on a rank whose tensors it cannot load; "" if none."""
-        return self.stand_in
+    def fallback_for(self, problem: Any) -> str:
+        """Return the kernel of this way's fallback, for a rank whose tensors it cannot load; "" if none."""
+        return self.fallback
 
     def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
-        """The reason why blocks of so many columns cannot serve, or None."""
+        """Return the reason why blocks of so many columns cannot serve, or None."""
         return None
 
     def means(self, problem: Any, config: FusedConfig) -> bool:
-        """Whether a user's `config` stands for this way. Of several, the last in the table counts."""
+        """Return whether a user's `config` stands for this way. Of several, the last in the table counts."""
         alike = config.warp_specialised == self.warp_specialised
         return alike and problem.op in self.ops and config.algorithm in self.algorithms
 
@@ -109,13 +109,13 @@ class Way(planning.Way):
         return replace(times, total_us=times.total_us + rest) if rest else times
 
     def times(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
-        """Microseconds of the product, of the exchange, and of both with a launch."""
+        """Return the microseconds of the product, of the exchange, and of both with a launch."""
         product = self.product_us(problem, config, machine)
         link, total = self.together(problem, config, machine, product)
         return Prediction(product, link, total + machine.launch_us)
 
     def product_us(self, problem: Any, config: FusedConfig, machine: Machine) -> float:
-        """Microseconds of one rank's product."""
+        """Return the microseconds of one rank's product."""
         return gemm_us(problem, config, machine)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -123,35 +123,35 @@ class Way(planning.Way):
         raise NotImplementedError
 
     def workspace(self, problem: Any, config: FusedConfig, programs: int) -> Sizes:
-        """What a call needs on a device on which `programs` run at once."""
+        """Return what a call needs on a device on which `programs` run at once."""
         return Sizes()
 
     def order(self, problem: Any, config: FusedConfig, machine: Machine) -> Order | None:
-        """The order in which a row's products are added; None where it depends on the number of rows."""
+        """Return the order in which a row's products are added; None where it depends on the number of rows."""
         return orders.of_tiles(problem, config, machine)
 
     def fuses(self, problem: Any, config: FusedConfig) -> tuple[Epilogue, ...]:
-        """The parts of the epilogue that this way computes itself; others run in a kernel of their own."""
+        """Return the parts of the epilogue that this way computes itself; others run in a kernel of their own."""
         return ()
 
     def rounds_rows(self, problem: Any) -> bool:
-        """Whether rows of A are rounded to the weight's format in a kernel before this one."""
+        """Return whether rows of A are rounded to the weight's format in a kernel before this one."""
         return problem.weights.rounds_rows
 
     def writes_to_peers(self, problem: Any) -> bool:
-        """Whether the kernel stores into the peers' `out`, which must then lie on the heap."""
+        """Return whether the kernel stores into the peers' `out`, which must then lie on the heap."""
         return False
 
     def most_rows(self, problem: Any, config: FusedConfig) -> int:
-        """How many rows one launch takes at most; more are computed in pieces, with the same bits."""
+        """Return how many rows one launch takes at most; more are computed in pieces, with the same bits."""
         return max(1, problem.M)
 
-    def standing_in(self, problem: Any, config: FusedConfig, machine: Machine) -> FusedConfig:
-        """The configuration that this way takes in place of one of a way that it stands in for."""
+    def fallback_config(self, problem: Any, config: FusedConfig, machine: Machine) -> FusedConfig:
+        """Return this way's configuration where it is the fallback of the way that `config` is for."""
         return config
 
     def label(self, problem: Any, config: FusedConfig) -> str:
-        """The kernel and its form, as a plan's trace names a candidate."""
+        """Return the kernel and its form, as a plan's trace names a candidate."""
         label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.itemsize)}"
         if config.lamport:
             label += f" {config.algorithm}, {config.num_warps} warps"

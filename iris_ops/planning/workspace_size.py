@@ -13,7 +13,7 @@ _PIECE_BYTES = 1 << 19
 
 
 def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(flags, bytes) of what the ranks stage for each other in an overlapped call; parts of tiles come after."""
+    """Return (flags, bytes) of what the ranks stage for each other in an overlapped call; parts of tiles come after."""
     w, itemsize = problem.world_size, problem.dtype.itemsize
     if problem.op == MATMUL_GATHER:
         return 0, 0
@@ -39,7 +39,7 @@ def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
-    """(rows, columns) of the Lamport values that one rank sends to another at most."""
+    """Return (rows, columns) of the Lamport values that one rank sends to another at most."""
     if problem.op == GATHER_MATMUL:
         return gathered_part(problem)[:2]
     shared = config.algorithm == "two_shot"
@@ -47,7 +47,7 @@ def exchanged_part(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 
 def exchange_ld(cols: int) -> int:
-    """Elements of a row in the exchange area: whole vectors, also where the columns are odd."""
+    """Return the elements of a row in the exchange area: whole vectors, also where the columns are odd."""
     return -(-cols // _EXCHANGE_GRANULE) * _EXCHANGE_GRANULE
 
 
@@ -61,7 +61,7 @@ def tiles_of(rows: int, cols: int, config: FusedConfig) -> int:
 
 
 def gathered_part(problem: Problem) -> tuple[int, int, int]:
-    """(rows, columns, row stride in elements) of one rank's part in the gathered A."""
+    """Return (rows, columns, row stride in elements) of one rank's part in the gathered A."""
     rows = problem.part_rows
     cols = -(-problem.K // problem.world_size) if problem.form == "k" else problem.K
     granule = TMA_ALIGNMENT // problem.dtype.itemsize
@@ -69,7 +69,7 @@ def gathered_part(problem: Problem) -> tuple[int, int, int]:
 
 
 def pieces(problem: Problem, config: FusedConfig) -> int:
-    """Into how many pieces a block of gathered rows is cut: every mover has one, and none is long under way."""
+    """Return into how many pieces a block of gathered rows is cut: every mover has one, and none is long under way."""
     rows, _, ld = gathered_part(problem)
     blocks = cdiv(rows, config.block_m) * max(1, problem.world_size - 1)
     nbytes = min(rows, config.block_m) * ld * problem.dtype.itemsize

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 def arrived_kernel(
     ctx_ptr, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
 ):  # fmt: skip
-    """Waits for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
+    """Wait for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     expected = tl.load(passed)
     for i in range(begin, end):
@@ -63,7 +63,7 @@ def arrived_kernel(
 
 
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
-    """A function that launches all of it on tensors at these addresses, in the current stream and beside it."""
+    """Return a function that launches all of it on tensors at these addresses, in the current stream and beside it."""
     out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
@@ -149,7 +149,7 @@ def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[
     """For each step a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
-                 WAITER=WAITERS.index(problem.asked))  # fmt: skip
+                 WAITER=WAITERS.index(problem.called_op))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
     return workspace.remember((problem, *steps), waits)
 
@@ -161,14 +161,14 @@ def _wait(workspace: Workspace, args: dict) -> Callable[[], None]:
         nonlocal again
         if again is None or not again():
             device = workspace.ctx.device
-            found = relaunch.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
-            again = found and found.again
+            launched = relaunch.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
+            again = launched and launched.again
 
     return arrived
 
 
 def _views(workspace: Workspace, problem: Problem) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The gathered rows; on the rank 1, 2 ... before this one, where its own belong, and its flag."""
+    """Return the gathered rows; on the rank 1, 2 ... before this one, where its own belong, and its flag."""
     ctx = workspace.ctx
     w, rank = ctx.num_ranks, ctx.cur_rank
     nbytes = problem.M * problem.K * problem.dtype.itemsize

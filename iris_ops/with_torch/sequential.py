@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
-    """A function that launches product and collectives on tensors at these addresses, in the current stream."""
+    """Return a function that launches product and collectives on tensors at these addresses, in the current stream."""
     out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     between = workspace.staging[: sequential_elements(problem) * problem.dtype.itemsize].view(problem.dtype)

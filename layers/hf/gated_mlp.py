@@ -57,7 +57,7 @@ class GatedMLP(nn.Module):
                 return self.down_proj(merged.gated(x))
         elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
-            few = alone and skinny_matmul.serves(x, merged.weight, merged.bias, True, merged.weight_scale)
+            few = alone and skinny_matmul.is_faster(x, merged.weight, merged.bias, True, merged.weight_scale)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
             if (few or many) and self._is_unchanged():
                 tensors = merged.weight, merged.bias, merged.weight_scale

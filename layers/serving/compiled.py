@@ -155,7 +155,7 @@ class CompiledLayers:
         known = self._known[1] if hidden is self._known[0] and _version(hidden) == self._version else None
         if is_hooked(norm):
             return norm(hidden)
-        halves = index < self._halved and length == 1 and skinny_matmul.suits(hidden, self._few_rows)
+        halves = index < self._halved and length == 1 and skinny_matmul.is_eligible(hidden, self._few_rows)
         if known is None or isinstance(known, tuple) != halves:
             known = self._halve(hidden, norm.weight) if halves else norm(hidden)
         return known

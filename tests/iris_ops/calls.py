@@ -61,9 +61,9 @@ def check_case(ctx: iris.Iris, case: Case, runs: int = 2) -> str:
         for _ in range(runs):
             poison(call.guarded.tensor)
             workspace = call.run(workspace)
-            found = bits(call.check())
-            assert digest in (None, found), "a second run gives other bits"
-            digest = found
+            again = bits(call.check())
+            assert digest in (None, again), "a second run gives other bits"
+            digest = again
         return digest
     except Exception as error:
         raise AssertionError(f"rank {ctx.cur_rank} of {ctx.num_ranks}, {case}: {error!r}") from error
@@ -79,6 +79,6 @@ def bits(t: torch.Tensor) -> str:
 
 def assert_same_bits(cases: list[Case], digests: list[list[str]]) -> None:
     """`digests`: [rank][case]. Ops whose result is one for all ranks must give the same bits on all of them."""
-    for case, found in zip(cases, zip(*digests, strict=True), strict=True):
+    for case, of_ranks in zip(cases, zip(*digests, strict=True), strict=True):
         if case.op in ("matmul_all_reduce", "matmul_all_gather"):
-            assert len(set(found)) == 1, f"ranks hold different bits: {case}"
+            assert len(set(of_ranks)) == 1, f"ranks hold different bits: {case}"

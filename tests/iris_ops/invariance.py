@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import iris
 from iris.machines import machine_of
 from iris_ops import FusedConfig
-from iris_ops.planning.plan import WAYS, wanted_order, weigh
+from iris_ops.planning.plan import WAYS, common_order, compare_ways
 from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import (
     GATHER_MATMUL,
@@ -20,8 +20,8 @@ from iris_ops.problem import (
     REDUCE_SCATTER,
     part_of,
     part_size,
-    problem_asked,
     promised,
+    requested_problem,
 )
 import torch
 
@@ -61,7 +61,7 @@ class Probe:
         shared = torch.Generator().manual_seed(case.seed + 200)
         self.bias = torch.randn(columns, generator=shared).to(ctx.device, case.dtype) if case.bias else None
 
-    def found(self, place: Place) -> dict[int, torch.Tensor]:
+    def copies(self, place: Place) -> dict[int, torch.Tensor]:
         """Of the probe's rows, by number, those that this rank has of the result."""
         ctx, case, M = self.ctx, self.case, place.M
         w, rank = ctx.num_ranks, ctx.cur_rank
@@ -94,12 +94,12 @@ class Probe:
 
 def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     """One configuration of each kernel that a plan for the case may take."""
-    asked = problem_asked(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None)
-    asked = promised(asked, ctx.invariant, None, case.bias)
+    problem = requested_problem(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None)
+    problem = promised(problem, ctx.invariant, None, case.bias)
     machine = machine_of(ctx.device)
-    wanted = wanted_order(WAYS, replace(asked, M=0), machine)
-    found = weigh(WAYS, asked, machine).candidates
-    alike = [each.config for each in found if each.way.order(asked, each.config, machine) == wanted]
+    required = common_order(WAYS, replace(problem, M=0), machine)
+    candidates = compare_ways(WAYS, problem, machine).candidates
+    alike = [each.config for each in candidates if each.way.order(problem, each.config, machine) == required]
     one_each = {(config.algorithm, config.warp_specialised, config.lamport): config for config in reversed(alike)}
     return list(one_each.values())
 
@@ -107,12 +107,12 @@ def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
 def different_rows(probe: Probe, places: list[Place]) -> list[str]:
     """Where a row of the probe has other bits than in the first place that it was seen in, in words."""
     first: dict[int, tuple[Place, torch.Tensor]] = {}
-    said = []
+    differences = []
     for place in places:
-        for i, row in probe.found(place).items():
+        for i, row in probe.copies(place).items():
             assert not row.isnan().any(), f"row {i} of {place} is no number"
             seen, expected = first.setdefault(i, (place, row))
             if row.view(torch.uint8).ne(expected.view(torch.uint8)).any():
                 count = int((row != expected).sum())
-                said.append(f"row {i}: {count} of {row.numel()} numbers of {place} differ from those of {seen}")
-    return said
+                differences.append(f"row {i}: {count} of {row.numel()} numbers of {place} differ from those of {seen}")
+    return differences

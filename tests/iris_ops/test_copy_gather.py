@@ -31,9 +31,9 @@ H200 = machine_named("NVIDIA H200", 132)
 SPECIALISED = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
 
 
-def times(asked, given) -> tuple[float, float, float]:
-    found = predict(asked, given, H200)
-    return found.gemm_us, found.link_us, found.total_us
+def times(case, config) -> tuple[float, float, float]:
+    prediction = predict(case, config, H200)
+    return prediction.gemm_us, prediction.link_us, prediction.total_us
 
 
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
@@ -49,15 +49,15 @@ def config(together: int = 1) -> FusedConfig:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, together: int) -> None:
     for M in {rows * world_size, rows * world_size - 1, max(1, rows * (world_size - 1) - 1)}:
-        asked = problem(M, world_size)
-        steps, part = copy_engines.steps_of(asked, config(together)), asked.part_rows
+        case = problem(M, world_size)
+        steps, part = copy_engines.steps_of(case, config(together)), case.part_rows
         assert [i for step in steps for i in step] == list(range(1, world_size))
         least = min(world_size - 1, together)
         assert all(len(step) * part >= copy_engines._LEAST_ROWS for step in steps[1:]) or len(steps) <= 1
         assert all(len(step) >= least for step in steps[1:]) and len(steps) <= -(-(world_size - 1) // max(1, least))
         for rank in range(world_size):
             for step in steps:
-                spans = copy_engines.rows_of(asked, rank, step)
+                spans = copy_engines.rows_of(case, rank, step)
                 sent = [(rank + i) % world_size for i in step]  # by those who have `rank` so many ranks before them
                 expected = [row for r in sent for row in range(r * part, r * part + part_of(M, world_size, r))]
                 assert sorted(row for begin, end in spans for row in range(begin, end)) == sorted(expected)
@@ -86,10 +86,10 @@ def test_specialised_programs_take_all_rows_where_their_tiles_fill_waves() -> No
 
 def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
     for N, together in ((2560, 1), (14336, 3)):
-        asked = problem(8192, 4, N)
-        steps = {each: times(asked, config(each))[2] for each in (1, 2, 3)}
+        case = problem(8192, 4, N)
+        steps = {each: times(case, config(each))[2] for each in (1, 2, 3)}
         assert min(steps, key=steps.get) == together
-        assert plan(asked, replace(H200, warp_specialised=False)) == config(together)
+        assert plan(case, replace(H200, warp_specialised=False)) == config(together)
     assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
 
 

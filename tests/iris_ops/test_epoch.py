@@ -181,13 +181,13 @@ def compare(ctx: iris.Iris) -> None:
     """A flag has reached an epoch that is its own or up to 2^31 before it, across the wrap too."""
     last = 2**31 - 1
     for expected in (0, 5, last - 1, last, -last - 1, -7, -1):
-        for ahead in (-last, -3, -1, 0, 1, 3, last):
-            pair = (as_int32(expected + ahead), expected)
-            seen, wanted = (torch.tensor([value], dtype=torch.int32, device=ctx.device) for value in pair)
+        for offset in (-last, -3, -1, 0, 1, 3, last):
+            pair = (as_int32(expected + offset), expected)
+            seen, target = (torch.tensor([value], dtype=torch.int32, device=ctx.device) for value in pair)
             for exact in (False, True):
                 out = torch.full((1,), -1, dtype=torch.int32, device=ctx.device)
-                reached_kernel[(1,)](out, seen, wanted, exact)
-                assert out.item() == (ahead == 0 if exact else ahead >= 0), (*pair, exact)
+                reached_kernel[(1,)](out, seen, target, exact)
+                assert out.item() == (offset == 0 if exact else offset >= 0), (*pair, exact)
 
 
 @pytest.mark.parametrize("world_size", WORLDS[:1])
@@ -355,7 +355,7 @@ def test_who_lost_a_rank_is_told_the_op_that_was_called(op: str) -> None:
 
 def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
     """Every rank but 0 makes a call that rank 0 leaves out, several times over, each in a context of its own."""
-    said = None
+    message = None
     Call(outer, case).run()  # compiled while waits are long: one rank may take a second more than another
     outer.barrier()
     for _ in range(3):
@@ -372,11 +372,11 @@ def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
                 torch.cuda.synchronize()
             with pytest.raises(PeerLostError) as caught:
                 ctx.check()
-            said = str(caught.value)
+            message = str(caught.value)
         outer.barrier()
         with contextlib.suppress(PeerLostError):
             ctx.close()
-    return said
+    return message
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on CPUs the call itself raises; see above")
@@ -387,9 +387,9 @@ def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
 def test_threads_of_a_program_give_up_together(case: Case, world_size: int) -> None:
     """Threads read the clock at different times. If one gave up before the others, the kernel would never end."""
     case = replace(case, config=replace(case.config, num_warps=8))
-    said = run_ranks(world_size, miss_a_rank, case)
+    messages = run_ranks(world_size, miss_a_rank, case)
     lost = r"lost (rank \d|a rank that another of its own programs waits for)"
     all_sum = (world_size - 1) * -(-case.M // world_size) < case.M
     if case.config.algorithm == "two_shot" and all_sum:  # and wait for others' sums longer than for what they sum
         lost = "lost rank 0:"
-    assert all(re.search(lost, message) and case.op in message for message in said[1:]), said
+    assert all(re.search(lost, message) and case.op in message for message in messages[1:]), messages

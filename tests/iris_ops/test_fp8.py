@@ -12,7 +12,7 @@ from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
-from iris_ops.planning.weights.fp8 import EIGHT_BITS
+from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, Problem
 import pytest
 import torch
@@ -91,14 +91,14 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
     a, b, scale = A[ctx.cur_rank], B[ctx.cur_rank], scales[ctx.cur_rank]
     if mixed and ctx.cur_rank == ctx.num_ranks - 1:
         b = apart(b)
-    found = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
+    planned = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
     if config is None:
-        ours = weight_stream.fits(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
-        assert (found.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
-    streams = weight_stream.fits(M, K) and dtype == BF16 and b.stride(1) == K
+        ours = weight_stream.streamable(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
+        assert (planned.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
+    streams = weight_stream.streamable(M, K) and dtype == BF16 and b.stride(1) == K
     assert not ON_GPU or (weight_stream.supports(a, b) is None) == streams
     rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
-    rounds_rows &= M > weight_stream.MOST_ROWS or found.algorithm == "sequential"
+    rounds_rows &= M > weight_stream.MOST_ROWS or planned.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
     for call in range(5):  # both parities; from the third call on as repeated, and at other addresses
         if call > 2:
@@ -172,9 +172,9 @@ def test_products_of_tens_of_rows(rows: int, columns: int, depth: int) -> None:
     wide = torch.empty(rows, columns + 8, dtype=BF16, device=device)
     for added in (None, bias):
         tile_matmul.multiply(poison(wide)[:, :columns], eight, x_scale, weight, scale, added)
-        wanted = exact if added is None else exact + added.double()
-        error = (wide[:, :columns].double() - wanted).norm(dim=1)
-        assert (error <= 2**-7 * wanted.norm(dim=1)).all()
+        expected = exact if added is None else exact + added.double()
+        error = (wide[:, :columns].double() - expected).norm(dim=1)
+        assert (error <= 2**-7 * expected.norm(dim=1)).all()
         assert wide[:, columns:].isnan().all()
 
 
@@ -270,10 +270,10 @@ def lie(ctx: iris.Iris, config: FusedConfig | None, room: float) -> None:
         A, B, scales, _ = operands(ctx, M, N, K, False, BF16)
         exact = exact_sum(A, B, scales, None)
         rank, buffer = ctx.cur_rank, torch.empty(M * N + 8, dtype=BF16, device=ctx.device)
-        behind = torch.full((M, K + 28), float("nan"), dtype=BF16, device=ctx.device)
-        behind[:, :K] = A[rank]
+        padded = torch.full((M, K + 28), float("nan"), dtype=BF16, device=ctx.device)
+        padded[:, :K] = A[rank]
         off = torch.empty(M * K + 1, dtype=BF16, device=ctx.device)[1:].view(M, K).copy_(A[rank])
-        rows = behind[:, :K], off, A[rank].t().contiguous().t()
+        rows = padded[:, :K], off, A[rank].t().contiguous().t()
         outs = buffer[1 : 1 + M * N].view(M, N), buffer[8:].view(N, M).t()
         for a, out, b in product(rows, outs, (B[rank], B[rank].contiguous(), apart(B[rank]))):
             for _ in range(3):  # the third would be a repeated one
@@ -329,7 +329,7 @@ def arguments_body(ctx: iris.Iris) -> None:
         for (M, N, K), tiles, grid, stages in PLACED:
             A, B, scales, bias = operands(ctx, M, N, K, True, BF16)
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._calls.own_workspace()
-            problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, weights=EIGHT_BITS)
+            problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, weights=FP8_FORMAT)
             tensors = out, A[0], B[0], bias, scales[0]
             kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
             assert {*args} == {*kernel.arg_names} and where == (grid, 1, 1)

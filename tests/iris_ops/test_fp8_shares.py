@@ -89,14 +89,14 @@ def numbers_body(ctx: iris.Iris, op: str, form: str, M, N, K, bias, dtype, confi
     given = Numbers(ctx, op, form, M, N, K, bias, dtype)
     if rounds is None:
         rounds = ON_GPU and dtype == BF16 and N % 16 == K % 16 == 0
-    fits = given.exact.norm() * room(dtype, rounds, ctx.num_ranks)
+    allowed = given.exact.norm() * room(dtype, rounds, ctx.num_ranks)
     call, scale, digest = getattr(ctx.ops, op), given.scale, None
     out = torch.empty(given.exact.shape, dtype=dtype, device=ctx.device)
     for again in range(4):  # from the third call on as repeated, at last at other addresses
         if again == 3:
             out, scale = torch.empty_like(out), scale.clone()
         call(poison(out), given.A, given.B, given.bias, config=config, scale=scale)
-        assert (out.double() - given.exact).norm() <= fits, (again, (out.double() - given.exact).norm() / fits)
+        assert (out.double() - given.exact).norm() <= allowed, (again, (out.double() - given.exact).norm() / allowed)
         assert digest is None or torch.equal(digest, out), "the same bits in each call"
         digest = out.clone()
     call(out, given.A, given.B, given.bias, config=config, scale=scale.roll(1))

@@ -189,9 +189,9 @@ def test_who_multiplies() -> None:
     apart = replace(problem(8192, 4), N=2 * 14340)
     assert not plan(apart, H200).warp_specialised, "rows of out begin between vectors"
     assert plan(replace(apart, epilogue=None), H200).warp_specialised
-    behind = replace(problem(64, 4), epilogue=None)
-    more = plan(problem(64, 4), H200).prediction.total_us - plan(behind, H200).prediction.total_us
-    assert more == pytest.approx(gate_us(behind, H200), rel=1e-3), "gated behind the product"
+    ungated = replace(problem(64, 4), epilogue=None)
+    more = plan(problem(64, 4), H200).prediction.total_us - plan(ungated, H200).prediction.total_us
+    assert more == pytest.approx(gate_us(ungated, H200), rel=1e-3), "gated behind the product"
 
 
 @torch.no_grad()

@@ -64,20 +64,20 @@ def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
 
 def in_lamport(cases: list[Case], world_size: int) -> list[Case]:
     """The all-reduces among them and, between two ranks, the scattered rows, by Lamport values."""
-    found = [case for case in cases if case.op == ALL_REDUCE]
-    swapped = found + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
-    ways = [(LAMPORT, found), (PAIRS, swapped)] if world_size == 2 else [(LAMPORT, found)]
-    return [replace(case, config=way[turn % len(way)]) for way, found in ways for turn, case in enumerate(found)]
+    lamport_cases = [case for case in cases if case.op == ALL_REDUCE]
+    swapped = lamport_cases + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
+    ways = [(LAMPORT, lamport_cases), (PAIRS, swapped)] if world_size == 2 else [(LAMPORT, lamport_cases)]
+    return [replace(case, config=way[turn % len(way)]) for way, some in ways for turn, case in enumerate(some)]
 
 
 @contextmanager
-def looked_at(found: list[bool]):
-    """Puts into `found` of each launch whether warp-specialised programs serve it."""
+def looked_at(served: list[bool]):
+    """Puts into `served` of each launch whether warp-specialised programs serve it."""
     supports = operands.supports
 
     def looking(*args) -> str | None:
         reason = supports(*args)
-        found.append(reason is None)
+        served.append(reason is None)
         return reason
 
     operands.supports = looking
@@ -180,8 +180,8 @@ def check_uneven(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 @pytest.mark.some(4, on_gpus=1)
 def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
     """By a step along K, and so that one has nothing to multiply, for which a portable kernel serves."""
-    depths = [64 * world_size + 1, max(1, world_size - 1)]
-    called = [case_of(op, form, turn, K=depth, uneven=True) for depth in depths for turn in range(len(CONFIGS))]
+    sizes = [64 * world_size + 1, max(1, world_size - 1)]
+    called = [case_of(op, form, turn, K=depth, uneven=True) for depth in sizes for turn in range(len(CONFIGS))]
     called += in_lamport(called, world_size)
     assert_same_bits(called, run_ranks(world_size, check_uneven, called))
 

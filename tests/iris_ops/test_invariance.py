@@ -9,7 +9,7 @@ from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.planning.plan import plan
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, problem_asked, promised
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, promised, requested_problem
 import pytest
 import torch
 
@@ -44,9 +44,9 @@ def check_ways(ctx: iris.Iris, case: Case, M: int) -> tuple[list[str], int]:
     return different_rows(Probe(ctx, case), places), len(configs)
 
 
-def no_difference(found: list[list[str]]) -> None:
-    said = [f"rank {rank}: {each}" for rank, differences in enumerate(found) for each in differences]
-    assert not said, "\n".join(said[:5])
+def no_difference(of_ranks: list[list[str]]) -> None:
+    messages = [f"rank {rank}: {each}" for rank, differences in enumerate(of_ranks) for each in differences]
+    assert not messages, "\n".join(messages[:5])
 
 
 def case_of(op: str, form: str, **kinds) -> Case:
@@ -93,9 +93,9 @@ REST = [(*kind, *form) for kind in KINDS for form in FORMS if (*kind, *form) not
 )
 def test_all_ways_of_the_order_give_the_same_bits(world_size, dtype, op, form):
     """Whichever of them the plan takes, on this machine or on one that it knows better."""
-    found = run_ranks(world_size, check_ways, case_of(op, form, dtype=dtype), 40)
-    no_difference([differences for differences, _ in found])
-    assert found[0][1] >= 2 or form == "k"  # there ranks' parts of K begin within a step, in one of the two ways
+    results = run_ranks(world_size, check_ways, case_of(op, form, dtype=dtype), 40)
+    no_difference([differences for differences, _ in results])
+    assert results[0][1] >= 2 or form == "k"  # there ranks' parts of K begin within a step, in one of the two ways
 
 
 def check_splits(ctx: iris.Iris, case: Case) -> list[str]:
@@ -106,7 +106,7 @@ def check_splits(ctx: iris.Iris, case: Case) -> list[str]:
     return different_rows(Probe(ctx, case), [Place(40, 3, config=whole), Place(40, 3, config=cut)])
 
 
-def check_depths(ctx: iris.Iris, case: Case) -> list[str]:
+def check_k_per_rank(ctx: iris.Iris, case: Case) -> list[str]:
     places = [Place(40, 3, config=FusedConfig(64, 128, depth)) for depth in (16, 64)]
     return different_rows(Probe(ctx, case), places)
 
@@ -115,10 +115,10 @@ def check_depths(ctx: iris.Iris, case: Case) -> list[str]:
 _of_blocks = pytest.mark.skipif(ON_GPU, reason="of the interpreter, which adds up a block by itself")
 
 
-@pytest.mark.parametrize("check", [check_splits, pytest.param(check_depths, marks=_of_blocks)])
+@pytest.mark.parametrize("check", [check_splits, pytest.param(check_k_per_rank, marks=_of_blocks)])
 def test_a_way_of_another_order_is_noticed(check):
-    found = run_ranks(2, check, Case(GATHER_MATMUL, "rows", 0, 80, 512, torch.float32, bias=False))
-    assert any(found), "no bit differs, so these tests would see nothing"
+    differences = run_ranks(2, check, Case(GATHER_MATMUL, "rows", 0, 80, 512, torch.float32, bias=False))
+    assert any(differences), "no bit differs, so these tests would see nothing"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -129,11 +129,11 @@ def test_a_bias_comes_before_the_ranks_sum_at_every_number_of_rows_or_at_none(op
     mixed = 0
     for N, K in ((7648, 6688), (1600, 5184), (8192, 2048), (40, 24)):
         rows, weights = (1, 64, 129, 200, 300, 777, 8192), BY_FLAG[fp8]
-        asked = [problem_asked(op, M, N, K, 2, torch.bfloat16, weights=weights) for M in rows]
+        problems = [requested_problem(op, M, N, K, 2, torch.bfloat16, weights=weights) for M in rows]
         for biased in (False, True):
-            found = [plan(promised(each, "batch", None, biased), machine).algorithm for each in asked]
-            several = len({algorithm == "sequential" for algorithm in found}) == 2
-            assert not biased or not several, found
+            algorithms = [plan(promised(problem, "batch", None, biased), machine).algorithm for problem in problems]
+            several = len({algorithm == "sequential" for algorithm in algorithms}) == 2
+            assert not biased or not several, algorithms
             mixed += several
     assert mixed or not (fp8 and op == REDUCE_SCATTER and machine == H200), "there is nothing to keep apart"
 

@@ -8,7 +8,7 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels import lamport_matmul
 from iris_ops.operands import Operands
-from iris_ops.problem import ALL_REDUCE, problem_asked
+from iris_ops.problem import ALL_REDUCE, requested_problem
 import pytest
 import torch
 
@@ -54,14 +54,14 @@ def test_sums_of_few_rows_to_the_bit(world_size: int, M: int, dtype: torch.dtype
 
 
 def ways_body(ctx: iris.Iris) -> list[bool]:
-    problem, out, workspace = problem_asked(ALL_REDUCE, 64, N, K, ctx.num_ranks, torch.float16), None, None
+    problem, out, workspace = requested_problem(ALL_REDUCE, 64, N, K, ctx.num_ranks, torch.float16), None, None
     out, A, B = ctx.zeros(64, N, dtype=torch.float16), ctx.zeros(64, K, dtype=torch.float16), ctx.zeros(K, N)
     workspace = ctx.ops.matmul_all_reduce(out, A, B.half(), config=ONE)
-    found = []
+    results = []
     for config in (ONE, SEVERAL):
         *_, args = lamport_matmul.launcher(ctx, workspace, problem, config, Operands(out, A, B.half()))
-        found.append(args["form"].ONE_TILE)
-    return found
+        results.append(args["form"].ONE_TILE)
+    return results
 
 
 def test_programs_of_one_tile_are_known_as_such() -> None:

@@ -185,7 +185,7 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
         pool.call.run(workspace)
     assert only_graphs(workspace) == 1
     together, mine = torch.Generator().manual_seed(7), delays(ctx, 8)
-    kept = 0
+    graphs = 0
     for step in range(turns):
         kind, index = (int(torch.randint(n, (), generator=together)) for n in (6, INPUTS))
         ctx.ops.join()
@@ -199,14 +199,14 @@ def alternate(ctx: iris.Iris, case: Case, turns: int) -> int:
             ctx.ops.join()
         else:
             pool.call.run(workspace)
-        kept += len(workspace.graphs)
+        graphs += len(workspace.graphs)
         if int(torch.randint(10, (), generator=mine)) == 0:
             ctx.ops.forget_launches()  # here, not on peers; a graph dies while it runs
         pool.compare(index)
     torch.cuda.synchronize()
     ctx.check()
     pool.call.guarded.check()
-    assert turns // 10 < kept < turns, "graphs came and went"
+    assert turns // 10 < graphs < turns, "graphs came and went"
     return int(pool.wrong)
 
 
@@ -339,18 +339,18 @@ def under_trees(ctx: iris.Iris, case: Case) -> None:
         call.run()
 
         def product(A: torch.Tensor) -> torch.Tensor:
-            found = torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape))
-            return torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape)) + 0 * found
+            result = torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape))
+            return torch_ops.product(case.op, ctx, A, call.B, call.bias, tuple(call.out.shape)) + 0 * result
 
         torch.compiler.reset()
         compiled = torch.compile(product, mode="reduce-overhead", fullgraph=True)
         for step in range(12):
             A = call.A * (1 + step % 3)
             torch.compiler.cudagraph_mark_step_begin()
-            found = compiled(A).clone()
+            result = compiled(A).clone()
             out = torch.full_like(call.out, torch.nan)
             getattr(ctx.ops, case.op)(out, A, call.B, call.bias)
-            assert torch.equal(found, out), step
+            assert torch.equal(result, out), step
 
 
 @gpu

@@ -163,12 +163,12 @@ def test_what_kernels_are_given_is_within_bounds(machine: Machine, monkeypatch: 
                 raise AssertionError(f"{problem}, rank {rank}, {config}") from error
 
 
-def reason_for(op: str, config: FusedConfig, eight_bits: bool = False, *, pad: int = 0, **sizes: int) -> str | None:
+def reason_for(op: str, config: FusedConfig, fp8: bool = False, *, pad: int = 0, **sizes: int) -> str | None:
     """Why the kernel of `config` cannot run on tensors whose rows stand `pad` elements apart; B is a transpose."""
-    asked = dict(M=256, N=512, K=256) | sizes
-    problem = Problem(op, "", **asked, world_size=2, dtype=torch.bfloat16, weights=BY_FLAG[eight_bits])
+    shape = dict(M=256, N=512, K=256) | sizes
+    problem = Problem(op, "", **shape, world_size=2, dtype=torch.bfloat16, weights=BY_FLAG[fp8])
     A, out = empty((problem.M, problem.K), torch.bfloat16, pad=pad), empty((problem.M, problem.N), torch.bfloat16)
-    B = empty((problem.K, problem.N), FP8 if eight_bits else torch.bfloat16, transposed=True)
+    B = empty((problem.K, problem.N), FP8 if fp8 else torch.bfloat16, transposed=True)
     return supports(way_for(problem, config), problem, config, 0, Operands(out, A, B))
 
 
@@ -193,14 +193,14 @@ def test_a_stand_in_is_said_once() -> None:
 
 def said_once(ctx: iris.Iris) -> None:
     """No GPU is a Hopper here: the portable kernel runs, and one line of the log says why."""
-    said: list[str] = []
+    messages: list[str] = []
     listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())
+    listener.emit = lambda record: messages.append(record.getMessage())
     log.logger.addHandler(listener)
     A, B = torch.randn(64, 32, device=ctx.device), torch.randn(32, 64, device=ctx.device)
     out, config = ctx.zeros(64, 64, dtype=torch.bfloat16), FusedConfig(64, 64, 32, num_stages=2, warp_specialised=True)
     for _ in range(2):
         ctx.ops.matmul_all_reduce(out, A.bfloat16(), B.bfloat16(), config=config)
     log.logger.removeHandler(listener)
-    lines = [line for line in said if "in place of" in line]
+    lines = [line for line in messages if "in place of" in line]
     assert len(lines) == 1 and "matmul_reduce runs in place of hopper.matmul_reduce: it needs a Hopper GPU" in lines[0]

@@ -127,13 +127,13 @@ def mixture_body(ctx: iris.Iris, case: Mixture, runs: int = 2) -> str:
     digests = set()
     for _ in range(runs):
         out.tensor.fill_(float("nan"))
-        found = out.tensor[:own]
+        result = out.tensor[:own]
         getattr(ctx.ops, op)(
-            found, middles[rank], second, experts, layer.weights, bias, shared, second_config, workspace
+            result, middles[rank], second, experts, layer.weights, bias, shared, second_config, workspace
         )  # fmt: skip
         out.check()
-        assert_close_to_reference(found, exact, torchs)
-        digests.add(hashlib.sha256(found.float().cpu().numpy().tobytes()).hexdigest())
+        assert_close_to_reference(result, exact, torchs)
+        digests.add(hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest())
     assert len(digests) == 1, "bits differ between runs"
     return digests.pop()
 

@@ -15,7 +15,7 @@ from iris_ops.moe.routing import Routing
 from iris_ops.planning import moe_ways
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, need_sorting, tokens_at_once
-from iris_ops.planning.plan import WAYS, plan, way_for, weigh
+from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for
 from iris_ops.problem import part_of
 import pytest
 import torch
@@ -205,19 +205,19 @@ def instruction(problem: MoeProblem, config: FusedConfig, name: str) -> object:
 
 
 def configs(problem: MoeProblem, machine) -> list:
-    return [each.config for each in weigh(WAYS, problem, machine).candidates]
+    return [each.config for each in compare_ways(WAYS, problem, machine).candidates]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "AMD Instinct MI300X", "interpreter"])
 @pytest.mark.parametrize("op", [GATE_UP, DOWN_ALL_REDUCE])
 def test_plans_of_invariant_calls_take_one_instruction(name: str, op: str) -> None:
-    machine, found = machine_named(name, 132), {None: set(), "batch": set()}
+    machine, blocks = machine_named(name, 132), {None: set(), "batch": set()}
     for tokens in (1, 2, 9, 40, 130, 1000, 9000):
         for experts, k, N, K in ((128, 8, 384, 2048), (8, 2, 4096, 7168), (32, 4, 1440, 2880)):
-            for invariant, seen in found.items():
+            for invariant, seen in blocks.items():
                 problem = MoeProblem(op, tokens, k, experts, N, K, 2, BF16, op == GATE_UP, invariant)
                 seen |= {instruction(problem, config, name) for config in configs(problem, machine)}
-    assert len(found["batch"]) == 1 < len(found[None])
+    assert len(blocks["batch"]) == 1 < len(blocks[None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -245,13 +245,13 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     one = replace(few, tokens=1)
     assert plan(one, machine).kernel == "moe.lamport_token"
     for other, reason in ((replace(one, in_rows=True), "pieces too short"), (replace(one, invariant="batch"), "adds")):
-        found = plan(other, machine)
-        assert found.kernel == "moe.lamport_down"
-        assert any(each.startswith("rejected moe.lamport_token") and reason in each for each in found.reasons)
-        assert way_for(other, found).kernel == found.kernel
-    found = plan(many, machine)
-    assert found.kernel == "moe.lamport_combine" and found.prediction is not None
-    assert any("rejected moe.lamport_down" in reason for reason in found.reasons)
+        chosen = plan(other, machine)
+        assert chosen.kernel == "moe.lamport_down"
+        assert any(each.startswith("rejected moe.lamport_token") and reason in each for each in chosen.reasons)
+        assert way_for(other, chosen).kernel == chosen.kernel
+    chosen = plan(many, machine)
+    assert chosen.kernel == "moe.lamport_combine" and chosen.prediction is not None
+    assert any("rejected moe.lamport_down" in reason for reason in chosen.reasons)
     large = MoeProblem(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024, 2, BF16)
     assert plan(large, machine).kernel == "moe.lamport_combine"
     assert tokens_at_once(large) == (1 << 27) // (2 * 2 * 2 * 7168)

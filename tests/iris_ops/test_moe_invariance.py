@@ -50,16 +50,16 @@ class Token:
         width, hidden = self.second.shape[1], self.case.hidden
         inner = poison(A.new_empty(tokens * k, width))
         ctx.ops.moe_gate_up(inner, A, self.first, chosen)
-        said = self.compare("moe_gate_up", inner.view(tokens, k, width)[place])
+        differences = self.compare("moe_gate_up", inner.view(tokens, k, width)[place])
         out = poison(A.new_empty(tokens, hidden))
         ctx.ops.moe_down_all_reduce(out, inner, self.second, chosen, weights, shared=shared)
-        said += self.compare("moe_down_all_reduce", out[place])
+        differences += self.compare("moe_down_all_reduce", out[place])
         begin = ctx.cur_rank * part_size(tokens, ctx.num_ranks)
         part = poison(A.new_empty(part_of(tokens, ctx.num_ranks, ctx.cur_rank), hidden))
         ctx.ops.moe_down_reduce_scatter(part, inner, self.second, chosen, weights, shared=shared)
         if begin <= place < begin + len(part):  # the owner of the token: the same bits as of the all-reduce
-            said += self.compare("moe_down_all_reduce", part[place - begin])
-        return [f"{each}: {tokens} tokens, place {place}, others {'NaN' if nan else 'random'}" for each in said]
+            differences += self.compare("moe_down_all_reduce", part[place - begin])
+        return [f"{each}: {tokens} tokens, place {place}, others {'NaN' if nan else 'random'}" for each in differences]
 
     def compare(self, op: str, row: torch.Tensor) -> list[str]:
         expected = self.found.setdefault(op, row.clone())
@@ -71,7 +71,7 @@ class Token:
 def token_body(ctx: iris.Iris, case: Mixture, level: str | None, numbers: tuple[int, ...], seed: int) -> list[str]:
     with iris.iris(256 << 20 if ON_GPU else 32 << 20, invariant=level) as own:
         token = Token(own, case, random.Random(seed))
-        return [said for tokens in numbers for said in token.among(tokens)]
+        return [difference for tokens in numbers for difference in token.among(tokens)]
 
 
 # a sum in another order shows in float32, and is mostly rounded away in bfloat16
@@ -85,8 +85,8 @@ def token_body(ctx: iris.Iris, case: Mixture, level: str | None, numbers: tuple[
 )
 def test_a_token_has_the_same_bits_at_every_number_of_tokens(dtype: torch.dtype, numbers: tuple[int, ...]) -> None:
     seed = random.randrange(1 << 20)
-    found = run_ranks(RANKS, token_body, replace(CASE, dtype=dtype, seed=seed), "batch", numbers, seed)
-    assert not any(found), (seed, [said for each in found for said in each][:4])
+    differences = run_ranks(RANKS, token_body, replace(CASE, dtype=dtype, seed=seed), "batch", numbers, seed)
+    assert not any(differences), (seed, [difference for of_rank in differences for difference in of_rank][:4])
 
 
 def refused_body(ctx: iris.Iris) -> None:

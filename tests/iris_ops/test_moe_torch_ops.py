@@ -20,11 +20,11 @@ def compiled_body(ctx: iris.Iris, scatter: bool) -> None:
     first, second = stored(layer.first[rank], True), stored(layer.second[rank], True)
 
     def mixture(A: torch.Tensor) -> torch.Tensor:
-        found = torch_ops.mixture(
+        result = torch_ops.mixture(
             ctx, A * 2, first, second, layer.chosen, layer.weights, shared=layer.shared[rank], activation="gpt_oss",
             scatter=scatter,
         )  # fmt: skip
-        return found + 1
+        return result + 1
 
     with torch.no_grad():
         expected = mixture(layer.A)
@@ -34,10 +34,10 @@ def compiled_body(ctx: iris.Iris, scatter: bool) -> None:
             graphs.append(graph)
             return graph
 
-        found = torch.compile(mixture, fullgraph=True, backend=keep)(layer.A)
+        result = torch.compile(mixture, fullgraph=True, backend=keep)(layer.A)
         rows = part_of(FEW.tokens, ctx.num_ranks, rank) if scatter else FEW.tokens
-        assert found.shape == (rows, FEW.hidden)
-        assert torch.equal(found, expected)
+        assert result.shape == (rows, FEW.hidden)
+        assert torch.equal(result, expected)
         assert len(graphs) == 1 and "moe_experts" in graphs[0].code
         middle = torch.ops.iris_ops.moe_gate_up(
             layer.A * 2, first, layer.chosen, None, torch_ops.as_text("gpt_oss"), False, second.shape[1], ctx.group_name

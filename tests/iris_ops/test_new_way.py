@@ -9,8 +9,8 @@ from iris_ops.kernels import lamport_matmul
 from iris_ops.planning import plan as engine
 from iris_ops.planning.ways import WAYS
 from iris_ops.planning.ways.lamport import Lamport
-from iris_ops.planning.weights.fp8 import EIGHT_BITS
-from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, problem_asked
+from iris_ops.planning.weights.fp8 import FP8_FORMAT
+from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, requested_problem
 import pytest
 import torch
 
@@ -29,7 +29,7 @@ class Toy(Lamport):
     launcher = "tests.iris_ops.test_new_way:launcher"
     ops = frozenset((ALL_REDUCE,))
     algorithms: tuple[str, ...] = ("one_shot",)
-    weights = Lamport.weights - {EIGHT_BITS}
+    weights = Lamport.weights - {FP8_FORMAT}
 
     def accepts(self, problem, machine) -> str | None:
         return None if problem.M <= 40 else "it is for up to 40 rows"
@@ -47,27 +47,27 @@ def launcher(rank, workspace, problem, config, tensors):
 
 
 def choose(*sizes, **more):
-    return engine.choose((*WAYS, Toy()), problem_asked(*sizes, 2, torch.bfloat16, **more), H200)
+    return engine.choose((*WAYS, Toy()), requested_problem(*sizes, 2, torch.bfloat16, **more), H200)
 
 
 def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
-    found = choose(ALL_REDUCE, 16, 512, 256)
-    assert found.kernel == "toy" and found.reasons[1].startswith("toy 16x32x32 one_shot")
-    assert found.explain().splitlines()[-1] == "chosen toy 16x32x32 one_shot, 4 warps"
+    chosen = choose(ALL_REDUCE, 16, 512, 256)
+    assert chosen.kernel == "toy" and chosen.reasons[1].startswith("toy 16x32x32 one_shot")
+    assert chosen.explain().splitlines()[-1] == "chosen toy 16x32x32 one_shot, 4 warps"
     assert choose(MATMUL_GATHER, 16, 512, 256) == engine.plan(
-        problem_asked(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16), H200
+        requested_problem(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16), H200
     )
 
 
 @pytest.mark.parametrize("more, reason", [
     ({}, "it is for up to 40 rows"),
-    ({"weights": EIGHT_BITS}, "it multiplies no weights in eight bits"),
+    ({"weights": FP8_FORMAT}, "it multiplies no weights in eight bits"),
     ({"invariant": "ranks"}, "its sums are alike at any number of rows or in any order, not alike on any number of "
                              "ranks"),
 ])  # fmt: skip
 def test_what_it_does_not_accept_is_a_rejection(more: dict, reason: str) -> None:
-    found = choose(ALL_REDUCE, 41 if not more else 16, 512, 256, **more)
-    assert found.kernel != "toy" and f"rejected toy: {reason}" in found.reasons
+    chosen = choose(ALL_REDUCE, 41 if not more else 16, 512, 256, **more)
+    assert chosen.kernel != "toy" and f"rejected toy: {reason}" in chosen.reasons
 
 
 def run_toy(ctx: iris.Iris) -> int:

@@ -74,7 +74,7 @@ def test_layer_norms_against_float64(world_size: int, dtype: torch.dtype) -> Non
 
 def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
     """Where a row has other bits than alone: among others, elsewhere in memory, of a view, behind its sum."""
-    said = []
+    differences = []
     for N in (64, 96, 2048):
         row, other, weight, bias = (drawn(ctx.device, dtype, *size) for size in ((1, N), (1, N), (N,), (N,)))
         alone = norm.normed(row + other, weight, EPS)[1].view(torch.uint8)
@@ -89,21 +89,21 @@ def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
                     residual[place] = other[0]
                     total = x + residual
                     x.copy_(total)
-                    for name, found, expected in (
+                    for name, result, expected in (
                         ("norm", norm.normed(x, weight, EPS)[1], alone),
                         ("layer norm", norm.layer_norm(x, weight, None, EPS), centred[0]),
                         ("layer norm with a bias", norm.layer_norm(x, weight, bias, EPS), centred[1]),
                     ):
-                        if not found[place : place + 1].view(torch.uint8).equal(expected):
-                            said.append(f"{name} of {rows} rows of {N}, place {place}, begin {begin}")
+                        if not result[place : place + 1].view(torch.uint8).equal(expected):
+                            differences.append(f"{name} of {rows} rows of {N}, place {place}, begin {begin}")
                     poison(x)[place] = row[0]
-                    found = norm.normed(x, weight, EPS, residual)[1]
-                    if not found[place : place + 1].view(torch.uint8).equal(alone):
-                        said.append(f"sum of {rows} rows of {N}, place {place}, begin {begin}")
-    return said
+                    result = norm.normed(x, weight, EPS, residual)[1]
+                    if not result[place : place + 1].view(torch.uint8).equal(alone):
+                        differences.append(f"sum of {rows} rows of {N}, place {place}, begin {begin}")
+    return differences
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_has_the_same_bits_among_any_others(world_size: int, dtype: torch.dtype) -> None:
-    for said in run_ranks(world_size, rows_body, dtype):
-        assert not said
+    for differences in run_ranks(world_size, rows_body, dtype):
+        assert not differences

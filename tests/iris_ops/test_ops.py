@@ -42,13 +42,13 @@ SMALL = [
 def cases(op: str, form: str, algorithm: str, dtype: torch.dtype) -> list[Case]:
     """Both layouts of B with and without bias; shape, place of out, row strides and blocks in rotation."""
     shift = VARIANTS.index((op, form, algorithm)) + DTYPES.index(dtype)
-    found = []
+    result = []
     for index, (transposed, bias) in enumerate(product([True, False], [True, False])):
         turn = index + shift
         m, n, k = SHAPES[turn % len(SHAPES)]
         if algorithm == "sequential":
             m = -(-m // 12) * 12  # equal parts to gather
-        found.append(
+        result.append(
             Case(
                 op,
                 form,
@@ -64,7 +64,7 @@ def cases(op: str, form: str, algorithm: str, dtype: torch.dtype) -> list[Case]:
                 seed=turn,
             )
         )
-    return found
+    return result
 
 
 def dtypes(world_size: int, turn: int) -> list[torch.dtype]:

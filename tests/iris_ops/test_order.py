@@ -79,9 +79,9 @@ def source_tiles_kernel(
 
 def run(ctx: iris.Iris, kernel, count: int, outputs: int, *args: int, **constants: int) -> list[list[int]]:
     """The first `count` of what `kernel` stores."""
-    found = [torch.full((MOST.value,), -1, dtype=torch.int32, device=ctx.device) for _ in range(outputs)]
-    kernel[(1,)](*found, *args, **constants)
-    return [each[:count].tolist() for each in found]
+    tensors = [torch.full((MOST.value,), -1, dtype=torch.int32, device=ctx.device) for _ in range(outputs)]
+    kernel[(1,)](*tensors, *args, **constants)
+    return [each[:count].tolist() for each in tensors]
 
 
 def check_turns(ctx: iris.Iris, world_size: int) -> None:
@@ -209,10 +209,10 @@ def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: py
     workspace = SimpleNamespace(flags=torch.zeros(1 << 10), staging=torch.zeros(1 << 25, dtype=torch.uint8))
     config = replace(SPECIALISED, block_m=128, block_n=128, splits=4)
     for K, shared, programs in ((1 << 21, 130, 132), (1 << 22, 0, 130)):
-        asked = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
+        problem = Problem(MATMUL_GATHER, "rows", 1280, 1664, K, 1, torch.bfloat16)
         A, B = (torch.empty(size, K, dtype=torch.bfloat16, device="meta") for size in (1280, 1664))
         given = Operands(A, A, B.t())
-        grid, args = operands.specialised_arguments(ctx, workspace, asked, config, {}, given)
+        grid, args = operands.specialised_arguments(ctx, workspace, problem, config, {}, given)
         assert (
             grid == (programs, 1, 1)
             and args["shared_tiles"] == shared

@@ -11,9 +11,9 @@ from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
 from iris_ops.planning.needs import ROWS_ALIKE, Sums
-from iris_ops.planning.plan import choose, plan, wanted_order, way_named
+from iris_ops.planning.plan import choose, common_order, plan, way_named
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, problem_asked
+from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, requested_problem
 import pytest
 import torch
 
@@ -57,26 +57,26 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
             and "gather" not in op[-7:]
             and rng.random() < 0.3
         )
-        asked = [problem_asked(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
-        found = {order_of(each, machine) for each in asked}
-        assert len(found) == 1 and None not in found, f"{asked[0]} on {name}: {[*map(str, found)]}"
+        problems = [requested_problem(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
+        distinct = {order_of(problem, machine) for problem in problems}
+        assert len(distinct) == 1 and None not in distinct, f"{problems[0]} on {name}: {[*map(str, distinct)]}"
 
 
 def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
     machine = machine_named(INTERPRETER, 1)
     for rows in (ROWS, ROWS[::-1]):
-        wanted_order.cache_clear()
+        common_order.cache_clear()
         choose.cache_clear()
-        found = [
-            order_of(problem_asked("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
+        distinct = [
+            order_of(requested_problem("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
             for M in rows
         ]
-        assert len({*found}) == 1
+        assert len({*distinct}) == 1
 
 
 def test_what_depends_on_the_rows_has_no_order():
     machine = machine_named("NVIDIA H100", 132)
-    problem = problem_asked("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
     whole = plan(problem, machine)
     assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
     assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
@@ -89,7 +89,7 @@ def test_what_depends_on_the_rows_has_no_order():
 def test_an_instruction_goes_by_the_tile(blocks, instruction):
     """As the compiler chooses it for sm_90 (`tests/test_codegen_ptx.py` reads it)."""
     machine = machine_named("NVIDIA H100", 132)
-    problem = problem_asked("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
     m, n, k = blocks
     config = replace(plan(problem, machine), block_m=m, block_n=n, block_k=k, num_warps=8, warp_specialised=False)
     assert orders.of_tiles(problem, config, machine) == orders.Order(instruction, 16)
@@ -98,7 +98,7 @@ def test_an_instruction_goes_by_the_tile(blocks, instruction):
 def test_a_plan_says_what_it_left_out_and_what_that_cost():
     machine = machine_named("NVIDIA H100", 132)
     sizes = ("matmul_reduce_scatter", 512, 5120, 12800, 2, torch.bfloat16)
-    free, alike = (plan(problem_asked(*sizes, invariant=level), machine) for level in (None, "batch"))
+    free, alike = (plan(requested_problem(*sizes, invariant=level), machine) for level in (None, "batch"))
     assert alike.prediction.total_us > free.prediction.total_us
     cost = f"{alike.prediction.total_us - free.prediction.total_us:.1f} us"
     assert f"the same bits at every number of rows cost {cost}" in alike.explain() or "left out" in alike.explain()
@@ -112,21 +112,23 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
     machine, rng = machine_named(name, MACHINES[name]), random.Random()
     N, K = rng.choice([96, 2880, 4096]), rng.choice([1024, 2048, 14336, 18944])
     for op, form in FORMS:
-        found = set()
+        distinct = set()
         for world in (1, 2, 3, 4, 8):
-            depths = sum_tree.shares(K, world)
+            k_per_rank = sum_tree.shares(K, world)
             for M in (1, 48, 1000, 9000):
-                sizes = (N // world, K) if op == GATHER_MATMUL else (N, depths[-1]) if op in SUMS else (N, K)
-                given = {"depths": depths} if op in SUMS else {}
+                sizes = (N // world, K) if op == GATHER_MATMUL else (N, k_per_rank[-1]) if op in SUMS else (N, K)
+                given = {"k_per_rank": k_per_rank} if op in SUMS else {}
                 if form == "k" and K // world % 256:
                     continue  # no whole blocks: an error, see below
-                problem = problem_asked(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
-                found.add(order_of(problem, machine))
-        assert len(found) == 1 and None not in found, f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, found)]}"
+                problem = requested_problem(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                distinct.add(order_of(problem, machine))
+        assert len(distinct) == 1 and None not in distinct, (
+            f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, distinct)]}"
+        )
 
 
 def test_parts_that_begin_within_a_block_are_refused():
-    problem = problem_asked("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks")
+    problem = requested_problem("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks")
     with pytest.raises(ArgumentError, match="begin within a block"):
         plan(problem, machine_named("NVIDIA H100", 132))
 
@@ -134,4 +136,4 @@ def test_parts_that_begin_within_a_block_are_refused():
 @pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])
 def test_another_level_is_refused(invariant):
     with pytest.raises(ArgumentError, match="invariant is"):
-        problem_asked("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant)
+        requested_problem("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant)

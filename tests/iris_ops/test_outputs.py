@@ -67,9 +67,9 @@ class Product:
     def _scaled(self, step: int) -> list[tuple[list[torch.Tensor], int]]:
         return [(self.inputs.A, step % 5), (self.inputs.B, 0), (self.inputs.bias, step % 5)]
 
-    def check(self, found: torch.Tensor, step: int = 0) -> None:
+    def check(self, result: torch.Tensor, step: int = 0) -> None:
         times = 2.0 ** (step % 5)
-        assert_close_to_reference(found, self.exact * times, self.torchs * times)
+        assert_close_to_reference(result, self.exact * times, self.torchs * times)
 
 
 def place(ctx: iris.Iris, t: torch.Tensor) -> int | None:
@@ -90,13 +90,13 @@ def lives(ctx: iris.Iris, op: str, config: FusedConfig) -> list[int | None]:
             product.check(out, step)
             places.append(place(ctx, out))
             rows = slice(0, 5)
-            kept = (out, out[rows], [out], None)[int(torch.randint(4, (), generator=chance))]
-            if isinstance(kept, list):
-                kept.append(kept)  # it dies when the collector comes
-            if kept is not None:
-                shown = kept if isinstance(kept, torch.Tensor) else kept[0]
-                held.append((kept, shown, shown.clone()))
-            del out, kept
+            held_by = (out, out[rows], [out], None)[int(torch.randint(4, (), generator=chance))]
+            if isinstance(held_by, list):
+                held_by.append(held_by)  # it dies when the collector comes
+            if held_by is not None:
+                shown = held_by if isinstance(held_by, torch.Tensor) else held_by[0]
+                held.append((held_by, shown, shown.clone()))
+            del out, held_by
             if held and int(torch.randint(2, (), generator=chance)):
                 held.pop(int(torch.randint(len(held), (), generator=chance)))
             for _, shown, copied in held:
@@ -146,9 +146,9 @@ def full_on_one(ctx: iris.Iris, op: str) -> list[bool]:
             product.check(first)
     finally:
         logger.removeHandler(listener)
-    said = [message for message in messages if "finds no room on the heap" in message]
-    assert len(said) == (ctx.cur_rank == 0), messages
-    for message in said:
+    warnings = [message for message in messages if "finds no room on the heap" in message]
+    assert len(warnings) == (ctx.cur_rank == 0), messages
+    for message in warnings:
         held, whole = map(int, re.findall(r"outputs that are alive hold (\d+) of (\d+) bytes; let go", message)[0])
         assert 0 < held <= whole < held + SIZE * SIZE * DTYPE.itemsize
     return on_heap
@@ -157,9 +157,9 @@ def full_on_one(ctx: iris.Iris, op: str) -> list[bool]:
 @pytest.mark.parametrize("op", FORMS)
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [2], scope="session")
 def test_one_rank_without_room_copies_and_its_peers_do_not(world_size: int, op: str) -> None:
-    found = run_ranks(world_size, full_on_one, op)
+    results = run_ranks(world_size, full_on_one, op)
     if not UNDER_TORCHRUN:
-        assert found == [[False, False, True, True], [True] * 4]
+        assert results == [[False, False, True, True], [True] * 4]
 
 
 def copies(ctx: iris.Iris) -> None:
@@ -211,11 +211,11 @@ def layer(ctx: iris.Iris) -> None:
         for rows in (SIZE, 3 * SIZE, SIZE):
             whole = torch.randn(rows, part * ctx.num_ranks, device=ctx.device).to(DTYPE)
             for call in (row, compiled):
-                found = call(whole[:, first : first + part])
-                assert ctx.heap.contains(found)
-                held.append((found, whole.double() @ linear.weight.double().t(), whole @ linear.weight.t()))
-        for found, exact, torchs in held:
-            assert_close_to_reference(found, exact, torchs, float(exact.abs().max()) * 8)
+                result = call(whole[:, first : first + part])
+                assert ctx.heap.contains(result)
+                held.append((result, whole.double() @ linear.weight.double().t(), whole @ linear.weight.t()))
+        for result, exact, torchs in held:
+            assert_close_to_reference(result, exact, torchs, float(exact.abs().max()) * 8)
     ctx.barrier()
 
 

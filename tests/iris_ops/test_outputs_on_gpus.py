@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import iris
-from iris.memory.outputs import Kept
+from iris.memory.outputs import Storage
 from iris_ops import torch_ops
 from iris_ops.problem import ALL_REDUCE
 import pytest
@@ -50,14 +50,14 @@ def in_turn(ctx: iris.Iris) -> None:
         for stream in (side, torch.cuda.current_stream(), side):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found = []
+                results = []
                 for step in range(6):
                     out = product(step)
                     product.check(out, step)
-                    found.append(ctx.heap.contains(out))
+                    results.append(ctx.heap.contains(out))
                     del out
             torch.cuda.current_stream().wait_stream(stream)
-            assert found[-1], found
+            assert results[-1], results
 
 
 def test_calls_in_another_stream(world_size: int) -> None:
@@ -92,7 +92,7 @@ def test_more_outputs_than_the_heap_has_room_for(world_size: int) -> None:
 
 def captured(ctx: iris.Iris) -> None:
     """Two calls in a graph, the first's output gone when the second is captured; eager calls between replays."""
-    product, kept = Product(ctx, ALL_REDUCE), Kept()
+    product, storage = Product(ctx, ALL_REDUCE), Storage()
     A, B = product.inputs.A[ctx.cur_rank].clone(), product.inputs.B[ctx.cur_rank]
     bias = torch.zeros_like(product.inputs.bias[0])
     exact = product.exact - product.inputs.bias[0].double()
@@ -105,7 +105,7 @@ def captured(ctx: iris.Iris) -> None:
         eager = [product()]
         ctx.barrier()
         graph = torch.cuda.CUDAGraph()
-        with ctx.ops.outputs.keeping(kept), capture(graph):
+        with ctx.ops.outputs.keeping(storage), capture(graph):
             first = call(1)
             doubled = 2 * first
             at = first.data_ptr()
@@ -116,9 +116,9 @@ def captured(ctx: iris.Iris) -> None:
             A.copy_(product.inputs.A[ctx.cur_rank] * 2.0 ** (replay % 3))
             graph.replay()
             eager.append(product(replay))
-            for found, times in ((doubled, 2), (out, 3)):
+            for result, times in ((doubled, 2), (out, 3)):
                 want = exact * times * 2.0 ** (replay % 3)
-                error = (found.double() - want).norm() / want.norm()
+                error = (result.double() - want).norm() / want.norm()
                 assert error < 0.01, (replay, times, float(error))
             if len(eager) > 2:
                 eager.pop(1)
@@ -127,7 +127,7 @@ def captured(ctx: iris.Iris) -> None:
         ctx.barrier()
     blocks = ctx.ops.outputs._graphs
     assert blocks is not None and blocks.cut(1) != 0, "the graph's block is still its own"
-    del kept
+    del storage
     gc.collect()
     assert blocks.cut(1) == 0
 

@@ -15,11 +15,11 @@ from iris_ops.ops import Ops
 from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
 from iris_ops.planning.overlap_model import spread_us
-from iris_ops.planning.plan import WAYS, plan, predict, way_for, way_named, weigh, workspace_size
+from iris_ops.planning.plan import WAYS, compare_ways, plan, predict, way_for, way_named, workspace_size
 from iris_ops.planning.tile_model import tile_us
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.planning.weights.fp8 import EIGHT_BITS
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, problem_asked
+from iris_ops.planning.weights.fp8 import FP8_FORMAT
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, requested_problem
 import pytest
 import torch
 
@@ -81,9 +81,9 @@ def test_tiles_have_as_many_stages_as_shared_memory_has_room_for(itemsize: int, 
     full = {tuple(tile): stages for *tile, stages in fitting(itemsize, H200, few)}
     for name in ("AMD Instinct MI300X", "AMD Instinct MI350X", "some other GPU"):
         machine = machine_named(name, 100)
-        found = {tuple(tile): stages for *tile, stages in fitting(itemsize, machine, few)}
-        assert found and all(2 <= stages <= full[tile] for tile, stages in found.items())
-        for (m, n, k, _), stages in found.items():
+        stages_of = {tuple(tile): stages for *tile, stages in fitting(itemsize, machine, few)}
+        assert stages_of and all(2 <= stages <= full[tile] for tile, stages in stages_of.items())
+        for (m, n, k, _), stages in stages_of.items():
             held = stages - name.startswith("AMD")  # one of AMD's is in registers
             assert held * (m + n) * k * itemsize <= machine.shared_bytes
     large = replace(H200, shared_bytes=1 << 30)
@@ -109,16 +109,16 @@ def test_the_fastest_candidate_is_chosen(op: str, form: str) -> None:
 
 @pytest.mark.parametrize("op, form", FORMS)
 def test_the_best_of_one_algorithm_can_be_asked_for(op: str, form: str) -> None:
-    asked = problem(op, form, 512, 8192, 2048)
-    found = {name: plan(asked, H200, algorithm=name) for name in ("one_shot", "overlapped")}
+    case = problem(op, form, 512, 8192, 2048)
+    plans = {name: plan(case, H200, algorithm=name) for name in ("one_shot", "overlapped")}
     if form in ("", "rows"):
-        found["sequential"] = plan(asked, H200, algorithm="sequential")
-    assert all(chosen.algorithm == name for name, chosen in found.items())
-    best = plan(asked, H200)
-    assert plan(asked, H200, algorithm=best.algorithm) == best
+        plans["sequential"] = plan(case, H200, algorithm="sequential")
+    assert all(chosen.algorithm == name for name, chosen in plans.items())
+    best = plan(case, H200)
+    assert plan(case, H200, algorithm=best.algorithm) == best
     unfit = "copy_gather" if op != GATHER_MATMUL else "two_shot"
     with pytest.raises(ArgumentError, match=f"{op}: algorithm is '{unfit}'; expected one that serves .*, one_shot"):
-        plan(asked, H200, algorithm=unfit)
+        plan(case, H200, algorithm=unfit)
 
 
 def test_rejections_are_listed_with_their_reasons() -> None:
@@ -138,11 +138,11 @@ def test_each_way_is_weighed_or_rejected_by_name(machine: Machine) -> None:
     assert all(callable(named(way.launcher)) and (not way.supports or named(way.supports)) for way in WAYS[:-6])
     for op, form in FORMS:
         for fp8 in (False, op != MATMUL_GATHER):
-            asked = replace(problem(op, form, 512, 8192, 2048), weights=BY_FLAG[fp8])
-            found = weigh(WAYS, asked, machine)
-            for each in found.candidates:
-                assert each.config.kernel == each.way.kernel and way_for(asked, each.config) is each.way
-            looked_at = {each.way for each in found.candidates} | {way for way, _ in found.rejected}
+            case = replace(problem(op, form, 512, 8192, 2048), weights=BY_FLAG[fp8])
+            comparison = compare_ways(WAYS, case, machine)
+            for each in comparison.candidates:
+                assert each.config.kernel == each.way.kernel and way_for(case, each.config) is each.way
+            looked_at = {each.way for each in comparison.candidates} | {way for way, _ in comparison.rejected}
             assert looked_at == {way for way in WAYS if op in way.ops}
 
 
@@ -180,18 +180,18 @@ def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
 
 def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
-    said = "hopper."
+    prefix = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
         for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_specialised=True)):
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
             reason = next(line for line in large.reasons if line.startswith("chosen "))
-            assert large.warp_specialised and large.num_warps == 8 and said in reason
+            assert large.warp_specialised and large.num_warps == 8 and prefix in reason
             assert ("programs share first tiles" in reason) == (large.splits > 1)
         assert not plan(problem(op, form, 16, 8192, 7168), H200).warp_specialised
     for op, form in FORMS:
         shape = problem(op, form, 8192, 8192, 7168)
         chosen = [plan(shape, machine) for machine in MACHINES[1:]] + [plan(replace(shape, dtype=torch.float32), H200)]
-        assert not any(each.warp_specialised or said in each.kernel for each in chosen)
+        assert not any(each.warp_specialised or prefix in each.kernel for each in chosen)
 
 
 @pytest.mark.parametrize("op, rows", [(ALL_REDUCE, 4), (MATMUL_GATHER, 3), (GATHER_MATMUL, 3), (REDUCE_SCATTER, 3)])
@@ -213,17 +213,17 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
 
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
     with pytest.raises(ArgumentError, match="N is 7 for all_gather_matmul_gated; expected an even number"):
-        problem_asked("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16)
+        requested_problem("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16)
 
 
 def test_splits_of_other_ways_are_passed_over() -> None:
     """Only overlapped gathers cut tiles so, and only ops that push share them."""
-    asked = problem(GATHER_MATMUL, "rows", 5120, 14336, 8192)
+    case = problem(GATHER_MATMUL, "rows", 5120, 14336, 8192)
     for algorithm in ("copy_gather", "overlapped"):
         config = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm=algorithm)
-        whole, split = (predict(asked, replace(config, splits=splits), H200).total_us for splits in (1, 4))
+        whole, split = (predict(case, replace(config, splits=splits), H200).total_us for splits in (1, 4))
         assert (whole == split) == (algorithm == "copy_gather")
-    assert waves.shared_tiles(asked, replace(config, splits=4), 132) == (0, 0)
+    assert waves.shared_tiles(case, replace(config, splits=4), 132) == (0, 0)
 
 
 def test_programs_share_tiles_only_where_some_fill_no_wave() -> None:
@@ -265,8 +265,8 @@ def test_own_tiles_come_early_among_three_ranks_or_more() -> None:
 def test_that_out_is_better_on_the_heap_is_said() -> None:
     for op, form in FORMS:
         chosen = plan(problem(op, form, 8192, 8192, 2048), H200)
-        said = "out directly when it lies on the heap" in chosen.explain()
-        assert said == (op in (ALL_REDUCE, MATMUL_GATHER))
+        mentions_heap = "out directly when it lies on the heap" in chosen.explain()
+        assert mentions_heap == (op in (ALL_REDUCE, MATMUL_GATHER))
 
 
 def test_a_given_configuration_explains_itself_and_equals_its_like() -> None:
@@ -301,7 +301,7 @@ def plan_of(ctx: iris.Iris, *arguments) -> tuple[FusedConfig, tuple[str, ...], i
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_ranks_plan_the_same(world_size: int, op: str, form: str) -> None:
     plans = run_ranks(world_size, plan_of, op, 130, 65, 33, torch.float16, form or None)
-    assert all(found == plans[0] for found in plans)
+    assert all(of_rank == plans[0] for of_rank in plans)
 
 
 def spy_on_launches(ctx: iris.Iris, case: Case) -> list[FusedConfig]:
@@ -336,10 +336,10 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
-    found = plan(problem_asked(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=EIGHT_BITS), H200)
-    assert (found.algorithm, found.warp_specialised) == (algorithm, specialised)
+    chosen = plan(requested_problem(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=FP8_FORMAT), H200)
+    assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
     others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:
-        problem = problem_asked(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=EIGHT_BITS)
+        problem = requested_problem(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=FP8_FORMAT)
         assert plan(problem, machine).algorithm == "sequential"

@@ -11,8 +11,8 @@ from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
-from iris_ops.planning.weights.fp8 import EIGHT_BITS
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, problem_asked
+from iris_ops.planning.weights.fp8 import FP8_FORMAT
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, requested_problem
 from iris_tp.bench.rows import CALLS
 import pytest
 import torch
@@ -60,18 +60,18 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
     for row in report["rows"]:
         op = CALLS[row["op"]]
         form = "" if op == ALL_REDUCE else row.get("form", "rows")
-        asked = Problem(op, form, row["M"], row["N"], row["K"], report["world"], getattr(torch, report["dtype"]))
+        problem = Problem(op, form, row["M"], row["N"], row["K"], report["world"], getattr(torch, report["dtype"]))
         ours = next(result for result in row["results"] if result["name"] == "ours")
-        chosen = plan(asked, machine)
+        chosen = plan(problem, machine)
         older = {op, (op, row["M"], row["N"], row["K"])} & {*OLDER.get(path.stem, ())}
         if older or ours["plan"]["algorithm"] == GONE:
             assert chosen.prediction.total_us < ours["graph_us"] * 1.3
             continue
         measured = measured_config(ours["plan"])
-        expected = predict(asked, measured, machine).total_us
+        expected = predict(problem, measured, machine).total_us
         warps = dict(num_warps=measured.num_warps, num_stages=measured.num_stages)
         of_four = chosen.lamport and chosen.num_warps < measured.num_warps  # tiles that came after these results
-        assert (replace(chosen, **warps) if of_four else chosen) == measured, f"{asked}: {measured}"
+        assert (replace(chosen, **warps) if of_four else chosen) == measured, f"{problem}: {measured}"
         assert chosen.prediction.total_us <= expected
         if abs(expected / ours["graph_us"] - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], expected, ours["graph_us"]))
@@ -83,10 +83,11 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:
         sizes, taken = (row["M"], row["N"], row["K"]), row["us"]["fp8"]
-        found = plan(problem_asked(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, weights=EIGHT_BITS), machine)
-        assert found.algorithm != "sequential", sizes
-        if abs(found.prediction.total_us / taken - 1) > 0.2:
-            misses.append((*sizes, found.prediction.total_us, taken))
+        problem = requested_problem(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, weights=FP8_FORMAT)
+        chosen = plan(problem, machine)
+        assert chosen.algorithm != "sequential", sizes
+        if abs(chosen.prediction.total_us / taken - 1) > 0.2:
+            misses.append((*sizes, chosen.prediction.total_us, taken))
     assert len(report["rows"]) == 36 and len(misses) <= 3, misses
 
 
@@ -104,5 +105,5 @@ def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_pro
             if gemm[0] >= 128 and alone and report["dtype"] == "bfloat16":
                 measured.setdefault(gemm, []).extend(alone)
     share = {gemm: expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
-    misses = {gemm: found for gemm, found in share.items() if abs(found - 1) > 0.1}
+    misses = {gemm: ratio for gemm, ratio in share.items() if abs(ratio - 1) > 0.1}
     assert len(measured) > 50 and len(misses) <= len(measured) / 10, misses

@@ -46,12 +46,12 @@ def test_all_ranks_find_the_same_problem(op: str, form: str, world_size: int) ->
         for N in SIZES:
             for K in SIZES:
                 case = Case(op, form, M, N, K)
-                found = {described(case, rank, world_size) for rank in range(world_size)}
+                problems = {described(case, rank, world_size) for rank in range(world_size)}
                 if M == 0 or (N == 0 and op != GATHER_MATMUL):
-                    assert all(problem.empty for problem in found)
+                    assert all(problem.empty for problem in problems)
                     continue
-                assert len(found) == 1, case
-                (problem,) = found
+                assert len(problems) == 1, case
+                (problem,) = problems
                 assert (problem.M, problem.N, problem.K) == (M, N, K) and not problem.empty
                 if world_size > 1 and min(M, N, K) > 1:
                     assert problem.form == form

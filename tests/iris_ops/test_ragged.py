@@ -39,8 +39,8 @@ def folds_of(ctx: iris.Iris, cases: list[Case]) -> tuple[list[str], set[int]]:
     try:
         digests = check_cases(ctx, cases)
         ctx.device_barrier()
-        left = ctx.ops._calls.own_workspace().exchange != 255
-        assert not left.any(), "values that nobody expects: sent twice, or for no row"
+        written = ctx.ops._calls.own_workspace().exchange != 255
+        assert not written.any(), "values that nobody expects: sent twice, or for no row"
         return digests, heights
     finally:
         for module in modules:
@@ -53,11 +53,11 @@ def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[C
     sizes = [rows * parts - (parts > 1 and turn % 2) for turn, rows in enumerate(ROWS)]  # the last part a row shorter
     if op != MATMUL_GATHER and parts > 1:  # others multiply the rows of all: a tile's half and more of those
         sizes += [32, 47]
-    found = []
+    calls = []
     for turn, rows in enumerate(sizes):
         changes = dict(bias=turn % 2 == 0, transposed=turn % 3 > 0, pad=8 * (turn % 2), seed=turn)
-        found.append(Case(op, form, rows, n, k * (world_size if form == "k" else 1), config=config, **changes))
-    return found
+        calls.append(Case(op, form, rows, n, k * (world_size if form == "k" else 1), config=config, **changes))
+    return calls
 
 
 @on_ranks
@@ -71,9 +71,9 @@ def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: 
     if op == ALL_REDUCE and config is not MANY:
         others = ("two_shot", "one_shot") if config is SPECIALISED else ("two_shot",)
         cases += [replace(case, config=replace(config, algorithm=other)) for other in others for case in cases]
-    found = run_ranks(world_size, folds_of, cases)
-    assert_same_bits(cases, [digests for digests, _ in found])
-    folded = set.union(*(heights for _, heights in found))
+    folds = run_ranks(world_size, folds_of, cases)
+    assert_same_bits(cases, [digests for digests, _ in folds])
+    folded = set.union(*(heights for _, heights in folds))
     by_parts = op == GATHER_MATMUL and config is MANY  # whose rows are read from two places
     assert by_parts or folded, "no operand was folded"
 

@@ -28,7 +28,7 @@ def whole(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return A, W.t(), bias
 
 
-def body(ctx: iris.Iris, case: Case, depths: tuple[int, ...] | None) -> torch.Tensor:
+def body(ctx: iris.Iris, case: Case, k_per_rank: tuple[int, ...] | None) -> torch.Tensor:
     """All of the result that this rank has, at its place in a matrix of NaN."""
     ctx.invariant = "ranks"
     w, rank = ctx.num_ranks, ctx.cur_rank
@@ -37,10 +37,10 @@ def body(ctx: iris.Iris, case: Case, depths: tuple[int, ...] | None) -> torch.Te
     cols = slice(rank * part_size(case.N, w), rank * part_size(case.N, w) + part_of(case.N, w, rank))
     given = {}
     if case.reduces:
-        depths = depths or sum_tree.shares(case.K, w)
-        begin = sum(depths[:rank])
-        A, B = A[:, begin : begin + depths[rank]], B[begin : begin + depths[rank]]
-        given["depths"] = depths
+        k_per_rank = k_per_rank or sum_tree.shares(case.K, w)
+        begin = sum(k_per_rank[:rank])
+        A, B = A[:, begin : begin + k_per_rank[rank]], B[begin : begin + k_per_rank[rank]]
+        given["k_per_rank"] = k_per_rank
     elif case.op == GATHER_MATMUL:
         k = slice(rank * part_size(case.K, w), rank * part_size(case.K, w) + part_of(case.K, w, rank))
         A = A[rows] if case.form == "rows" else A[:, k]
@@ -60,16 +60,16 @@ def body(ctx: iris.Iris, case: Case, depths: tuple[int, ...] | None) -> torch.Te
 
 def joined(results: list[torch.Tensor]) -> torch.Tensor:
     """What all ranks have, which must be the same where several have it."""
-    found = results[0].clone()
+    result = results[0].clone()
     for other in results[1:]:
-        both = ~found.isnan() & ~other.isnan()
-        assert torch.equal(found[both], other[both])
-        found = torch.where(found.isnan(), other, found)
-    assert not found.isnan().any()
-    return found
+        both = ~result.isnan() & ~other.isnan()
+        assert torch.equal(result[both], other[both])
+        result = torch.where(result.isnan(), other, result)
+    assert not result.isnan().any()
+    return result
 
 
-def draw_depths(K: int, world_size: int, rng: random.Random) -> tuple[int, ...]:
+def draw_k_per_rank(K: int, world_size: int, rng: random.Random) -> tuple[int, ...]:
     """Any whole leaves, none for some ranks."""
     cuts = sorted(rng.randint(0, sum_tree.leaves_of(K)) for _ in range(world_size - 1))
     ends = [0, *(sum_tree.border(K, cut) for cut in cuts), K]
@@ -97,9 +97,9 @@ def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
         exact = A @ B + (bias if case.bias else 0)
         assert (alone - exact).abs().max() <= exact.abs().max() * (1e-5 if dtype == torch.float32 else 2e-2)
         for world_size in (2, 3, 4):
-            for depths in (None, draw_depths(case.K, world_size, rng)):
-                found = joined(run_ranks(world_size, body, case, depths))
-                assert torch.equal(found, alone), f"{case} on {world_size} ranks of {depths}"
+            for k_per_rank in (None, draw_k_per_rank(case.K, world_size, rng)):
+                result = joined(run_ranks(world_size, body, case, k_per_rank))
+                assert torch.equal(result, alone), f"{case} on {world_size} ranks of {k_per_rank}"
 
 
 @pytest.mark.slow
@@ -120,13 +120,13 @@ def test_a_gather_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
 
 
 def rows_body(ctx: iris.Iris, case: Case, places: list[Place]) -> list[str]:
-    ctx.invariant, kept = "ranks", tree._MOST_ELEMENTS
+    ctx.invariant, most = "ranks", tree._MOST_ELEMENTS
     tree._MOST_ELEMENTS = 4000  # so that 130 rows are several launches
     try:
         assert max(place.M for place in places) > 4000 // case.N
         return different_rows(Probe(ctx, case), places)
     finally:
-        tree._MOST_ELEMENTS = kept
+        tree._MOST_ELEMENTS = most
 
 
 @pytest.mark.parametrize(("op", "form"), SUMS)
@@ -139,14 +139,15 @@ def test_a_row_of_such_a_sum_has_the_same_bits_among_any_others(op, form):
 
 def norm_body(ctx: iris.Iris, case: Case) -> list[torch.Tensor]:
     ctx.invariant = "ranks"
-    (A, B, bias), depths = whole(case), sum_tree.shares(case.K, ctx.num_ranks)
-    own = slice(sum(depths[: ctx.cur_rank]), sum(depths[: ctx.cur_rank + 1]))
+    (A, B, bias), k_per_rank = whole(case), sum_tree.shares(case.K, ctx.num_ranks)
+    own = slice(sum(k_per_rank[: ctx.cur_rank]), sum(k_per_rank[: ctx.cur_rank + 1]))
     draw = torch.Generator().manual_seed(case.seed + 1)
     residual, weight = torch.randn(case.M, case.N, generator=draw), torch.randn(case.N, generator=draw)
     out, scaled, squares = torch.empty(case.M, case.N), torch.empty(case.M, case.N), torch.empty(2, case.M)
     ctx.ops.matmul_all_reduce_norm(
-        *map(poison, (out, scaled, squares)), A[:, own].contiguous(), B[own], residual, weight, bias, depths=depths
-    )
+        *map(poison, (out, scaled, squares)), A[:, own].contiguous(), B[own], residual, weight, bias,
+        k_per_rank=k_per_rank,
+    )  # fmt: skip
     assert torch.allclose(out, A @ B + bias + residual, atol=1e-3)
     return [out, scaled, squares]
 
@@ -155,8 +156,8 @@ def test_a_norm_behind_such_a_sum_has_the_same_bits():
     case = Case(ALL_REDUCE, "", 6, 96, 450, torch.float32, seed=random.randrange(99))
     (alone,) = run_ranks(1, norm_body, case)
     for world_size in (2, 3):
-        for found in run_ranks(world_size, norm_body, case):
-            assert all(map(torch.equal, found, alone))
+        for result in run_ranks(world_size, norm_body, case):
+            assert all(map(torch.equal, result, alone))
 
 
 def refusals_body(ctx: iris.Iris) -> list[str]:
@@ -166,30 +167,30 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
     small = FusedConfig(64, 64, 16, algorithm="one_shot")
     tries = {
         "a leaf cut": lambda: ctx.ops.matmul_all_reduce(out, A[:, :100], B[:100]),
-        "depths cut": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths=(128, 100, 28)),
-        "another K": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths=(64, 64, 192)),
+        "k_per_rank cut": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(128, 100, 28)),
+        "another K": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(64, 64, 192)),
         "too few": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths=(256, 128)),
-        "no numbers": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths="all"),
+        "no numbers": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank="all"),
         "eight bits": lambda: ctx.ops.matmul_all_reduce(out, A, eight, scale=torch.ones(16)),
         "another order": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=FusedConfig(64, 64, 64)),
         "other blocks": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=small),
         "gathered parts": lambda: ctx.ops.all_gather_matmul(out, torch.randn(4, 50), torch.randn(150, 16)),
         "experts": lambda: ctx.ops.plan("moe_gate_up", 4, 16, 64, torch.float32, experts=2),
     }
-    said = []
+    messages = []
     for name, attempt in tries.items():
         with pytest.raises(IrisError) as caught:
             attempt()
-        said.append(f"{name}: {type(caught.value).__name__}: {caught.value}")
+        messages.append(f"{name}: {type(caught.value).__name__}: {caught.value}")
     ctx.ops.matmul_all_reduce(out, A, B)  # the ranks still agree
-    return said
+    return messages
 
 
 def test_what_cannot_be_kept_is_refused_on_every_rank():
-    for said in run_ranks(3, refusals_body):
-        kinds = [each.split(": ")[1] for each in said]
-        assert kinds == ["ShapeError"] * 3 + ["ArgumentError"] * 7, said
-        assert "such as 128, 64, 108" in said[0], said[0]
+    for messages in run_ranks(3, refusals_body):
+        kinds = [each.split(": ")[1] for each in messages]
+        assert kinds == ["ShapeError"] * 3 + ["ArgumentError"] * 7, messages
+        assert "such as 128, 64, 108" in messages[0], messages[0]
 
 
 def plan_body(ctx: iris.Iris) -> str:
@@ -198,6 +199,6 @@ def plan_body(ctx: iris.Iris) -> str:
 
 
 def test_a_plan_says_what_was_left_out():
-    said = run_ranks(2, plan_body)[0]
-    assert "rejected lamport_matmul: its sums are" in said and "8 leaves in a tree" in said
-    assert "the same bits at every number of rows and ranks cost" in said
+    text = run_ranks(2, plan_body)[0]
+    assert "rejected lamport_matmul: its sums are" in text and "8 leaves in a tree" in text
+    assert "the same bits at every number of rows and ranks cost" in text

@@ -8,7 +8,7 @@ from iris_ops import FusedConfig, torch_ops  # noqa: F401  (which registers oper
 from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
 from iris_ops.planning import needs
 from iris_ops.planning.plan import way_for
-from iris_ops.problem import NORM, problem_asked
+from iris_ops.problem import NORM, requested_problem
 import pytest
 import torch
 
@@ -61,12 +61,12 @@ def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dt
 @torch.no_grad()
 def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[torch.Tensor]:
     A, B, bias, residual, weight = operands(ctx, M, N, K, bias, dtype)
-    made = torch.empty(M, N, dtype=dtype, device=ctx.device), torch.empty(M, N, dtype=dtype, device=ctx.device)
-    out, scaled, squares = *made, torch.empty(spans(N), M, dtype=torch.float32, device=ctx.device)
+    outputs = torch.empty(M, N, dtype=dtype, device=ctx.device), torch.empty(M, N, dtype=dtype, device=ctx.device)
+    out, scaled, squares = *outputs, torch.empty(spans(N), M, dtype=torch.float32, device=ctx.device)
     exact = torch.einsum("rmk,rkn->mn", A.double(), B.double()) + residual.double()
     exact = exact if bias is None else exact + bias.double()
     norm = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    problem, digest = problem_asked(NORM, M, N, K, ctx.num_ranks, dtype), None
+    problem, digest = requested_problem(NORM, M, N, K, ctx.num_ranks, dtype), None
     chosen = config or ctx.ops.plan(NORM, M, N, K, dtype)
     assert inside in (None, ends_with_norm(problem, chosen))
     mine = A[ctx.cur_rank], B[ctx.cur_rank].t().contiguous().t(), residual, weight, bias
@@ -186,31 +186,31 @@ def test_empty_sizes(world_size: int) -> None:
 @torch.no_grad()
 def uneven_body(ctx: iris.Iris, off_heap: bool) -> list[torch.Tensor]:
     """Ranks whose depth differs, one of them without any, as layers call it; `out` anywhere, with any strides."""
-    M, N, depths = 3, 200, (40, 0, 7, 16, 24, 1, 8, 33)[: ctx.num_ranks]
+    M, N, k_per_rank = 3, 200, (40, 0, 7, 16, 24, 1, 8, 33)[: ctx.num_ranks]
     draw = torch.Generator().manual_seed(1)
     A, B, residual, weight = (
         torch.randn(*size, generator=draw).bfloat16().to(ctx.device)
-        for size in ((M, sum(depths)), (sum(depths), N), (M, N), (N,))
+        for size in ((M, sum(k_per_rank)), (sum(k_per_rank), N), (M, N), (N,))
     )
-    first = sum(depths[: ctx.cur_rank])
-    mine = slice(first, first + depths[ctx.cur_rank])
+    first = sum(k_per_rank[: ctx.cur_rank])
+    mine = slice(first, first + k_per_rank[ctx.cur_rank])
     exact = A.double() @ B.double() + residual.double()
     op = torch.ops.iris_ops.matmul_all_reduce_norm
-    found = op(A[:, mine], B[mine], None, residual, weight, ctx.group_name, -(-sum(depths) // ctx.num_ranks))
-    assert (found[0].double() - exact).abs().max() <= (ctx.num_ranks + 2) * 2**-8 * exact.abs().max()
+    results = op(A[:, mine], B[mine], None, residual, weight, ctx.group_name, -(-sum(k_per_rank) // ctx.num_ranks))
+    assert (results[0].double() - exact).abs().max() <= (ctx.num_ranks + 2) * 2**-8 * exact.abs().max()
     for algorithm in ("one_shot", "overlapped"):
         config = FusedConfig(16, 64, 64, num_warps=4, num_stages=2, algorithm=algorithm)
         wide = poison((torch if off_heap else ctx).empty(M, N + 8, dtype=torch.bfloat16, device=ctx.device))
-        out, scaled, squares = wide[:, :N], torch.empty_like(residual), torch.empty_like(found[2])
+        out, scaled, squares = wide[:, :N], torch.empty_like(residual), torch.empty_like(results[2])
         ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A[:, mine], B[mine], residual, weight, config=config)
         assert (out.double() - exact).abs().max() <= (ctx.num_ranks + 2) * 2**-8 * exact.abs().max()
         assert torch.equal(scaled, out * weight) and wide[:, N:].isnan().all()
-    return [t.cpu() for t in found]
+    return [t.cpu() for t in results]
 
 
 @pytest.mark.parametrize("off_heap", [False, True], ids=["on heap", "off heap"])
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2, 3, 4])
-def test_uneven_depths(world_size: int, off_heap: bool) -> None:
+def test_uneven_k_per_rank(world_size: int, off_heap: bool) -> None:
     first, *others = run_ranks(world_size, uneven_body, off_heap)
     for other in others:
         assert all(map(torch.equal, first, other)), "the same bits on all ranks"

@@ -74,8 +74,8 @@ def gathered_rows_body(ctx) -> None:
     whole = torch.randn(w * m, n, generator=torch.Generator().manual_seed(2)).to(ctx.device)
     mine = whole[ctx.cur_rank * m :][:m]
     compiled = torch.compile(partial(torch_ops.gather_rows, ctx), fullgraph=True, backend="eager")
-    for found in (torch_ops.gather_rows(ctx, mine), registered("gather_rows")(mine, ctx.group_name), compiled(mine)):
-        assert torch.equal(found, whole)
+    for result in (torch_ops.gather_rows(ctx, mine), registered("gather_rows")(mine, ctx.group_name), compiled(mine)):
+        assert torch.equal(result, whole)
     results = torch.library.opcheck(registered("gather_rows"), (mine, ctx.group_name))
     assert set(results.values()) == {"SUCCESS"}, results
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="gather_rows: rows requires grad"):
@@ -149,15 +149,15 @@ def test_gradients_wrong_sizes_and_unknown_groups_are_refused(world_size: int) -
 def names_body(ctx) -> list[str]:
     A, B, bias, size = arguments(ctx, ALL_REDUCE)
     expected = torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, ctx.group_name)
-    found = []
+    names = []
     for _ in range(2):
         with iris.iris(1 << 24) as other:
-            found.append(other.group_name)
+            names.append(other.group_name)
             for name in (other.group_name, ctx.group_name):
                 assert torch.equal(torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, name), expected)
         with pytest.raises(ClosedError, match=f"group is '{other.group_name}'"):
             torch.ops.iris_ops.matmul_all_reduce(A, B, bias, size, other.group_name)
-    return [ctx.group_name, *found]
+    return [ctx.group_name, *names]
 
 
 def test_each_context_has_a_name_of_its_own_until_it_is_closed(world_size: int) -> None:

@@ -47,14 +47,14 @@ def check_traced(ctx, case):
 def test_ops_record_themselves(world_size, op, form):
     # every rank has rows and columns of its own, and as many
     case = Case(op, form, 32 * world_size, 36, 24, torch.float16, config=CONFIG)
-    found = run_ranks(world_size, check_traced, case)
-    for kinds, _, _ in found:
+    recorded = run_ranks(world_size, check_traced, case)
+    for kinds, _, _ in recorded:
         assert kinds[PRODUCT.value] >= 2 * 3 if op != MATMUL_GATHER else kinds[PRODUCT.value]
         if world_size > 1:
             assert kinds[PUSH.value] and kinds[SIGNAL.value]
             assert bool(kinds[SUM.value]) == (op not in (GATHER_MATMUL, MATMUL_GATHER))
     problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
-    assert sum(sent for _, sent, _ in found) == world_size * problem.link_bytes
+    assert sum(sent for _, sent, _ in recorded) == world_size * problem.link_bytes
 
 
 def sources(ctx, case: Case) -> list[int]:
@@ -70,8 +70,8 @@ def sources(ctx, case: Case) -> list[int]:
 @pytest.mark.parametrize("world_size", [3])
 def test_gathered_rows_are_multiplied_in_the_order_in_which_they_arrive(world_size):
     """Each rank pushes to the next one first: so its own rows, then those of the rank before, and so on."""
-    found = run_ranks(world_size, sources, Case(GATHER_MATMUL, "rows", 32 * world_size, 16, 24, config=CONFIG))
-    assert found == [[(rank - i) % world_size for i in range(world_size)] for rank in range(world_size)]
+    recorded = run_ranks(world_size, sources, Case(GATHER_MATMUL, "rows", 32 * world_size, 16, 24, config=CONFIG))
+    assert recorded == [[(rank - i) % world_size for i in range(world_size)] for rank in range(world_size)]
 
 
 PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL] + [
@@ -90,11 +90,11 @@ def test_specialised_warps_record_themselves(world_size, op, form, algorithm):
     config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_specialised=True, algorithm=algorithm)
     case = Case(op, form, 64 * world_size, 64 * world_size, 72, torch.float16, config=config)
     problem = Problem(op, form, case.M, case.N, case.K, world_size, case.dtype)
-    found = run_ranks(world_size, check_traced, case)
+    recorded = run_ranks(world_size, check_traced, case)
     rounding = 1e-3 if algorithm == "two_shot" else 0  # of a tile's bytes over all ranks
-    assert sum(sent for _, sent, _ in found) == pytest.approx(world_size * problem.link_bytes, rel=rounding, abs=0)
+    assert sum(sent for _, sent, _ in recorded) == pytest.approx(world_size * problem.link_bytes, rel=rounding, abs=0)
     specialised = ON_GPU and platform.has_warp_specialisation(torch.device("cuda", torch.cuda.current_device()))
-    for kinds, _, threads in found:
+    for kinds, _, threads in recorded:
         assert kinds[PRODUCT.value] and threads == (2 if specialised else 1)
         assert world_size == 1 or kinds[PUSH.value]
 
@@ -124,17 +124,17 @@ def check_untraced(ctx) -> dict[str, int]:
     }
     if ctx.device.type == "cpu":
         calls["eight bits"] = lambda: ctx.ops.matmul_all_reduce(out, A, W8.t(), scale=scale)
-    found = {}
+    recorded = {}
     for name, call in calls.items():
         ctx.tracing.enable(1 << 8)
         call()
-        found[name] = len(ctx.tracing.events())
+        recorded[name] = len(ctx.tracing.events())
     ctx.tracing.disable()
-    return found
+    return recorded
 
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
 def test_what_is_said_to_record_nothing_records_nothing(world_size):
     """docs/guides/tracing.md, `Tracing.enable`."""
-    for found in run_ranks(world_size, check_untraced):
-        assert not any(found.values()), found
+    for recorded in run_ranks(world_size, check_untraced):
+        assert not any(recorded.values()), recorded

@@ -30,7 +30,7 @@ def halved(leaves: list[torch.Tensor]) -> torch.Tensor:
     return (halved(leaves[:middle]).float() + halved(leaves[middle:]).float()).to(leaves[0].dtype)
 
 
-def tree_body(ctx: iris.Iris, case: Case, depths: tuple[int, ...]) -> list[str]:
+def tree_body(ctx: iris.Iris, case: Case, k_per_rank: tuple[int, ...]) -> list[str]:
     """What differs, in words: three calls like each other, beside this rank's own sum of all of K."""
     ctx.invariant = "ranks"
     w, rank = ctx.num_ranks, ctx.cur_rank
@@ -53,28 +53,28 @@ def tree_body(ctx: iris.Iris, case: Case, depths: tuple[int, ...]) -> list[str]:
             one_by_one.copy_(whole)
     exact = A.double() @ B.double() + bias.double()
     assert (whole - exact).abs().max() <= exact.abs().max() * (1e-5 if case.dtype == torch.float32 else 2e-2)
-    begin = sum(depths[:rank])
-    own = slice(begin, begin + depths[rank])
+    begin = sum(k_per_rank[:rank])
+    own = slice(begin, begin + k_per_rank[rank])
     size = case.M if case.form == "rows" else case.N
     part = slice(rank * part_size(size, w), rank * part_size(size, w) + part_of(size, w, rank))
     place = (slice(None), slice(None))
     if case.op == REDUCE_SCATTER:
         place = (part, slice(None)) if case.form == "rows" else (slice(None), part)
-    expected, said = one_by_one[place], []
+    expected, differences = one_by_one[place], []
     out = (ctx if case.on_heap else torch).empty(case.M, case.N, dtype=case.dtype, device=ctx.device)[place]
     out = out if case.on_heap else out.contiguous()
     a, b = A[:, own].contiguous(), B[own]
     for number in range(3):
-        getattr(ctx.ops, case.op)(poison(out), a, b, bias, config=case.config, depths=depths)
+        getattr(ctx.ops, case.op)(poison(out), a, b, bias, config=case.config, k_per_rank=k_per_rank)
         unlike = int((out != expected).sum())
         if unlike or not torch.equal(whole[place], expected):
-            said.append(f"{unlike} of {out.numel()} numbers of call {number} on rank {rank}")
-    return said
+            differences.append(f"{unlike} of {out.numel()} numbers of call {number} on rank {rank}")
+    return differences
 
 
-def check(world_size: int, case: Case, depths: tuple[int, ...]) -> None:
-    said = [each for found in run_ranks(world_size, tree_body, case, depths) for each in found]
-    assert not said, f"{case}, {depths}: {said[:4]}"
+def check(world_size: int, case: Case, k_per_rank: tuple[int, ...]) -> None:
+    differences = [each for of_rank in run_ranks(world_size, tree_body, case, k_per_rank) for each in of_rank]
+    assert not differences, f"{case}, {k_per_rank}: {differences[:4]}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,9 +88,9 @@ def test_any_ranks_sum_as_one_does(world_size, op, form, dtype):
         cuts = sorted(rng.randint(0, sum_tree.leaves_of(K)) for _ in range(world_size - 1))
         ends = [0, *(sum_tree.border(K, cut) for cut in cuts), K]
         uneven = tuple(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
-        depths = rng.choice([sum_tree.shares(K, world_size), uneven])
+        k_per_rank = rng.choice([sum_tree.shares(K, world_size), uneven])
         kinds = dict(transposed=rng.random() < 0.7, on_heap=rng.random() < 0.5, seed=rng.randrange(1 << 20))
-        check(world_size, Case(op, form, M, rng.choice([40, 136]), K, dtype, **kinds), depths)
+        check(world_size, Case(op, form, M, rng.choice([40, 136]), K, dtype, **kinds), k_per_rank)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])

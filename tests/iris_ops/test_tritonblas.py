@@ -85,13 +85,13 @@ def test_the_selector_is_asked_for_the_product_and_gives_the_tile(amd) -> None:
 
 def test_a_plan_takes_the_tile_and_says_so(amd) -> None:
     amd(SELECTOR)
-    here, asked = machine_named(AMD, 304), problem()
-    chosen = plan(asked, here)
+    here, case = machine_named(AMD, 304), problem()
+    chosen = plan(case, here)
     tile = (chosen.block_m, chosen.block_n, chosen.block_k, chosen.num_warps, chosen.num_stages)
     assert tile == (256, 128, 64, 8, 2) and chosen.algorithm == "overlapped"
     assert "tritonblas selects blocks 256x128x64, 2 stages" in chosen.explain()
     assert plan(problem(m=4, op=ALL_REDUCE), here).algorithm != "overlapped"  # few rows: our own kernels and tiles
-    elsewhere = plan(asked, machine_named("NVIDIA H200", 132))
+    elsewhere = plan(case, machine_named("NVIDIA H200", 132))
     assert "tritonblas" not in elsewhere.explain() and elsewhere.num_stages != 2
     fp32 = plan(problem(dtype=torch.float32), here)
     assert "No Valid Matrix Instruction" in fp32.explain() and (fp32.block_m, fp32.block_n) != (256, 128)

@@ -240,7 +240,7 @@ def short_prompts_body(ctx) -> None:
         if not ON_GPU:
             compiling = torch.compiler.is_compiling
             patch.setattr(
-                skinny_matmul, "serves", lambda x, weight, *_: compiling() and skinny_matmul.has_few_rows(x, 16)
+                skinny_matmul, "is_faster", lambda x, weight, *_: compiling() and skinny_matmul.has_few_rows(x, 16)
             )
         engine = layers.Engine(model, ctx, 8, 16, compile=backend(ctx))
         eager = layers.Engine(model, ctx, 8, 16, graphs=False)

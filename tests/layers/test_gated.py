@@ -93,7 +93,7 @@ def own_forward(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
     """As in a capture, which there is none of on CPUs."""
-    patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
+    patch.setattr(skinny_matmul, "is_faster", lambda x, weight, *_: x.shape[:-1].numel() <= 16 and weight.shape[0] > 0)
 
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:

@@ -158,15 +158,15 @@ def test_compilers_know_its_shape() -> None:
 def test_only_what_is_captured_is_served() -> None:
     x, weight = torch.randn(16, 512, device=DEVICE).bfloat16(), torch.randn(128, 512, device=DEVICE).bfloat16()
     wide = weight.repeat(80, 1)
-    assert not skinny_matmul.serves(x, weight)
+    assert not skinny_matmul.is_faster(x, weight)
     skinny_matmul.linear(x, weight)  # loads the kernel, which a capture could not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        served = skinny_matmul.serves(x, weight)
-        others = [skinny_matmul.serves(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
-        others.append(skinny_matmul.serves(x.repeat(5, 1), wide))
-        served &= skinny_matmul.serves(x.repeat(4, 1), wide)
+        served = skinny_matmul.is_faster(x, weight)
+        others = [skinny_matmul.is_faster(*each) for each in ((x.repeat(2, 1), weight), (x.float(), weight.float()))]
+        others.append(skinny_matmul.is_faster(x.repeat(5, 1), wide))
+        served &= skinny_matmul.is_faster(x.repeat(4, 1), wide)
         out = skinny_matmul.linear(x, weight)
     assert served and not any(others)
     for seed in range(2):
@@ -200,7 +200,7 @@ def test_an_eager_call_loads_what_a_capture_launches(monkeypatch, bias: bool) ->
     kernel, capturing = Launches(skinny_matmul.skinny_matmul_kernel), []
     monkeypatch.setattr(skinny_matmul, "skinny_matmul_kernel", kernel)
     monkeypatch.setattr(skinny_matmul, "_loaded", set())
-    monkeypatch.setattr(skinny_matmul, "_suits", lambda *_: True)
+    monkeypatch.setattr(skinny_matmul, "_is_eligible", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     for _ in range(2):
         assert torch.equal(skinny_matmul.linear(x, weight, added), F.linear(x, weight, added))
@@ -273,7 +273,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skinny_matmul, "skinny_matmul", counted)
-        patch.setattr(skinny_matmul, "serves", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
+        patch.setattr(skinny_matmul, "is_faster", lambda x, weight, *_: 0 < x.shape[:-1].numel() <= 6)
         engine = layers.Engine(model, ctx, batch_size=2, max_length=16)
         return engine.generate(models.prompt().tolist(), models.NEW), calls, exchanged
 

@@ -27,7 +27,7 @@ def serve_anywhere(patch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         few = skinny_matmul.has_few_rows
-        patch.setattr(skinny_matmul, "suits", lambda x, rows: x.dtype == torch.bfloat16 and few(x, rows or 16))
+        patch.setattr(skinny_matmul, "is_eligible", lambda x, rows: x.dtype == torch.bfloat16 and few(x, rows or 16))
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[None]:

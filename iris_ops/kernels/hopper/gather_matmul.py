@@ -68,7 +68,7 @@ class _Gathered:
 
     @gluon.jit
     def load(self, ctx, own, row, k, loaded, place):
-        """Loads rows from `row` on; this rank's own come from `own`."""
+        """Load rows from `row` on; this rank's own come from `own`."""
         first = self.rank * self.part_rows
         if (ctx.world_size == 1) | (row >= first) & (row < first + self.part_rows):
             async_load(own, [row - first, k], loaded, place)
@@ -82,7 +82,7 @@ class _Gathered:
 
     @gluon.jit
     def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
-        """Waits until `row` has arrived. Returns how many ranks' rows are here then, from the next rank's on.
+        """Wait until `row` has arrived. Returns how many ranks' rows are here then, from the next rank's on.
 
         `ready`: how many were here before; `wanted`: whether the row is needed at all.
         """
@@ -182,15 +182,15 @@ def product(
             return
         args = dict(
             flags=flags, passed=passed, ctx_ptr=ctx.get_device_context(), part_rows=problem.part_rows,
-            world=World(problem.world_size, WAITERS.index(problem.asked), traced),
+            world=World(problem.world_size, WAITERS.index(problem.called_op), traced),
             **_arguments(problem, config, out, A, gathered, B, bias),
         )  # fmt: skip
         programs = platform.num_programs(ctx.device)
         grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
         options = dict(num_warps=config.num_warps)
-        found = relaunch.launch(kernels, ctx.device, hopper_gather_matmul_kernel, grid, args, addresses, **options)
-        calls.keep(key, None, found)
-        again = found and found.again
+        launched = relaunch.launch(kernels, ctx.device, hopper_gather_matmul_kernel, grid, args, addresses, **options)
+        calls.keep(key, None, launched)
+        again = launched and launched.again
 
     return launch
 

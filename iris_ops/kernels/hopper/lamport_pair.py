@@ -128,7 +128,7 @@ class Pair:
 
     @gluon.jit
     def send(self, done, row, col, first, rows, spread):
-        """Sends tile number `done`, over `spread` ticks. The tile stays in shared memory."""
+        """Send tile number `done`, over `spread` ticks. The tile stays in shared memory."""
         dtype: gl.constexpr = self.shared.product.dtype
         begin = arch.clock()
         for part in range(self.shared.PARTS):
@@ -139,28 +139,28 @@ class Pair:
 
     @gluon.jit
     def look(self, row, col, first, rows, exists):
-        """Loads what has arrived so far of all parts of a peer's tile, which may not exist."""
-        found = ()
+        """Load what has arrived so far of all parts of a peer's tile, which may not exist."""
+        values = ()
         for part in gl.static_range(self.shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)
-            found = found + (arch.load_fresh(place, mask & exists),)
-        return found
+            values = values + (arch.load_fresh(place, mask & exists),)
+        return values
 
     @gluon.jit
-    def add(self, done, found, row, col, first, rows):
-        """Stores the sum of tile number `done` and the peer's to `out`. `found`: what `look` has loaded of those."""
+    def add(self, done, values, row, col, first, rows):
+        """Store the sum of tile number `done` and the peer's to `out`. `values`: what `look` has loaded of those."""
         ctx, shared, C, peer = self.ctx, self.shared, self.C, 1 - self.ctx.rank
         for part in range(shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)
             total, waited = take_found(
-                ctx, found[0], place, mask, peer, self.epoch, self.WAITER, shared.product.dtype, LANES=False
+                ctx, values[0], place, mask, peer, self.epoch, self.WAITER, shared.product.dtype, LANES=False
             )
             if shared.PARTS > 1:
-                ahead = found[1]
-                if waited:  # then what was found of the next is old, too
+                following = values[1]
+                if waited:  # then what was loaded of the next part is old, too
                     place, mask = self.value_places(self.theirs, part + 1, row, col, first, rows)
-                    ahead = arch.load_fresh(place, mask & (part + 1 < shared.PARTS))
-                found = (ahead,) + found[2:] + found[:1]
+                    following = arch.load_fresh(place, mask & (part + 1 < shared.PARTS))
+                values = (following,) + values[2:] + values[:1]
             total += rows_of(shared, done, part, self.MOVE).to(gl.float32)
             r, c, inside = self.rows_among(part, row, col, first, rows)
             if self.bias is not None:
@@ -184,7 +184,7 @@ def _swap_tiles(pair):
         if i < count:
             await_tile(shared, i)
         # now: the later the more has come, but loads wait behind stores to peers
-        found = pair.look(before_row, before_col, 0, M, i > 0)
+        values = pair.look(before_row, before_col, 0, M, i > 0)
         if i < count:
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
@@ -196,7 +196,7 @@ def _swap_tiles(pair):
         if i > 0:
             tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(SUM, -1, pair.C.data, tile_m, tile_n, nbytes=0)
-            pair.add(i - 1, found, before_row, before_col, 0, M)
+            pair.add(i - 1, values, before_row, before_col, 0, M)
             ctx.tracing.record_event_end(span)
 
 
@@ -216,7 +216,7 @@ def _scatter_tiles(pair):
         end = gl.minimum(row + tiles.BLOCK_M, M)
         own = gl.maximum(gl.minimum(end, first + rows) - gl.maximum(row, first), 0)
         await_tile(shared, i)
-        found = pair.look(row, col, first, rows, own > 0)
+        values = pair.look(row, col, first, rows, own > 0)
         if own < end - row:
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, pair.half, tile_m, tile_n, nbytes=nbytes)
@@ -225,17 +225,17 @@ def _scatter_tiles(pair):
             ctx.tracing.record_event_end(span)
         if own > 0:
             span = ctx.tracing.record_event_start(SUM, -1, pair.C.data, tile_m, tile_n, nbytes=0)
-            pair.add(i, found, row, col, first, rows)
+            pair.add(i, values, row, col, first, rows)
             ctx.tracing.record_event_end(span)
         else:
             give_back(shared, i, shared.PARTS - 1)
     if gl.program_id(0) == 0:  # a rank to which nothing else is sent must still learn that its peer is in this call
         lanes = gl.arange(0, _MOVER_THREADS, layout=_LANES)
-        behind = pair.half + 2 * (part_rows.to(gl.int64) * pair.ld) + lanes
+        after_blocks = pair.half + 2 * (part_rows.to(gl.int64) * pair.ld) + lanes
         here = gl.zeros([_MOVER_THREADS], pair.half.dtype.element_ty, _LANES)
-        put(ctx, behind, here, lanes == ctx.rank, pair.bases, peer)
+        put(ctx, after_blocks, here, lanes == ctx.rank, pair.bases, peer)
         dtype: gl.constexpr = shared.product.dtype
-        take(ctx, behind, 0, lanes == peer, peer + 0 * lanes, pair.epoch, pair.WAITER, dtype, 1, LANES=False)
+        take(ctx, after_blocks, 0, lanes == peer, peer + 0 * lanes, pair.epoch, pair.WAITER, dtype, 1, LANES=False)
 
 
 @gluon.jit

@@ -104,7 +104,7 @@ def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
 
 @gluon.jit
 def _send(exchange, shared, done, bases, row, col, spread):
-    """Sends the finished tile's rows to where their owners expect this rank's."""
+    """Send the finished tile's rows to where their owners expect this rank's."""
     ctx, part_rows, ld, M = exchange.ctx, exchange.part_rows, exchange.ld, exchange.C.rows
     mine = exchange.half + (ctx.rank * part_rows).to(gl.int64) * ld
     begin = arch.clock()
@@ -126,7 +126,7 @@ def _sum(
     exchange, bases, row, col, own_rows, spread, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
     SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """Sums ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; sends the sums to all."""
+    """Sum ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; send the sums to all."""
     ctx, bias, half, ld, N = exchange.ctx, exchange.bias, exchange.half, exchange.ld, exchange.C.cols
     step = exchange.step()
     r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
@@ -134,7 +134,7 @@ def _sum(
     place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
     share, tile_n = row // ROWS, col // BLOCK_N
     span = ctx.tracing.record_event_start(SUM, ctx.rank, half, share, tile_n, nbytes=0)
-    found = ()
+    sums = ()
     complete = True
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
         mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
@@ -144,7 +144,7 @@ def _sum(
         )
         if bias is not None:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
-        found = found + (without_sentinel(total, dtype),)
+        sums = sums + (without_sentinel(total, dtype),)
         complete = complete & ok
     ctx.tracing.record_event_end(span)
     if complete:
@@ -156,7 +156,7 @@ def _sum(
             mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
             for j in gl.static_range(1, ctx.world_size + 1):
                 target = remote(ctx, exchange.sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
-                gl.store(target + place + i * SUMMED * ld, found[i], mask=mask, cache_modifier=".wt")
+                gl.store(target + place + i * SUMMED * ld, sums[i], mask=mask, cache_modifier=".wt")
         ctx.tracing.record_event_end(span)
 
 
@@ -219,7 +219,7 @@ def lamport_two_shot_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """What this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
+    """Return what this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVER_WARPS * 32 * 8 // block_n  # of which all mover threads hold a vector each
     owned = max(lines, block_m // parts)

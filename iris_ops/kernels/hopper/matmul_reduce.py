@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
-    """Pushes the finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N] in its owner's memory."""
+    """Push the finished tile, rows `row` to `end` of M, to `staged` [BLOCK_M, BLOCK_N] in its owner's memory."""
     begin = arch.clock()
     for part in range(shared.PARTS):
         pace(begin, spread, part, shared.PARTS)
@@ -49,18 +49,18 @@ def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
 def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
     """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
     r, c, own = places_of(shared, part, row, M, MOVE)
-    inside = own & (r < min(end, row + shared.BLOCK_M))  # parts behind the last are asked for, too
+    inside = own & (r < min(end, row + shared.BLOCK_M))  # parts after the last are requested, too
     return (r - row)[:, None] * shared.BLOCK_N + c[None, :], inside[:, None] & (c >= 0)[None, :]
 
 
 @gluon.jit
 def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: gl.constexpr):
-    """Loads one part of the tile from each of `sources`, the tiles that peers have staged."""
+    """Load one part of the tile from each of `sources`, the tiles that peers have staged."""
     place, inside = _packed(shared, part, row, end, M, MOVE)
-    found = ()
+    parts = ()
     for i in gl.static_range(COUNT):
-        found = found + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
-    return found
+        parts = parts + (gl.load(sources[i] + place, mask=inside, other=0.0, cache_modifier=".cg"),)
+    return parts
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def _sum(
     ctx, shared, staging, index, owned, sync, bias, target, row, end, M, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
     done, ok,
 ):  # fmt: skip
-    """Adds what peers have staged for the finished tile, number `index` of `owned`, and stores the sum to `target`.
+    """Add what peers have staged for the finished tile, number `index` of `owned`, and store the sum to `target`.
 
     The tile has rows to `end`; `bias` is of its columns.
     """

@@ -40,7 +40,7 @@ _SUM_ROWS = 16  # of a warp, in one product
 
 
 def accumulator(block_m: int, block_n: int, itemsize: int, warps: int) -> gl.NVMMADistributedLayout:
-    """Which thread of `warps` warps holds what of the sums [block_m, block_n].
+    """Return which thread of `warps` warps holds what of the sums [block_m, block_n].
 
     `itemsize`: bytes of an operand's element. The warps share the rows; where they are more than blocks of 16 rows,
     they share the columns, too.
@@ -94,7 +94,7 @@ class Mma:
 
     @gluon.jit
     def issue(self, rows, columns, acc):
-        """Begins to add the product of two blocks, which lie in shared memory as they were loaded."""
+        """Begin to add the product of two blocks, which lie in shared memory as they were loaded."""
         if self.FOLDED:
             rows = reinterpret(rows, rows.dtype, [self.BLOCK_M, self.BLOCK_K], self.A_FORM)
         if self.GATED:
@@ -105,7 +105,7 @@ class Mma:
 
     @gluon.jit
     def await_last_but_one(self, acc):
-        """Waits until this warp's product before the one just issued has read its blocks."""
+        """Wait until this warp's product before the one just issued has read its blocks."""
         return warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
 
     @gluon.jit

@@ -40,7 +40,7 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
-    """Why warp-specialised programs cannot compute a call, or None.
+    """Return why warp-specialised programs cannot compute a call, or None.
 
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
@@ -60,7 +60,7 @@ def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.T
 def arguments(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
 ) -> dict:
-    """What all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
+    """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
     `folds`: as in `descriptors.rows_operand`.
     """
@@ -94,7 +94,7 @@ def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARP
 
 
 def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
-    """Which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
+    """Return which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
     across = min(32, block_n // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
@@ -109,7 +109,7 @@ def described(
 
 
 def rows_described(A: torch.Tensor, block: tuple[int, int]) -> GluonDescriptor:
-    """A as kernels load its rows: folded, where they are fewer than a tile's (`tiles.first_row`)."""
+    """Return A as kernels load its rows: folded, where they are fewer than a tile's (`tiles.first_row`)."""
     high = block[0]
     if high // 2 <= A.shape[0] < high:
         return described(A, (2, high // 2, block[1]), folded(A, high))
@@ -119,7 +119,7 @@ def rows_described(A: torch.Tensor, block: tuple[int, int]) -> GluonDescriptor:
 def specialised_arguments(
     rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, args: dict, tensors: Operands
 ) -> tuple[tuple[int, int, int], dict]:
-    """The grid and all arguments of a kernel that pushes tiles, some of them shared (`stream_k.Units`)."""
+    """Return the grid and all arguments of a kernel that pushes tiles, some of them shared (`stream_k.Units`)."""
     programs, rates = platform.num_programs(rank.device), machine_of(rank.device)
     shared, sharers = shared_tiles(problem, config, programs)
     grid = grid_of(rank.device, config, max(gemm_tiles(problem, config), sharers))
@@ -140,7 +140,7 @@ def specialised_arguments(
 def lamport_specialised_arguments(
     rank: Rank, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands
 ) -> tuple[tuple[int, int, int], dict]:
-    """The grid and the arguments that all warp-specialised Lamport kernels are given."""
+    """Return the grid and the arguments that all warp-specialised Lamport kernels are given."""
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
     return grid, args | dict(

@@ -237,7 +237,7 @@ def _place_of(acc, parts, number):
 
 @gluon.jit
 def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
-    """Loads the block that comes next, if there is one, and says what comes after it.
+    """Load the block that comes next, if there is one, and return what comes after it.
 
     `at`: the unit, the row and the column of the block, where along K it is, where the unit ends, how many ranks' rows
     are here. `count`: of units.
@@ -361,7 +361,7 @@ def _bias_of(product, tiles, tile, bias, N, GATED: gl.constexpr):
 
 @gluon.jit
 def await_tile(shared, done):
-    """Waits until the program's tile number `done` is finished."""
+    """Wait until the program's tile number `done` is finished."""
     mbarrier.wait(shared.ready.index(done % shared.PLACES), done // shared.PLACES & 1)
 
 
@@ -373,7 +373,7 @@ def part_of(shared, done, part):
 
 @gluon.jit
 def give_back(shared, done, part):
-    """Frees the place of tile number `done` once the last of its parts has been loaded."""
+    """Free the place of tile number `done` once the last of its parts has been loaded."""
     if part == shared.PARTS - 1:
         program_barrier()
         mbarrier.arrive(shared.free.index(done % shared.PLACES), count=1)
@@ -389,7 +389,7 @@ def rows_of(shared, done, part, MOVE: gl.constexpr):
 
 @gluon.jit
 def pace(begin, spread, part, parts):
-    """Waits until part number `part` of `parts` is due: the first was at `begin`, and all take `spread` ticks."""
+    """Wait until part number `part` of `parts` is due: the first was at `begin`, and all take `spread` ticks."""
     while arch.clock() - begin < spread * part // parts:
         pass
 

@@ -37,7 +37,7 @@ class Brought(Way):
     ops = frozenset((GATHER_MATMUL,))
     algorithms = ("copy_gather",)
     warp_specialised = True
-    stand_in = COPY_GATHER
+    fallback = COPY_GATHER
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return self.refuses(problem) or specialised_refused(problem, machine)
@@ -52,7 +52,7 @@ class Brought(Way):
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         """No higher than a rank's rows."""
-        return [each for each in copy_gather_configs(machine) if each.block_m <= problem.part_rows]
+        return [config for config in copy_gather_configs(machine) if config.block_m <= problem.part_rows]
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         w, entry = problem.world_size, _BARRIER_US * problem.world_size
@@ -63,7 +63,7 @@ class Brought(Way):
         return (w - 1) * copy, entry + max(gemm, late)
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-        """The gathered rows: one element at least, so that they have a place."""
+        """Return the gathered rows: one element at least, so that they have a place."""
         return Sizes(staging=max(1, problem.M * problem.K) * problem.dtype.itemsize)
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
@@ -77,7 +77,7 @@ class CopyGather(Brought):
     supports = ""
     warp_specialised = False
     weights = frozenset((PLAIN, *SCALED_AT_END))
-    stand_in = ""
+    fallback = ""
     lead = 0.01, float("inf")
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -109,18 +109,18 @@ class CopyGather(Brought):
 
 
 def steps_of(problem: Problem, config: FusedConfig) -> list[range]:
-    """The ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
-    others = problem.world_size - 1
-    together = min(others, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
-    if others == 0:
+    """Return the ranks whose rows are multiplied together, counted from the rank itself on; the same on all ranks."""
+    peers = problem.world_size - 1
+    together = min(peers, max(config.ranks_together, -(-_LEAST_ROWS // max(1, problem.part_rows))))
+    if peers == 0:
         return []
-    first = others % together or together  # the smallest group, which the fewest rows hide
-    begins = [1, *range(1 + first, others + 1, together)]
-    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], others + 1], strict=True)]
+    first = peers % together or together  # the smallest group, which the fewest rows hide
+    begins = [1, *range(1 + first, peers + 1, together)]
+    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], peers + 1], strict=True)]
 
 
 def rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
-    """The rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
+    """Return the rows [begin, end) that arrive at `rank` in a step: neighbours but where they begin anew at 0."""
     w, part, M = problem.world_size, problem.part_rows, problem.M
     first, last = (rank + step[0]) % w, (rank + step[-1]) % w
     ranks = [(first, last)] if first <= last else [(first, w - 1), (0, last)]
@@ -129,16 +129,16 @@ def rows_of(problem: Problem, rank: int, step: range) -> list[tuple[int, int]]:
 
 
 def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the products, of the copies, and of all, on the rank that takes longest."""
+    """Return the microseconds of the products, of the copies, and of all, on the rank that takes longest."""
     w = problem.world_size
     copy = problem.part_rows * problem.K * problem.dtype.itemsize / (machine.link_gbs * 1e3) + _COPY_US
     barrier = _BARRIER_US * w
-    found = []
+    times = []
     for rank in range(w):
         steps = [rows_of(problem, rank, step) for step in steps_of(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
         if problem.sums.promised:
-            products = [product_us(each, problem.N, problem.K, problem, machine) for each in rows]
+            products = [product_us(m, problem.N, problem.K, problem, machine) for m in rows]
         else:
             products = expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)
         us, sent, done = barrier + products[0], barrier, 1
@@ -147,6 +147,6 @@ def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple
             # a barrier beside a product that fills the chip waits for its end
             us = max(us, sent) + barrier + sum(products[done : done + len(there)])
             done += len(there)
-        found.append((us, sum(products)))
-    total, gemm = max(found)
+        times.append((us, sum(products)))
+    total, gemm = max(times)
     return gemm, copy * (w - 1), total

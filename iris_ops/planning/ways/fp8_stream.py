@@ -11,7 +11,7 @@ from ...problem import ALL_REDUCE, Problem
 from ..needs import ANY_ORDER, Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden
-from ..weights.fp8 import EIGHT_BITS, LINE, stream_refused, stream_us
+from ..weights.fp8 import FP8_FORMAT, LINE, stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
 LAMPORT_FP8 = "fp8.lamport_stream"
@@ -28,9 +28,9 @@ class Fp8Stream(Lamport):
     options = "fp8.weight_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
-    weights = frozenset((EIGHT_BITS,))
+    weights = frozenset((FP8_FORMAT,))
     sums = frozenset((ANY_ORDER,))
-    stand_in = LAMPORT
+    fallback = LAMPORT
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return stream_refused(problem, machine) or unhidden(problem)

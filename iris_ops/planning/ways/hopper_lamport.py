@@ -41,7 +41,7 @@ class LamportTwoShot(Lamport):
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("two_shot",)
     warp_specialised = True
-    stand_in = LAMPORT
+    fallback = LAMPORT
     most = 1 << 23
     """Elements of the largest result whose exchange it hides."""
 
@@ -91,11 +91,11 @@ class LamportPair(LamportTwoShot):
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         return super().means(problem, config) and problem.world_size == 2 and not problem.weights.streams(problem)
 
-    def standing(self, problem: Problem) -> str:
+    def fallback_for(self, problem: Problem) -> str:
         return TREE if problem.tree else LAMPORT
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return [_staggered(each, problem, machine) for each in super().tiles(problem, machine)]
+        return [_staggered(config, problem, machine) for config in super().tiles(problem, machine)]
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)

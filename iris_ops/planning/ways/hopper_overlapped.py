@@ -36,22 +36,22 @@ class HopperReduce(Way):
     ops = frozenset(SUMS)
     warp_specialised = True
     weights = frozenset((PLAIN, *SCALED_AT_END))
-    stand_in = REDUCE
+    fallback = REDUCE
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return specialised_refused(problem, machine)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """Tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
+        """Return the tiles that specialised warps push, whole or, where they fill no wave, shared along K."""
         # owners take turns, so a wave of programs works on this many row blocks of each
         group_m = FusedConfig.group_m if problem.op == MATMUL_GATHER else max(1, _WAVE_HEIGHT // problem.world_size)
         programs = machine.num_programs
-        found = [
-            x
-            for x in pushed(self.kernel, machine.architecture, group_m)
-            if x.splits == 1 or shared_tiles(problem, x, programs)[0]
+        configs = [
+            config
+            for config in pushed(self.kernel, machine.architecture, group_m)
+            if config.splits == 1 or shared_tiles(problem, config, programs)[0]
         ]
-        return staggered(found, problem, machine)
+        return staggered(configs, problem, machine)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -92,4 +92,4 @@ class HopperGather(HopperReduce):
     launcher = "kernels.hopper.matmul_gather:launcher"
     supports = "layouts:pushes_products"
     ops = frozenset((MATMUL_GATHER,))
-    stand_in = GATHER
+    fallback = GATHER

@@ -22,7 +22,7 @@ LAMPORT, LAMPORT_GATHER = "lamport_matmul", "lamport_gather_matmul"
 # Of the link's rate, what Lamport values get, which are polled, overwritten by the sentinel and stored once more.
 _LAMPORT = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_GATHER: 0.85}
 TWICE, PAIR = 0.8, 0.9  # in two shots; between two ranks whose link is full
-_KEPT_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
+_OWN_PART_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
 _HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
 
@@ -47,7 +47,7 @@ class Lamport(Way):
         return norm_inside(problem, config)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """Tiles of few rows, in one shot and, of an all-reduce, in two."""
+        """Return the tiles of few rows, in one shot and, of an all-reduce, in two."""
         shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
         if problem.weights.rounds_rows:
             tiles = tuple((*tile, stages) for tile, (stages, _) in EXCHANGED_TILES[problem.itemsize].items())
@@ -60,12 +60,12 @@ class Lamport(Way):
         return tiled(self.kernel, tiles, shots, FusedConfig.comm_programs if rounds else movers(problem, machine))
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-        """(link, total): values travel behind the product; the last wave hides those of the waves before."""
+        """Return (link, total): values travel after the product; the last wave hides those of the waves before."""
         # in one shot of an all-reduce every rank gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
         nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
-        kept = _keeps_own(problem, config, machine)
-        rate = TWICE if shots == 2 else PAIR if kept and problem.world_size == 2 else _LAMPORT[problem.op]
+        keeps_own = _keeps_own(problem, config, machine)
+        rate = TWICE if shots == 2 else PAIR if keeps_own and problem.world_size == 2 else _LAMPORT[problem.op]
         link = nbytes / (machine.link_gbs * rate * 1e3)
         if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
             # sums, which are the second shot, begin behind all products
@@ -77,18 +77,18 @@ class Lamport(Way):
         shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
         one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.weights.rounds_rows
         rest = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
-        if kept:
-            rest -= _KEPT_US
+        if keeps_own:
+            rest -= _OWN_PART_US
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         rows, cols = exchanged_part(problem, config)
         w, ld, itemsize = problem.world_size, exchange_ld(cols), problem.dtype.itemsize
-        behind = rows * w * ld if config.algorithm == "two_shot" else exchange_ld(w)
+        second_shot = rows * w * ld if config.algorithm == "two_shot" else exchange_ld(w)
         if config.algorithm == "one_shot" and problem.op == ALL_REDUCE:
-            behind = 0  # every rank gets values from every rank
+            second_shot = 0  # every rank gets values from every rank
         gathered = problem.M * exchange_ld(problem.K) if problem.op == GATHER_MATMUL else 0
-        return Sizes(0, gathered * itemsize, 2 * (w * rows * ld + behind) * itemsize)
+        return Sizes(0, gathered * itemsize, 2 * (w * rows * ld + second_shot) * itemsize)
 
 
 class LamportGather(Lamport):
@@ -104,7 +104,7 @@ class LamportGather(Lamport):
 
 
 def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-    """The norm, where a kernel itself can add the residual and end with an RMSNorm's first half.
+    """Return the norm, where a kernel itself can add the residual and end with an RMSNorm's first half.
 
     Not where rows are to be alike: if they are many no kernel does, and a tile sums squares in an order of its own.
     """

@@ -49,7 +49,7 @@ class Mixture(Way):
         return config.algorithm in self.algorithms
 
     def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
-        """Microseconds of what a call takes beside its product."""
+        """Return the microseconds of what a call takes beside its product."""
         raise NotImplementedError
 
     def times(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:
@@ -64,7 +64,7 @@ class Mixture(Way):
         return max(1, problem.tokens)
 
     def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
-        found = []
+        configs = []
         for m, n, k, warps, stages, *_ in tiles_of(problem, machine):
             if not problem.sums.promised and problem.reduces and m == NOT_BACK:
                 continue
@@ -82,13 +82,13 @@ class Mixture(Way):
             while fit < 2 and k > 32:
                 k //= 2
                 fit = machine.stages((m + n) * k * problem.dtype.itemsize)
-            found.append(
+            configs.append(
                 FusedConfig(
                     m, n, k, group_m=8, num_warps=warps, num_stages=max(1, min(stages, fit)),
                     algorithm=self.algorithms[0], kernel=self.kernel,
                 )
             )  # fmt: skip
-        return found
+        return configs
 
     def label(self, problem: MoeProblem, config: FusedConfig) -> str:
         return f"{config.kernel} {config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"

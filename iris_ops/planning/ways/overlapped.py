@@ -41,14 +41,16 @@ class Overlapped(Way):
             tiles = tuple(tritonblas.tiles(problem, machine.name)) or fitting(
                 problem.dtype.itemsize, machine, few=False
             )
-        found = tiled(self.kernel, tiles, ("overlapped",), movers(problem, machine))
+        configs = tiled(self.kernel, tiles, ("overlapped",), movers(problem, machine))
         if problem.op == GATHER_MATMUL and not problem.sums.promised:  # which no cut of few tiles would be
-            cuts = [splits(problem, config, machine) for config in found]
-            return [replace(each, splits=cut) if cut > 1 else each for each, cut in zip(found, cuts, strict=True)]
+            cuts = [splits(problem, config, machine) for config in configs]
+            cuttable = zip(configs, cuts, strict=True)
+            return [replace(config, splits=cut) if cut > 1 else config for config, cut in cuttable]
         aligned = problem.op != GATHER_MATMUL and problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
         if machine.warp_specialised and problem.dtype.itemsize == 2 and aligned:
-            return [each for each in found if each.block_m < min(specialised_tiles(machine.architecture).overlapped)[0]]
-        return found
+            most = min(specialised_tiles(machine.architecture).overlapped)[0]
+            return [config for config in configs if config.block_m < most]
+        return configs
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -122,7 +124,7 @@ class GatherFirst(Overlapped):
 
 
 def overlapped_sizes(problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-    """What ranks stage for each other, and parts of tiles behind it."""
+    """Return the sizes of what ranks stage for each other, then of parts of tiles."""
     flags, nbytes = staged(problem, config)
     cut = parts(problem, config, programs)
     return Sizes(flags + cut, nbytes + cut * config.block_m * config.block_n * 4)

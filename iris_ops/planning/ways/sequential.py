@@ -74,7 +74,7 @@ class Sequential(Way):
 
 
 def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
-    """Microseconds of the product, of the collective, and of both."""
+    """Return the microseconds of the product, of the collective, and of both."""
     if problem.sums.promised:
         gemm = product_us(*problem.gemm, problem, machine)
     else:
@@ -95,7 +95,7 @@ def _collective(problem: Problem) -> ccl.Problem:
 
 
 def sequential_elements(problem: Problem) -> int:
-    """Elements between the two halves, where `out` cannot hold them."""
+    """Return the elements between the two halves, where `out` cannot hold them."""
     if problem.op in (ALL_REDUCE, MATMUL_GATHER):
         return 0
     return problem.M * (problem.K if problem.op == GATHER_MATMUL else problem.N)

@@ -70,24 +70,24 @@ class Tree(Way):
     def most_rows(self, problem: Problem, config: FusedConfig) -> int:
         return most_rows(problem, config)
 
-    def standing_in(self, problem: Problem, config: FusedConfig, machine: Machine) -> FusedConfig:
-        """A portable tile, for specialised warps' tiles are not this kernel's."""
+    def fallback_config(self, problem: Problem, config: FusedConfig, machine: Machine) -> FusedConfig:
+        """Return a portable tile, for specialised warps' tiles are not this kernel's."""
         if not config.warp_specialised:
             return config
-        return min(self.tiles(problem, machine), key=lambda each: (abs(each.block_m - 64), each.block_n))
+        return min(self.tiles(problem, machine), key=lambda config: (abs(config.block_m - 64), config.block_n))
 
 
 def exchanged(problem: Problem, config: FusedConfig) -> Sizes:
-    """The exchange area of a sum by tree: its roots, and what follows them."""
+    """Return the exchange area of a sum by tree: its roots, and what follows them."""
     rows, cols = exchanged_part(problem, config)
     w = problem.world_size
-    behind = rows * w if config.algorithm == "two_shot" else 1  # sums, or what ranks tell each other
+    second_shot = rows * w if config.algorithm == "two_shot" else 1  # sums, or what ranks tell each other
     ld = exchange_ld(max(cols, w))
-    return Sizes(exchange=2 * (tree_of(problem).num_roots * rows + behind) * ld * problem.dtype.itemsize)
+    return Sizes(exchange=2 * (tree_of(problem).num_roots * rows + second_shot) * ld * problem.dtype.itemsize)
 
 
 def most_rows(problem: Problem, config: FusedConfig) -> int:
-    """How many rows one launch takes: an all-reduce stages each root of its result.
+    """Return how many rows one launch takes: an all-reduce stages each root of its result.
 
     Rows of a reduce-scatter in pieces would be dealt out anew.
     """

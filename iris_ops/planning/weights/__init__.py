@@ -6,20 +6,20 @@ from __future__ import annotations
 import torch
 
 from ..needs import PLAIN, WeightFormat
-from .fp8 import EIGHT_BITS
+from .fp8 import FP8_FORMAT
 
-FORMATS: tuple[WeightFormat, ...] = (EIGHT_BITS,)
+FORMATS: tuple[WeightFormat, ...] = (FP8_FORMAT,)
 # Those of which rows of A are rounded, too, and whose scales are the same along K: they end a tile.
-SCALED_AT_END = tuple(each for each in FORMATS if each.rounds_rows and not each.group)
+SCALED_AT_END = tuple(w for w in FORMATS if w.rounds_rows and not w.group)
 # What `ctx.ops.plan(fp8=...)` and `iris-tp plan --fp8` ask for.
-BY_FLAG = {False: PLAIN, True: EIGHT_BITS}
+BY_FLAG = {False: PLAIN, True: FP8_FORMAT}
 
 
 def format_of(dtype: torch.dtype) -> WeightFormat:
     """Return the format of a weight whose elements have `dtype`."""
-    return next((each for each in FORMATS if each.dtype == dtype), PLAIN)
+    return next((w for w in FORMATS if w.dtype == dtype), PLAIN)
 
 
 def dtypes() -> str:
     """Return the dtypes of weights with scales, as messages list them."""
-    return " or ".join(str(each.dtype) for each in FORMATS)
+    return " or ".join(str(w.dtype) for w in FORMATS)

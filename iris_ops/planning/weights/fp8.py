@@ -28,14 +28,14 @@ _TORCH_SHARE, _TORCH_US = 0.62, 8.0
 _FASTER = 1.85  # how much faster our products of rounded rows are
 
 
-def fits(rows: int, K: int) -> bool:
-    """Whether products of such shapes the stream of weights serves, on Hopper."""
+def streamable(rows: int, K: int) -> bool:
+    """Return whether products of such shapes the stream of weights serves, on Hopper."""
     return 0 < rows <= MOST_ROWS and K % LINE == 0 and K > 0
 
 
 def stream_refused(problem: Any, machine: Machine) -> str | None:
-    """Why the stream of weights cannot serve a problem, or None."""
-    if not fits(problem.M, problem.K):
+    """Return why the stream of weights cannot serve a problem, or None."""
+    if not streamable(problem.M, problem.K):
         return f"it is for weights in eight bits and up to {MOST_ROWS} rows, K a multiple of 128"
     return None if _on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
 
@@ -73,7 +73,7 @@ class _Fp8(WeightFormat):
         return ""
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
-        free = problem.op == ALL_REDUCE and not problem.sums.promised and fits(problem.M, problem.K)
+        free = problem.op == ALL_REDUCE and not problem.sums.promised and streamable(problem.M, problem.K)
         return free and (machine is None or _on_hopper(problem, machine))
 
     def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
@@ -87,7 +87,7 @@ class _Fp8(WeightFormat):
         return us / _FASTER + self.rounding_us(rows, K, machine)
 
 
-EIGHT_BITS = _Fp8(
+FP8_FORMAT = _Fp8(
     "in eight bits",
     "fp8",
     FP8,
