@@ -45,7 +45,6 @@ RETIRED = {
     r"stand_in": "fallback",
 }
 KEPT = {
-    "`depths`": "the parameter's name until it is renamed",
     "timeline_roles_h200_x4": "a result file",
 }
 """What a page may say all the same: names that files and parameters have today."""
@@ -96,7 +95,7 @@ def test_no_page_has_a_retired_word(page: Path) -> None:
 def test_retired_words_are_found_in_prose_only() -> None:
     text = "The rank is told so.\n\n```python\ntold = 1\n```\n\nStand-ins run.\n"
     assert [each.split(" ")[0] for each in retired(text)] == ["'told'", "'Stand-ins'"]
-    assert retired("A kinder, retold story about `depths`.") == []
+    assert retired("A kinder, retold story about `timeline_roles_h200_x4`.") == []
 
 
 def test_sentences_are_counted() -> None:
