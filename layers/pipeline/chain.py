@@ -35,7 +35,7 @@ def check_chain(model: Any, stack: str) -> None:
     name = type(model).__name__
     try:
         with torch.no_grad(), torch.device("meta"), _Values():
-            twin(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long))
+            twin(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device="meta"))
     except Exception as error:
         raise StyleError(
             f"{name} cannot be run without weights, which would show what its layers pass on: 'pp' cannot divide it "

@@ -6,7 +6,7 @@ import struct
 import time
 
 import iris
-from iris import channel, errors, host
+from iris import channel, errors, same_host
 import pytest
 import torch
 
@@ -48,6 +48,6 @@ def test_strangers_are_turned_away(tmp_path):
 def test_another_process_behind_a_socket_is_refused():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        host.check_process(ours, 1, os.getpid())
+        same_host.check_process(ours, 1, os.getpid())
         with pytest.raises(errors.PlatformError, match="expected 1 of user"):
-            host.check_process(ours, 1, 1)
+            same_host.check_process(ours, 1, 1)
