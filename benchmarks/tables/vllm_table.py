@@ -16,7 +16,7 @@ def steps(folder: str) -> str:
     tokens = run["greedy_tokens"]
     head = (
         f"**Llama-3-8B's shape in vLLM, random weights, ms.** {run['gpus']} x {run['gpu'].removeprefix('NVIDIA ')}, "
-        f"bfloat16, {versions}, {run['date']}, commit {run['commit']}. Stock vLLM uses FlashInfer's fused all-reduce. "
+        f"bfloat16, {versions}, {run['date']}, commit {run['commit']}. Stock vLLM uses FlashInfer's fused all-reduce.\n"
         f"CUDA graphs ended at 64 rows, so both first tokens ran without one; the plug-in leaves such calls to vLLM "
         f"since then. Greedy tokens of {tokens['equal_sequences']} of {tokens['prompts']} prompts are equal. "
         f"[All figures]({folder}{_FILE.name})."

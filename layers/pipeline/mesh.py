@@ -59,18 +59,18 @@ class Place:
         except Exception as caught:
             error = caught
         try:
-            told = self.line.exchange(call, (None if error is None else _described(error), own))
+            reports = self.line.exchange(call, (None if error is None else _described(error), own))
         except IrisError:
             if error is None:
                 raise
         if error is not None:
             raise error
-        for member, (failure, _) in enumerate(told):
+        for member, (failure, _) in enumerate(reports):
             if failure is not None:
                 kind, text = failure
                 raise getattr(errors, kind, PlatformError)(f"host {self.line.names[member]}: {text}")
-        first = told[0][1]
-        for member, (_, other) in enumerate(told):
+        first = reports[0][1]
+        for member, (_, other) in enumerate(reports):
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
                     raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are refused by name, on every rank, and those that load only when told to."""
+"""Quantised checkpoints that are refused by name, on every rank, and those that load only on request."""
 
 from __future__ import annotations
 

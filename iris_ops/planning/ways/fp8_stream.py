@@ -1,4 +1,4 @@
-"""Few rows by weights in eight bits, widened in registers (`fp8/lamport_stream.py`)."""
+"""Few rows by fp8 weights, widened in registers (`fp8/lamport_stream.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in eight bits as a format: dtype, layout of scales, which sizes have kernels, and how long these take.
+"""Weights in fp8 as a format: dtype, layout of scales, which sizes have kernels, and how long these take.
 
 B is e4m3 with a float32 scale for each column (`fp8/scaled_matmul.py`). Few rows of A stay as they are:
 `fp8/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 FP8 = torch.float8_e4m3fn
-MULTIPLE = 16  # of sizes of weights that tensor cores multiply in eight bits
+MULTIPLE = 16  # of sizes of weights that tensor cores multiply in fp8
 # Of the stream of weights (`fp8/weight_stream.py`): rows of A at most, and elements along K that four warps share.
 MOST_ROWS, LINE = 16, 128
 # What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
