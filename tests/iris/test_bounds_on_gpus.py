@@ -57,6 +57,7 @@ def test_an_access_that_leaves_the_heap_is_reported() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     printed = [line for line in done.stdout.splitlines() if line.startswith("iris.")]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    named = f"rank {rank} named rank {rank} as the caller and rank {(rank + 1) % ranks if rank else 7}"
+    peers = [rank if rank and call == "copy" else (rank + 1) % ranks if rank else 7 for call in CALLS]
     assert [line.split(":")[0] for line in printed] == [f"iris.{call}" for call in CALLS], done.stdout
-    assert all(named in line for line in printed), done.stdout
+    for line, peer in zip(printed, peers, strict=True):  # of a copy on rank 1, the source is outside
+        assert f"rank {rank} named rank {rank} as the caller and rank {peer} as peer" in line
