@@ -48,14 +48,6 @@ class _Tensor:
         return torch.empty(32, dtype=self.dtype)[0 if self.aligned else 1 :]
 
 
-@dataclass(frozen=True)
-class _Function:
-    """A function of kernels that is an argument, by its name: it cannot be pickled."""
-
-    module: str
-    name: str
-
-
 class _Forms:
     """The forms of kernels that calls need, and those of them that this rank has compiled."""
 
@@ -160,8 +152,6 @@ def _described(value: object) -> object:
         return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
     if isinstance(value, (TensorDescriptor, GluonDescriptor)):
         return replace(value, base=_Base(value.base.dtype))
-    if isinstance(value, triton.JITFunction):
-        return _Function(value.fn.__module__, value.fn.__qualname__)
     return value
 
 
@@ -176,12 +166,6 @@ class _Base:
 
 
 def _compile(module: str, name: str, described: dict[str, object]) -> None:
-    given = {key: _rebuilt(value) for key, value in described.items()}
-    _rebuilt(_Function(module, name)).warmup(grid=(1, 1, 1), **given)
-
-
-def _rebuilt(value: object) -> Any:
-    """Return what `_described` made `value` from, without memory."""
-    if isinstance(value, _Function):
-        return getattr(importlib.import_module(value.module), value.name)
-    return value.tensor() if isinstance(value, _Tensor) else value
+    kernel = getattr(importlib.import_module(module), name)
+    given = {key: value.tensor() if isinstance(value, _Tensor) else value for key, value in described.items()}
+    kernel.warmup(grid=(1, 1, 1), **given)
