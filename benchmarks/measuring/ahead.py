@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
+import copyreg
 from dataclasses import dataclass, replace
 from functools import cache
 import importlib
@@ -35,6 +36,8 @@ from iris_tp.bench.team import Team
 import torch
 from torch import distributed
 import triton
+from triton import JITFunction
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,15 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     return count
 
 
+def _function(module: str, name: str) -> Any:
+    """Return a function of kernels by its name, under which it is pickled: as an argument, and within one."""
+    return getattr(importlib.import_module(module), name)
+
+
+for _kind in JITFunction, GluonJITFunction:
+    copyreg.pickle(_kind, lambda function: (_function, (function.fn.__module__, function.fn.__qualname__)))  # type: ignore[arg-type]
+
+
 def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
     """Make `calls`, which launch nothing."""
 
@@ -166,6 +178,5 @@ class _Base:
 
 
 def _compile(module: str, name: str, described: dict[str, object]) -> None:
-    kernel = getattr(importlib.import_module(module), name)
     given = {key: value.tensor() if isinstance(value, _Tensor) else value for key, value in described.items()}
-    kernel.warmup(grid=(1, 1, 1), **given)
+    _function(module, name).warmup(grid=(1, 1, 1), **given)
