@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
+import copy
 import copyreg
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 import importlib
 from multiprocessing import get_context
@@ -163,8 +164,23 @@ def _described(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
     if isinstance(value, (TensorDescriptor, GluonDescriptor)):
-        return replace(value, base=_Base(value.base.dtype))
-    return value
+        same: Any = copy.copy(value)  # which checks nothing, as Triton would words of 64 bits
+        object.__setattr__(same, "base", _Base(value.base.dtype))
+        return same
+    return _each(_described, value)
+
+
+def _rebuilt(value: object) -> Any:
+    """Return what `_described` was given, without memory."""
+    return value.tensor() if isinstance(value, _Tensor) else _each(_rebuilt, value)
+
+
+def _each(change: Callable[[object], object], value: object) -> object:
+    """Return `value`, if it is a tuple of any type with its entries changed."""
+    if not isinstance(value, tuple):
+        return value
+    changed = map(change, value)
+    return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
 
 
 @dataclass(frozen=True)
@@ -178,5 +194,4 @@ class _Base:
 
 
 def _compile(module: str, name: str, described: dict[str, object]) -> None:
-    given = {key: value.tensor() if isinstance(value, _Tensor) else value for key, value in described.items()}
-    _function(module, name).warmup(grid=(1, 1, 1), **given)
+    _function(module, name).warmup(grid=(1, 1, 1), **{key: _rebuilt(value) for key, value in described.items()})
