@@ -21,7 +21,7 @@ from .outputs import NewOutputs
 from .planning.plan import unaligned
 from .planning.requests import requested
 from .planning.weights import BY_FLAG
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ class Ops(MixtureOps):
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        problem = requested(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, k_per_rank)
+        weights = BY_FLAG[bool(fp8)]
+        request = Request(op, M, N, K, ranks, dtype, form, weights, level, experts, top_k, k_per_rank)
+        problem = requested(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 

@@ -50,11 +50,13 @@ class Launch(NamedTuple):
 
 class Calls:
     """Earlier calls by their keys. A key is a tuple: the addresses of so many `tensors`, then all else that the call's
-    checks and launches depend on, last the workspace. No tensor of a caller's is held.
+    checks and launches depend on, last the workspace. No tensor of a caller's is held. `kernels`: those that the calls
+    launch, for `launch`.
     """
 
     def __init__(self, tensors: int) -> None:
         self.known: dict[tuple | None, Any] = {}  # None is no key of a call
+        self.kernels: dict[tuple, object] = {}
         self._tensors = tensors
         self._prepared: dict[tuple, Any] = {}
         self._moves: dict[tuple, Callable] = {}

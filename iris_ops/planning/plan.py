@@ -54,7 +54,7 @@ def choose(
     reasons: tuple[str, ...] = ()
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
-        choice = trace.Choice(problem, machine, serving, comparison.rejected, other_orders, required, free)
+        choice = trace.Choice(problem, machine, comparison, serving, other_orders, required, free)
         reasons = trace.reasons(choice)
     return replace(chosen.config, prediction=chosen.times, reasons=reasons)
 

@@ -100,11 +100,8 @@ _Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
 def _at_once(
     workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
 ) -> _Ways:
-    out, A, B, bias, _ = tensors
-    launch = gather_matmul.product(
-        workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
-        workspace.arrivals, workspace.barrier.passed,
-    )  # fmt: skip
+    rows = gather_matmul.Rows(gathered, workspace.arrivals, workspace.barrier.passed)
+    launch = gather_matmul.product(workspace.ctx, workspace.products, problem, config, tensors, rows)
     return launch, lambda stream: None
 
 
@@ -161,7 +158,7 @@ def _wait(workspace: Workspace, args: dict) -> Callable[[], None]:
         nonlocal again
         if again is None or not again():
             device = workspace.ctx.device
-            launched = relaunch.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
+            launched = relaunch.launch(workspace.products.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
             again = launched and launched.again
 
     return arrived
