@@ -29,7 +29,7 @@ from .operands import Operands
 from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
+from .problem import ALL_REDUCE, Problem, describe, promised
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -81,10 +81,8 @@ class Prepared:
             facts["k_per_rank"] = problem.sums.k_per_rank
         if problem.weights is not PLAIN:
             facts["B"] = problem.weights.name
-        if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
-            facts["K"] = problem.K
-        else:
-            facts["N"] = problem.N
+        shared = problem.operation.shared
+        facts[shared] = getattr(problem, shared)
         if self.writes_to_peers:
             facts["out"] = "outside the heap" if out is None else f"at {out} of the heap"
         return facts

@@ -7,7 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from iris import aliases
@@ -18,6 +18,7 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
+from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.requests import requested
 from .planning.weights import BY_FLAG
@@ -193,3 +194,13 @@ class Ops(MixtureOps):
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()
+
+    if not TYPE_CHECKING:  # a type checker is to see the methods alone
+
+        def __getattr__(self, name: str) -> Callable[..., Workspace]:
+            """Return an op that has no method here, with the parameters of `all_gather_matmul`."""
+            if name not in BY_NAME:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return lambda out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None: (
+                self._calls.run(name, (out, A, B, bias, scale), None, async_op, config, workspace)
+            )

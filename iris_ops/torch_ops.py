@@ -39,9 +39,10 @@ from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .operators import OPERATORS
 from .ops import Ops
+from .planning.operations import BY_NAME
 from .planning.requests import requested
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED, Request
+from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, OPS, SCALED, Request
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -136,11 +137,13 @@ def _run(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
     parts: Parts, scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    if scale is not None and op not in SCALED:
+    if scale is not None and not BY_NAME[op].scaled:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
     out, more = _output(op, ctx, A, B, size, parts, scale)
+    if scale is not None:
+        more["scale"] = scale
     getattr(ctx.ops, op)(out, A, B, bias, **more)
     return out
 
@@ -155,17 +158,18 @@ def _output(
     else:
         config = _config(op, ctx, A, B, size, parts.mean)
         out, more = ctx.ops.outputs.new(op, A, B, size, config, scale), {"config": config}
-    return out, more if scale is None else {**more, "scale": scale}
+    return out, more
 
 
 def _config(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
 ) -> FusedConfig | None:
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
-    if mean_part is None or op == MATMUL_GATHER:
+    operation = BY_NAME[op]
+    if mean_part is None or not (operation.sums or operation.shared == "K"):
         return None
     sizes = A.shape[0], B.shape[1], mean_part
-    if op in (GATHER_MATMUL, GATED):
+    if operation.shared == "K":
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
         sizes = size[0], columns, B.shape[0]
     ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
@@ -205,7 +209,7 @@ def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, tor
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     epilogue = residual.contiguous(), weight.contiguous()
-    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, **more)
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, scale=scale, **more)
     return out, scaled, squares
 
 

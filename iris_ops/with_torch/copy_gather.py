@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from iris.device.context import own_context
 from iris.device.sync import wait
-from iris.device.waits import WAITERS
+from iris.device.waits import waiter_number
 from iris.launch import relaunch, streams
 import torch
 import triton
@@ -146,7 +146,7 @@ def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[
     """For each step a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
-                 WAITER=WAITERS.index(problem.called_op))  # fmt: skip
+                 WAITER=waiter_number(problem.called_op))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
     return workspace.remember((problem, *steps), waits)
 

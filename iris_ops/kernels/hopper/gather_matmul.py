@@ -15,7 +15,7 @@ from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import wait
-from iris.device.waits import WAITERS
+from iris.device.waits import waiter_number
 from iris.launch import relaunch
 from iris.triton_private import aggregate, async_load, base_value
 import torch
@@ -189,7 +189,7 @@ def product(
             return
         args = dict(
             flags=rows.flags, passed=rows.passed, ctx_ptr=rank.get_device_context(), part_rows=problem.part_rows,
-            world=World(problem.world_size, WAITERS.index(problem.called_op), traced),
+            world=World(problem.world_size, waiter_number(problem.called_op), traced),
             **_arguments(problem, config, tensors, rows.gathered),
         )  # fmt: skip
         programs = platform.num_programs(rank.device)
