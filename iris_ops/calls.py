@@ -96,14 +96,15 @@ class Calls:
         self.workspace: Workspace | None = None  # of calls that are given none
         self._foreseen: tuple[Problem, FusedConfig] | None = None
         self.kernels: dict[tuple, object] = {}
-        self._plain = relaunch.Calls(len(NAMES))
-        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)))
+        self._plain = relaunch.Calls(len(NAMES), self.kernels)
+        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)), self.kernels)
+        self.of_mixtures = relaunch.Calls(0, self.kernels)
         self._device_of = relaunch.device_of(self.ctx.device)
 
     def forget(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
-        self._plain.forget()
-        self._normed.forget()
+        for calls in (self._plain, self._normed, self.of_mixtures):
+            calls.forget()
 
     def run(
         self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,

@@ -189,7 +189,6 @@ class Ops(MixtureOps):
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
         self._calls.forget()
-        self._mixture.forget()
 
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""

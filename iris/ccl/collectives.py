@@ -87,8 +87,8 @@ class Collectives(RootedCalls):
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
         self._calls = relaunch.Calls(2)
-        self._known_calls = {}  # calls with a root, and messages
-        ctx.on_change += [self._calls.forget, self._known_calls.clear]
+        self._rooted_calls = relaunch.Calls(0, self._calls.kernels)  # and messages
+        ctx.on_change += [self._calls.forget, self._rooted_calls.forget]
         self._device_of = relaunch.device_of(ctx.device)
 
     @KEYWORDS
