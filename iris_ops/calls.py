@@ -28,8 +28,9 @@ from .launch import steps_of
 from .operands import Operands
 from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
+from .planning.sums import promised
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, Problem, describe, promised
+from .problem import ALL_REDUCE, Problem, describe
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ class Calls:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
-        problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
+        problem = replace(problem, sums=promised(problem, ctx.invariant, call.k_per_rank, bias is not None))
         k_per_rank = problem.sums.k_per_rank
         if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:
             raise ShapeError(
@@ -256,8 +257,7 @@ class Calls:
             )
         if config is not None:
             _check_config(problem, config)
-            if problem.sums.on_any_ranks:
-                check_order(problem, config, machine)
+            check_order(problem, config, machine)
         chosen = config or self._planned(problem)
         way = way_for(problem, chosen)
         check_bias(op, bias, B)

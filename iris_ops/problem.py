@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import RANKS, refusal
+from iris.invariance import refusal
 import torch
 
 from . import sum_tree
 from .planning import operations
-from .planning.needs import FREE_SUMS, PLAIN, RANKS_ALIKE, ROWS_ALIKE, Epilogue, Sums, WeightFormat
+from .planning.needs import PLAIN, Epilogue, WeightFormat
 from .planning.operations import (  # noqa: F401  (callers take the names from here)
     ALL_REDUCE,
     GATED,
@@ -30,6 +30,7 @@ from .planning.operations import (  # noqa: F401  (callers take the names from h
     Operation,
     Shapes,
 )
+from .planning.sums import FREE_SUMS, Sums, promised
 from .planning.weights import format_of
 
 if TYPE_CHECKING:
@@ -197,39 +198,7 @@ def requested_problem(request: Request) -> Problem:
         raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {', '.join(SCALED)}")
     sizes = request.M, N, request.K, request.world_size
     problem = Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
-    return promised(problem, request.invariant, request.k_per_rank)
-
-
-def promised(
-    problem: Problem, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False
-) -> Problem:
-    """Return `problem` with its promise of equal bits. `k_per_rank`: each rank's K, for a sum; None if all are equal.
-
-    `biased`: whether the call has a bias.
-
-    Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
-    """
-    if not invariant and k_per_rank is None:
-        return problem
-    if invariant == RANKS and problem.weights is not PLAIN:
-        raise ArgumentError(
-            f"{problem.called_op}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
-            " expected weights in 16 bits or float32"
-        )
-    ordered = invariant == RANKS and problem.op in SUMS
-    kind = RANKS_ALIKE if ordered else ROWS_ALIKE if invariant else FREE_SUMS.kind
-    sums = Sums(kind, invariant, biased=biased and bool(invariant) and problem.op in SUMS)
-    if k_per_rank is not None:
-        known = isinstance(k_per_rank, Sequence) and all(type(k) is int and k >= 0 for k in k_per_rank)
-        if not known or len(k_per_rank) != problem.world_size:
-            raise ArgumentError(
-                f"{problem.called_op}: k_per_rank is {k_per_rank!r}; expected {problem.world_size} integers"
-                " from 0, each rank's K"
-            )
-    if ordered:
-        sums = replace(sums, k_per_rank=(problem.K,) * problem.world_size if k_per_rank is None else tuple(k_per_rank))
-        sum_tree.tree_of(problem.called_op, sums.k_per_rank)  # raises unless leaves are whole
-    return replace(problem, sums=sums)
+    return replace(problem, sums=promised(problem, request.invariant, request.k_per_rank))
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:

@@ -9,7 +9,8 @@ from iris.invariance import RANKS
 import torch
 
 from ..problem import Request, part_size
-from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
+from .needs import PLAIN, WeightFormat
+from .sums import FREE_SUMS, ROWS_ALIKE, Sums, level_of
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -66,7 +67,7 @@ class MoeProblem:
     @property
     def sums(self) -> Sums:
         """Which results of a token are to have the same bits."""
-        return Sums(ROWS_ALIKE, self.invariant) if self.invariant else FREE_SUMS
+        return Sums(ROWS_ALIKE, level_of(self.invariant)) if self.invariant else FREE_SUMS
 
     @property
     def free(self) -> MoeProblem:

@@ -55,4 +55,5 @@ def reasons(choice: Choice) -> tuple[str, ...]:
 
 def of_what(problem: Any) -> str:
     """Return the name of the counts on which a row's bits do not depend."""
-    return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
+    level = problem.sums.level
+    return level.counted(problem) if level else problem.counted

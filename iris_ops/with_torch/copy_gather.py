@@ -37,12 +37,11 @@ import triton
 import triton.language as tl
 
 from ..kernels.hopper import gather_matmul
-from ..local import gating, matmul
 from ..operands import Operands
 from ..planning.needs import GATE
 from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
 from ..problem import Problem, part_of
-from . import torch_matmul
+from .products import multiplier
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
@@ -110,9 +109,7 @@ def _in_steps(
 ) -> _Ways:
     out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
-    multiply: Callable[..., None] = gating.multiply if problem.epilogue is GATE else torch_matmul.multiply
-    if problem.sums.promised:
-        multiply = partial(matmul.gated if problem.epilogue is GATE else matmul.multiply, workspace.ctx)
+    multiply = multiplier(workspace.ctx, problem, gated=problem.epilogue is GATE)
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
         return partial(multiply, out[begin:end], rows, B, bias, scale)

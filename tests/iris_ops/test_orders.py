@@ -9,8 +9,7 @@ from iris.errors import ArgumentError
 from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
-from iris_ops.planning import orders
-from iris_ops.planning.needs import ROWS_ALIKE, Sums
+from iris_ops.planning import orders, sums
 from iris_ops.planning.plan import choose, common_order, plan, way_named
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, Request, requested_problem
@@ -20,7 +19,7 @@ import torch
 from tests.reference import FORMS
 
 MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
-BATCH = Sums(ROWS_ALIKE, "batch")
+BATCH = sums.Sums(sums.ROWS_ALIKE, sums.BATCH)
 ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
 
 
