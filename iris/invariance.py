@@ -9,7 +9,7 @@ from .errors import ArgumentError
 # The same bits in each run are kept without a level. "batch": also the same for any number of rows. "ranks": also the
 # same for any number of ranks. Each by the object of `iris_ops` that keeps it.
 RANKS = "ranks"
-LEVELS: dict[str, str] = {"batch": "planning.sums:BATCH", RANKS: "planning.sums:RANKS"}
+LEVELS: dict[str, str] = {"batch": "iris_ops.planning.sums:BATCH", RANKS: "iris_ops.planning.sums:RANKS"}
 
 
 def refusal(invariant: Any) -> ArgumentError | None:

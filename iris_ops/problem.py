@@ -198,7 +198,7 @@ def requested_problem(request: Request) -> Problem:
         raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {', '.join(SCALED)}")
     sizes = request.M, N, request.K, request.world_size
     problem = Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
-    return replace(problem, sums=promised(problem, request.invariant, request.k_per_rank))
+    return promised(problem, request.invariant, request.k_per_rank)
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:

@@ -42,7 +42,7 @@ from .ops import Ops
 from .planning.operations import BY_NAME
 from .planning.requests import requested
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, OPS, SCALED, Request
+from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -198,8 +198,9 @@ def _register(op: str) -> None:
     )
 
 
-for _op in (*OPS, GATED):
-    _register(_op)
+for _op in BY_NAME:
+    if _op != rmsnorm_epilogue.OP:  # whose schema is another
+        _register(_op)
 
 
 def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

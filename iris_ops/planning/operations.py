@@ -22,7 +22,7 @@ NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
 
-Size = tuple[int, int]
+Size = tuple[int, ...]
 
 
 class Shapes(NamedTuple):
@@ -101,7 +101,8 @@ class AllReduce(Operation):
 
 
 class GatherMatmul(Operation):
-    name, forms, shared = GATHER_MATMUL, ("rows", "k"), "K"
+    name, shared = GATHER_MATMUL, "K"
+    forms: tuple[str, ...] = ("rows", "k")
     expected = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
 
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:

@@ -7,15 +7,15 @@ whose `kind` ways list in `sums` where they keep it. To add one: an object, its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import Any
 
 from iris import invariance
 from iris.errors import ArgumentError
 
 from .. import sum_tree
-from ..named import named
 from .needs import PLAIN
 
 ANY_ORDER = "in any order"
@@ -95,7 +95,7 @@ RANKS = _Ranks("ranks", RANKS_ALIKE, portable=True)
 @lru_cache
 def level_of(name: str | None) -> Level | None:
     """Return the level of a context's `invariant`; None without one."""
-    return None if name is None else named(invariance.LEVELS[name])
+    return None if name is None else resolve_name(invariance.LEVELS[name])
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Sums:
 FREE_SUMS = Sums()
 
 
-def promised(problem: Any, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False) -> Sums:
-    """Return what the level `invariant` promises of `problem`. `k_per_rank`: each rank's K; None if all are equal.
+def promised(problem: Any, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False) -> Any:
+    """Return `problem` with what the level `invariant` promises of it. `k_per_rank`: each rank's K; None if all are equal.
 
     `biased`: whether the call has a bias.
 
@@ -147,4 +147,4 @@ def promised(problem: Any, invariant: str | None, k_per_rank: Sequence[int] | No
                 f"{problem.called_op}: k_per_rank is {k_per_rank!r}; expected {problem.world_size} integers"
                 " from 0, each rank's K"
             )
-    return level.sums(problem, k_per_rank, biased) if level else FREE_SUMS
+    return replace(problem, sums=level.sums(problem, k_per_rank, biased)) if level else problem
