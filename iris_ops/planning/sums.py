@@ -131,9 +131,9 @@ FREE_SUMS = Sums()
 
 
 def promised(problem: Any, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False) -> Any:
-    """Return `problem` with what the level `invariant` promises of it. `k_per_rank`: each rank's K; None if all are equal.
+    """Return `problem` with what the level `invariant` promises of it.
 
-    `biased`: whether the call has a bias.
+    `k_per_rank`: each rank's K; None if all are equal. `biased`: whether the call has a bias.
 
     Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
     """
