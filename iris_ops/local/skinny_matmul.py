@@ -133,7 +133,7 @@ _loaded: set[tuple] = set()  # kinds of calls
 
 
 def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
-    if weight.shape[0] == 0:
+    if torch.jit.is_tracing() or weight.shape[0] == 0:  # a trace's sizes are tensors, which open no branch
         return False
     if scale is not None:
         few = is_eligible(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16
