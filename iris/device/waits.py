@@ -22,8 +22,8 @@ import triton.language as tl
 from . import arch
 from .function import device_function
 
-# What waits, by the number that a failure record carries.
-WAITERS = (
+# What waits, by the number that a failure record of this rank carries.
+WAITERS = [
     "a kernel",
     "device_barrier",
     "matmul_all_reduce",
@@ -65,7 +65,16 @@ WAITERS = (
             "atomic_max",
         )
     ),
-)
+]
+
+
+def waiter_number(name: str) -> int:
+    """Return the number by which failure records name what waits. A new name gets the next one."""
+    if name not in WAITERS:
+        WAITERS.append(name)
+    return WAITERS.index(name)
+
+
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. `expected` and
 # `seen` are an epoch or a count of a LOST peer; the place of `out` of a peer that stores its results into ours
 # (OUT_DIFFERS); or the digest of a barrier's allocations (HEAPS_DIFFER). A peer that LEFT wrote that into the status

@@ -8,9 +8,10 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..needs import ANY_ORDER, Epilogue
+from ..needs import Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden
+from ..sums import ANY_ORDER
 from ..weights.fp8 import FP8_FORMAT, LINE, stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
