@@ -26,9 +26,7 @@ import pytest
 import yaml
 
 from benchmarks import report
-from benchmarks.cases import engines
 from benchmarks.measuring.report import RESULTS, headline
-from benchmarks.plots import colours
 from benchmarks.tables import invariance_tables, pages
 from tests import tiny_chat
 from tests.harness import run_ranks
@@ -174,11 +172,6 @@ def test_every_exception_has_its_row() -> None:
     assert classes == set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
 
 
-def test_symptoms_have_their_sections() -> None:
-    headings = re.findall(r"^### (.*)", PAGES["debugging.md"].read_text(), re.MULTILINE)
-    assert {"It hangs", "Wrong bits", "The first call is slow", "A plan that surprises"} <= set(headings)
-
-
 def test_every_kernel_that_plans_name_has_a_page() -> None:
     ccl = {f"ccl.{name}" for name in ("lamport", "flags", "transfer", "ring", "accumulate")}
     index = PAGES["kernels/index.md"].read_text()
@@ -223,63 +216,6 @@ def test_tables_are_those_of_the_results(whole: bool, monkeypatch: pytest.Monkey
     assert len(found) > len(KERNELS)
     for path, page, new in found:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
-
-
-def test_the_text_of_a_plot_names_what_it_shows() -> None:
-    """An image's alternative text has the measure of the plot's axis, the number of GPUs and their type."""
-    measures = {
-        "llm": "relative to cuBLAS + NCCL", "ops": "over its floor", "ops_h200_x2_rows": "over the number of rows",
-        "all_scatter": "over the floor", "ccl": "Bus bandwidth", "step": "GB/s", "timeline": "Timeline of",
-    }  # fmt: skip
-    found = 0
-    for path in (ROOT / "README.md", *PAGES.values()):
-        for text, plot in re.findall(r"!\[([^\]]*)\]\([^)]*plots/([\w.-]+)\.svg\)", path.read_text()):
-            measure = measures[max((name for name in measures if plot.startswith(name)), key=len)]
-            gpu, ranks = re.search(r"_(h\d+)_x(\d)", plot).groups()
-            assert measure in text and f"{ranks} x {gpu.upper()}" in text, f"{path}: {text}"
-            found += 1
-    assert found >= len(report.shown())
-
-
-def test_a_contender_has_one_colour_of_its_own() -> None:
-    """In every picture of every result: two contenders never share one, whatever a file calls them."""
-    assert len(set(colours.COLOURS.values())) == len(colours.COLOURS)
-    assert colours.colour("cuBLAS + NCCL, norm") == colours.colour("torch + NCCL") == colours.colour("NCCL")
-    assert colours.colour("vLLM 0.23.0") == colours.colour("vLLM") != colours.colour("vLLM custom all-reduce")
-    drawn = [run for run in map(json.loads, map(Path.read_text, RESULTS.glob("*.json"))) if isinstance(run, dict)]
-    names = {
-        result["name"]
-        for run in drawn if run.get("benchmark") in ("ops", "llm", "ccl", "all_scatter")
-        for row in run["rows"] for result in row["results"]
-        if result.get("key") not in (*engines.PROMISING, engines.VLLM_BATCH)
-    }  # fmt: skip
-    assert names and all(map(colours.colour, names))
-    with pytest.raises(KeyError, match="newcomer"):
-        colours.colour("cuBLAS + newcomer")
-
-
-@pytest.mark.parametrize("plot", ["ccl_plots", "llm_plots", "ops_plots", "step_plots", "rma_plots"])
-def test_a_legend_covers_nothing(plot: str, tmp_path: Path) -> None:
-    """It lies outside of every panel of the figure."""
-    pytest.importorskip("matplotlib")
-    module = importlib.import_module(f"benchmarks.plots.{plot}")
-    stem = {"ccl_plots": "ccl_h200_x2", "llm_plots": "llm_llama-3-8b_compiled_h200_x2", "ops_plots": "ops_h200_x2",
-            "step_plots": "step_h200_x1", "rma_plots": "rma_h200_x2"}[plot]  # fmt: skip
-    figures = []
-    module.save = lambda figure, path: figures.append(figure) or path
-    try:
-        module.draw(RESULTS / f"{stem}.json", tmp_path)
-    finally:
-        importlib.reload(module)
-    legends = 0
-    for figure in figures:
-        figure.canvas.draw()
-        boxes = [axes.get_window_extent() for axes in figure.axes]
-        for legend in (*figure.legends, *(axes.get_legend() for axes in figure.axes)):
-            if legend is not None:
-                legends += 1
-                assert not any(legend.get_window_extent().padded(-1).overlaps(box) for box in boxes), plot
-    assert legends
 
 
 def test_plots_are_of_the_results_as_they_stand() -> None:
