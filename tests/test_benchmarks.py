@@ -27,7 +27,6 @@ from benchmarks.cases import ccl_case, ccl_rivals, engines, whole_models  # noqa
 from benchmarks.plots import (  # noqa: E402
     all_scatter_plots,
     llm_plots,
-    rma_plots,
     step_plots,
     timeline_plots,
 )  # fmt: skip
@@ -45,7 +44,6 @@ RUNS = (
     ("fp8", 1, [], 1, None),
     ("fp8", 2, [], 1, None),
     ("step", 1, [], 3, step_plots.draw),
-    ("chain", 2, ["--rows", "1,3"], 2, None),
     ("tiles", 2, ["--dtype", "float32"], 5, None),
     ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
     ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
@@ -88,7 +86,7 @@ def test_stress_and_rma_from_end_to_end(tmp_path: Path) -> None:
     printed = run_benchmark("rma", 3, "--quick", "--ops", "load,store,copy,atomic_cas", "--out", str(tmp_path))
     report = json.loads((tmp_path / "rma_cpu_x3.json").read_text())
     assert all(case["status"] == "ok" and case["us"] > 0 for case in report["cases"])
-    assert rma_table.render(report) in printed and len(rma_plots.draw(tmp_path / "rma_cpu_x3.json", tmp_path)) == 2
+    assert rma_table.render(report) in printed
     run_benchmark("stress", 2, "--calls", "30", "--replays", "1", "--graph-calls", "12", "--out", str(tmp_path))
     report = json.loads((tmp_path / "stress_cpu_x2.json").read_text())
     assert report["calls"]["done"] == 30 and not report["deviating"]

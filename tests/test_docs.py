@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks import report
 from benchmarks.measuring.report import RESULTS, headline
-from benchmarks.tables import invariance_tables, pages
+from benchmarks.tables import pages
 from tests import tiny_chat
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
@@ -197,22 +197,8 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
         assert chosen == [kernel], command
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_tables_are_those_of_the_results(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless `whole`, one row of the table that takes thousands of plans is computed, and the page has the others."""
-    table, page, _ = next(target for target in pages.TARGETS if target[2] is invariance_tables.predicted)
-    text = (ROOT / page).read_text().partition(f"<!-- {table} -->")[2].partition("<!-- end -->")[0]
-    compute = invariance_tables.predicted_row
-
-    def row(gpu: str, ranks: int) -> list[str]:
-        if whole or (gpu, ranks) == ("H100", 2):
-            return compute(gpu, ranks)
-        return next(line for line in text.splitlines() if line.startswith(f"| {gpu} | {ranks} |"))[2:-2].split(" | ")
-
-    monkeypatch.setattr(invariance_tables, "predicted_row", row)
-    invariance_tables.predicted.cache_clear()
+def test_tables_are_those_of_the_results() -> None:
     found = list(pages.pages())
-    invariance_tables.predicted.cache_clear()
     assert len(found) > len(KERNELS)
     for path, page, new in found:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"

@@ -21,7 +21,6 @@ from benchmarks.tables import (
     all_scatter_table,
     ccl_table,
     docs_tables,
-    hosts_table,
     invariance_tables,
     llm_table,
     ops_table,
@@ -29,7 +28,6 @@ from benchmarks.tables import (
     rma_table,
     single_tables,
     step_table,
-    vllm_table,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,14 +62,9 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("tiles", "docs/benchmarks/collectives.md", single_tables.tiles),
     ("mixtures", "docs/benchmarks/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/benchmarks/ops.md", single_tables.outputs),
-    ("invariance accuracy", "docs/benchmarks/determinism.md", invariance_tables.accuracy),
     ("invariance", "docs/benchmarks/determinism.md", invariance_tables.invariance),
-    ("invariance predicted", "docs/benchmarks/determinism.md", invariance_tables.predicted),
     ("invariance ranks", "docs/benchmarks/determinism.md", invariance_tables.invariance_ranks),
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
-    ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
-    ("simulated steps", "docs/lab/several-hosts.md", hosts_table.steps),
-    ("simulated rates", "docs/lab/several-hosts.md", hosts_table.rates),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
