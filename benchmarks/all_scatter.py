@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measuring import report
-from benchmarks.tables.all_scatter_table import ALONE, render, us
+from benchmarks.tables.every_row import ALONE, render
 from examples.all_scatter.common import SMALL, Blocks, Case
 
 VARIANTS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
@@ -195,7 +195,7 @@ def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argpa
             results[name][f"{mode}_us"] = taken.call_us
     M, N, K = shape
     link_us = (team.world - 1) * M * N // team.world * inputs.A.element_size() / LINK_GB_S / 1e3
-    alone = [us(r) for r in results.values() if r["kind"] == ALONE and us(r)]
+    alone = [report.time_of(r) for r in results.values() if r["kind"] == ALONE and report.time_of(r)]
     gemm_us = min(alone, default=None)
     floor_us = max(gemm_us, link_us) if gemm_us else None
     return {"M": M, "N": N, "K": K, "link_us": link_us, "gemm_us": gemm_us, "floor_us": floor_us} | {
