@@ -37,7 +37,7 @@ def render(run: dict[str, Any]) -> str:
     kinds = dict.fromkeys(_kind(row) for row in run["rows"])
     for kind in kinds:
         rows = [row for row in run["rows"] if _kind(row) == kind]
-        name = "matmul_all_reduce_norm" if run["benchmark"].startswith("norms") else CALLS.get(kind, kind)
+        name = "matmul_all_reduce_norm" if run.get("benchmark", "").startswith("norms") else CALLS.get(kind, kind)
         for key, title in FIGURES.items():
             if any(key in result for row in rows for result in _results(row)):
                 parts += [f"#### {f'`{name}`, ' if name else ''}{title}", table(rows, key)]

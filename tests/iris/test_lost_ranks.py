@@ -248,27 +248,6 @@ def test_an_interrupt_while_a_context_is_made_reaches_all() -> None:
         assert end.exitcode == 0, end.traceback
 
 
-def _no_descriptors(rank: int, world: int, limited: bool) -> None:
-    """memfd_create itself fails, outside what was looked after before."""
-
-    def none(*_):
-        raise OSError(24, "Too many open files")
-
-    make = os.memfd_create
-    if rank == VICTIM:
-        os.memfd_create = none
-    with pytest.raises(iris.errors.HeapExhausted, match=r"heap_size is 1048576 bytes.*Too many open files"):
-        iris.iris(1 << 20)
-    os.memfd_create = make
-    with iris.iris(1 << 20) as ctx:  # and the next one works
-        ctx.barrier()
-
-
-def test_a_rank_without_a_descriptor_raises_on_all() -> None:
-    for end in run_fresh(WORLD, _no_descriptors, True, env={"IRIS_TIMEOUT": str(LONG_S)}):
-        assert end.exitcode == 0, end.traceback
-
-
 def _differing_source(rank: int, world: int) -> None:
     with iris.iris(1 << 20) as ctx:
         with pytest.raises(

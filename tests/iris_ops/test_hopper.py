@@ -233,21 +233,3 @@ def test_rows_between_vectors_take_the_portable_kernels(world_size: int) -> None
     called.append(case_of(ALL_REDUCE, "", N=N + 1))
     called.append(case_of(ALL_REDUCE, "", 3, dtype=torch.float32))  # with the smallest blocks
     assert_same_bits(called, run_ranks(world_size, check_unaligned, called))
-
-
-def follow_each_other(ctx: iris.Iris, cases: list[Case], rounds: int) -> list[str]:
-    """All calls, again and again, without a look at the device in between."""
-    calls = [Call(ctx, case) for case in cases]
-    for _ in range(rounds):
-        for call in calls:
-            call.out.fill_(float("nan"))
-            call.run()
-    return [bits(call.check()) for call in calls]
-
-
-def test_calls_of_all_shapes_share_the_workspace(world_size: int) -> None:
-    called = [case_of(op, form, turn) for turn, (op, form) in enumerate(PUSHED)]
-    called += [case_of(op, form, turn, M=M + 200, K=8) for turn, (op, form) in enumerate(PUSHED)]
-    called += in_lamport(called, world_size)
-    called += [replace(case, config=None) for case in called]
-    assert_same_bits(called, run_ranks(world_size, follow_each_other, called, 20 if ON_GPU else 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 import random
 
 from iris.errors import ArgumentError
@@ -11,7 +10,7 @@ from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders
 from iris_ops.planning.needs import ROWS_ALIKE, Sums
-from iris_ops.planning.plan import choose, common_order, plan, way_named
+from iris_ops.planning.plan import plan, way_named
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, requested_problem
 import pytest
@@ -60,39 +59,6 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
         problems = [requested_problem(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
         distinct = {order_of(problem, machine) for problem in problems}
         assert len(distinct) == 1 and None not in distinct, f"{problems[0]} on {name}: {[*map(str, distinct)]}"
-
-
-def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
-    machine = machine_named(INTERPRETER, 1)
-    for rows in (ROWS, ROWS[::-1]):
-        common_order.cache_clear()
-        choose.cache_clear()
-        distinct = [
-            order_of(requested_problem("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
-            for M in rows
-        ]
-        assert len({*distinct}) == 1
-
-
-def test_what_depends_on_the_rows_has_no_order():
-    machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
-    whole = plan(problem, machine)
-    assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
-    assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
-    assert orders.of_library(problem, whole, machine) is None
-    own = replace(problem, sums=BATCH)
-    assert orders.of_library(own, whole, machine) == orders.Order("wgmma", 16)
-
-
-@pytest.mark.parametrize(("blocks", "instruction"), [((64, 128, 64), "wgmma"), ((32, 64, 128), "mma")])
-def test_an_instruction_goes_by_the_tile(blocks, instruction):
-    """As the compiler chooses it for sm_90 (`tests/test_codegen_ptx.py` reads it)."""
-    machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
-    m, n, k = blocks
-    config = replace(plan(problem, machine), block_m=m, block_n=n, block_k=k, num_warps=8, warp_specialised=False)
-    assert orders.of_tiles(problem, config, machine) == orders.Order(instruction, 16)
 
 
 def test_a_plan_says_what_it_left_out_and_what_that_cost():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from iris.errors import ShapeError
-from iris_ops import FusedConfig
 from iris_ops.problem import (
     ALL_REDUCE,
     GATHER_MATMUL,
@@ -12,7 +11,6 @@ from iris_ops.problem import (
     REDUCE_SCATTER,
     Problem,
     describe,
-    owned_part,
     part_of,
     part_size,
 )
@@ -55,30 +53,6 @@ def test_all_ranks_find_the_same_problem(op: str, form: str, world_size: int) ->
                 assert (problem.M, problem.N, problem.K) == (M, N, K) and not problem.empty
                 if world_size > 1 and min(M, N, K) > 1:
                     assert problem.form == form
-
-
-def test_sizes_of_parts_and_products() -> None:
-    rows = Problem(REDUCE_SCATTER, "rows", 10, 6, 5, 4, torch.float32)
-    assert (rows.part_rows, rows.part_cols, rows.gemm) == (3, 6, (10, 6, 5))
-    cols = Problem(MATMUL_GATHER, "cols", 10, 6, 5, 4, torch.float32)
-    assert (cols.part_rows, cols.part_cols, cols.gemm) == (10, 2, (10, 2, 5))
-    assert Problem(MATMUL_GATHER, "rows", 10, 6, 5, 4, torch.float32).gemm == (3, 6, 5)
-    assert Problem(GATHER_MATMUL, "k", 10, 6, 5, 4, torch.float32).gemm == (10, 6, 5)
-
-
-@pytest.mark.parametrize(
-    "M, N, owned",
-    [
-        (200, 4096, (200, 1024, True)),
-        (4096, 200, (1024, 200, False)),
-        (4096, 4096, (1024, 4096, False)),  # alike: by rows
-        (8192, 300, (2048, 300, False)),
-    ],
-)
-def test_an_all_reduce_is_owned_along_the_dimension_that_blocks_divide_more_evenly(
-    M: int, N: int, owned: tuple
-) -> None:
-    assert owned_part(Problem(ALL_REDUCE, "", M, N, 64, 4, torch.bfloat16), FusedConfig(128, 128, 64)) == owned
 
 
 @pytest.mark.parametrize(
