@@ -1,11 +1,9 @@
 """The site: it builds without a warning, says what the code says, and its Python runs as pasted, on two ranks."""
 
-from collections.abc import Iterator
 import contextlib
 import html
 import importlib
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -19,7 +17,6 @@ from typing import Any
 
 import iris
 from iris import errors
-from iris.device import sync
 from iris_ops.planning.ways import WAYS
 from iris_tp import cli
 import pytest
@@ -117,29 +114,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
-SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
-
-
-def _pages(nav: object) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every page of the navigation, behind the titles that lead there."""
-    if isinstance(nav, str):
-        yield (), nav
-    elif isinstance(nav, dict):
-        yield from (((title, *path), page) for title, inner in nav.items() for path, page in _pages(inner))
-    else:
-        assert isinstance(nav, list)
-        yield from (found for inner in nav for found in _pages(inner))
-
-
-def test_signal_and_wait_are_two_clicks_away() -> None:
-    """A tab, a page: there stands what they guarantee."""
-    (path,) = [path for path, page in _pages(SITE["nav"]) if page == "reference/sync.md"]
-    assert path == ("Reference", "iris.device.sync")
-    directives = re.findall(r"^::: (\S+)", PAGES["reference/sync.md"].read_text(), re.MULTILINE)
-    assert directives[:2] == ["iris.device.sync.signal", "iris.device.sync.wait"]
-    said = [" ".join((inspect.getdoc(getattr(each, "fn", each)) or "").split()) for each in (sync.signal, sync.wait)]
-    assert all(word in said[0] for word in ("Guarantee", "barrier", "release", "system scope", "int32"))
-    assert all(word in said[1] for word in ("Guarantee", "acquire", "IRIS_TIMEOUT", "False", "PeerLostError"))
 
 
 @pytest.mark.parametrize("module", ["iris", "iris.ccl", "iris_ops", "layers"])
@@ -153,16 +127,6 @@ def test_public_names_are_in_the_reference(module: str) -> None:
         if callable(value) and f"{module}.errors" != getattr(value, "__module__", ""):
             own = getattr(value, "__name__", name)  # of an alias, the name that it stands for
             assert {f"{module}.{own}", f"{getattr(value, '__module__', '')}.{own}"} & directives, name
-
-
-@pytest.mark.parametrize("page", sorted(name for name in PAGES if name.startswith("reference/")))
-def test_every_part_of_the_reference_says_whether_it_is_stable(page: str) -> None:
-    """The status stands below the title or below each heading that has names."""
-    text = PAGES[page].read_text()
-    title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    status = re.compile(r"\*\*(stable|experimental)\*\*|\*\*(Stable|Experimental)\b")
-    if not status.search(title):
-        assert [part.split("\n", 1)[0] for part in parts if ":::" in part and not status.search(part)] == []
 
 
 def test_every_exception_has_its_row() -> None:

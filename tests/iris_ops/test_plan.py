@@ -136,25 +136,6 @@ def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int)
         assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 
-def test_all_reduces_of_some_hundred_rows_are_lamport_from_specialised_programs() -> None:
-    """Between two ranks in one shot, which sends no more than two; nowhere in the kernels of another platform."""
-    for w, algorithm in ((2, "one_shot"), (4, "two_shot")):
-        chosen = plan(problem(ALL_REDUCE, "", 512, 8192, 2048, w), H200)
-        assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, True)
-        kernel = "hopper.lamport_pair" if w == 2 else "hopper.lamport_two_shot"
-        assert chosen.kernel == kernel and chosen.explain().splitlines()[-1].startswith(f"chosen {kernel} ")
-    for machine in (replace(H200, warp_specialised=False), machine_named("AMD Instinct MI300X", 304)):
-        assert not plan(problem(ALL_REDUCE, "", 512, 8192, 2048, 2), machine).warp_specialised
-
-
-def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
-    """Without tensor descriptors our large tiles take several times as long (measured: 128 x 256 over 6 times)."""
-    for op, form in FORMS:
-        if form in ("", "rows"):
-            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in WITH_TORCH
-            assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_specialised
-
-
 def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
     prefix = "hopper."
@@ -191,27 +172,6 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
     with pytest.raises(ArgumentError, match="N is 7 for all_gather_matmul_gated; expected an even number"):
         requested_problem("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16)
-
-
-def test_that_out_is_better_on_the_heap_is_said() -> None:
-    for op, form in FORMS:
-        chosen = plan(problem(op, form, 8192, 8192, 2048), H200)
-        mentions_heap = "out directly when it lies on the heap" in chosen.explain()
-        assert mentions_heap == (op in (ALL_REDUCE, MATMUL_GATHER))
-
-
-def test_a_given_configuration_explains_itself_and_equals_its_like() -> None:
-    given = FusedConfig()
-    assert given.explain() == "given by the caller" and given.prediction is None
-    planned = plan(problem(GATHER_MATMUL, "rows", 512, 512, 512), H200)
-    assert planned == replace(planned, reasons=(), prediction=None) and hash(planned) == hash(replace(planned))
-
-
-def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
-    half = machine_named("some other GPU", 66)
-    assert half.tflops == pytest.approx(H200.tflops / 2) and half.num_programs == 66
-    assert machine_named("NVIDIA H200", 1) is H200
-    assert machine_named("NVIDIA H100 80GB HBM3", 132) is machine_named("NVIDIA H100", 132), "what it calls itself"
 
 
 # --- as the ops use it -----------------------------------------------------------------------------------------------
