@@ -12,8 +12,6 @@ Writes the results, case by case, to a JSON file. Exits with 1 where a bit diffe
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import islice
-import json
-from pathlib import Path
 import random
 import sys
 import time
@@ -56,7 +54,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--random", action="store_true", help="random sizes from the first on, at random numbers of rows"
     )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="counts on from what a file of this command holds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     report.settle(args, argv, "invariance_random" if args.random else "invariance", module="invariance")
@@ -227,9 +224,6 @@ def run(team: Team, args: argparse.Namespace) -> None:
     written |= {"products": 0, "beside": 0, "differing": dict.fromkeys(map(str, LEVELS), 0), "counted": {}, "bits": []}
     written["numbers_of_rows"] = ANY[team.device.type] if args.random else NUMBERS
     written["drawn"] = describe_random(team.world, team.device.type, args.random)
-    if args.resume:
-        before = json.loads(args.resume.read_text())
-        written |= {name: before[name] for name in ("products", "beside", "differing", "counted", "bits")}
 
     def write() -> None:
         if team.rank == 0:
