@@ -92,7 +92,7 @@ def _waiting(rank: int, world: int, wait: str, fault: str, folder: str) -> str |
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.some(9)
+@pytest.mark.some(6)
 def test_who_waits_for_a_lost_rank_names_it(wait: str, fault: str, tmp_path: Path) -> None:
     limit = SHORT_S if fault == "stop" else LONG_S
     env = {"IRIS_TIMEOUT": str(limit), "IRIS_DEBUG": str(int(wait == "compared"))}
@@ -204,7 +204,7 @@ def _creating(rank: int, world: int, place: str, fault: str, folder: str, with_g
 @pytest.mark.parametrize(
     "place, with_group", [*((place, True) for place in PLACES), ("before", False), ("mapped", False)]
 )
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 def test_a_rank_lost_while_a_context_is_made_is_named(place: str, fault: str, with_group: bool, tmp_path: Path) -> None:
     short = fault == "stop" or place == "before" and not with_group  # whose process nobody has heard of
     env = {"IRIS_TIMEOUT": str(2 * SHORT_S if short else LONG_S)}  # the processes begin some seconds apart

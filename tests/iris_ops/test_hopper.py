@@ -89,7 +89,7 @@ def check_served(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", PUSHED)
-@pytest.mark.some(6, on_gpus=3)
+@pytest.mark.some(4, on_gpus=3)
 def test_op_is_right(world_size: int, op: str, form: str) -> None:
     """Both dtypes and layouts of B, with and without bias, `out` on the heap or not, rows that stand apart."""
     called = [
@@ -164,7 +164,7 @@ def check_mixed(ctx: iris.Iris, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("op, form", PUSHED)
-@pytest.mark.some(6, on_gpus=2)
+@pytest.mark.some(4, on_gpus=2)
 def test_ranks_with_and_without_specialised_warps_work_together(world_size: int, op: str, form: str) -> None:
     """Short and empty parts, too, of which each kind of kernel computes other tiles."""
     called = [case_of(op, form, turn, transposed=turn % 2 == 0) for turn in range(len(CONFIGS))]

@@ -44,7 +44,7 @@ def bits_body(ctx: iris.Iris, M: int, dtype: torch.dtype, bias: bool) -> torch.T
     (1, torch.bfloat16, True), (33, torch.bfloat16, False), (50, torch.float16, True), (64, torch.bfloat16, True),
     (64, torch.float32, False),
 ])  # fmt: skip
-@pytest.mark.some(10, on_gpus=3)
+@pytest.mark.some(6, on_gpus=3)
 def test_sums_of_few_rows_to_the_bit(world_size: int, M: int, dtype: torch.dtype, bias: bool) -> None:
     first, *others = run_ranks(world_size, bits_body, M, dtype, bias)
     assert all(torch.equal(first, other) for other in others)

@@ -59,7 +59,7 @@ def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[C
 @on_ranks
 @pytest.mark.parametrize("config", [FEW, MANY, SPECIALISED], ids=["few", "many", "specialised"])
 @pytest.mark.parametrize("op, form", FORMS)
-@pytest.mark.some(12, on_gpus=11)
+@pytest.mark.some(8, on_gpus=11)
 def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: FusedConfig) -> None:
     if config is SPECIALISED and (op == GATHER_MATMUL or not ON_GPU):
         pytest.skip("no program warp-specialised pushes these")

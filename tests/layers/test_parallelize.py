@@ -34,7 +34,7 @@ def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, *models.MORE]))
-@pytest.mark.some(5, on_gpus=8)
+@pytest.mark.some(3, on_gpus=8)
 def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, greedy_body, name)
     _, _, tokens = models.expected(name)

@@ -43,7 +43,7 @@ def tensors(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> lis
 
 @pytest.mark.parametrize("length", [2, 63, 64, 200, 500, 704, 768, 801, 1500])
 @pytest.mark.parametrize("batch, heads, kv_heads, dim", [(1, 4, 1, 64), (2, 3, 3, 80), (2, 4, 2, 128)])
-@pytest.mark.some(8)
+@pytest.mark.some(5, on_gpus=8)
 def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int) -> None:
     q, k, v = tensors(batch, heads, kv_heads, length, dim)
     out, expected = prefill_attention.prefill_attention(q, k, v, 0.2), reference(q, k, v, 0.2)
@@ -213,7 +213,7 @@ def test_compiled_layers_read_prompts_by_it(world_size: int, name: str) -> None:
 @torch.no_grad()
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs no ranks")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.some(8, on_gpus=len(FAMILIES))
+@pytest.mark.some(5, on_gpus=len(FAMILIES))
 def test_padded_prompts_of_every_family(family: str) -> None:
     """As by transformers' masks, also where some layers have windows and others none."""
     model = build(family, FAMILIES[family])

@@ -92,7 +92,7 @@ def split_body(ctx, case: str) -> tuple[torch.Tensor, list[str]]:
 
 @worlds
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.some(6)
+@pytest.mark.some(4, on_gpus=6)
 def test_prompts_and_steps_are_the_unsplit_models(world_size: int, case: str) -> None:
     results, all_norms = zip(*run_ranks(world_size, split_body, case), strict=True)
     judge(results, build(case), build(case))

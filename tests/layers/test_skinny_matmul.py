@@ -49,7 +49,7 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("room", [1, 9, 132])
-@pytest.mark.some(48)
+@pytest.mark.some(24, on_gpus=48)
 def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room: int, gated: bool, dtype) -> None:
     """`room`: for programs, as if on so many multiprocessors, which decides how rows are divided."""
     monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: room)
@@ -83,7 +83,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
         ((70,), 20, 136),
     ],
 )
-@pytest.mark.some(7, on_gpus=14)
+@pytest.mark.some(5, on_gpus=14)
 def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: int, depth: int, gated: bool) -> None:
     if outputs == 200:  # in narrow tiles
         monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: 9)
