@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from benchmarks.cases import contenders
 from benchmarks.cases.contenders import Contender
 from benchmarks.measuring import report
+from benchmarks.tables import every_row
 from examples import tile_all_reduce_hopper
 from examples.tile_all_reduce import tile_matmul_kernel
 
@@ -124,7 +125,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         written["rows"].append(row())
         if team.rank == 0:
             report.write(written, args)
-    team.say("\n" + contenders.render(report.rounded(written), "tiles", NAMES))
+    team.say("\n" + every_row.render(report.rounded(written)))
     ctx.close()
 
 
