@@ -17,8 +17,8 @@ import torch
 
 from ..checkpoint.composed import Concatenation, Source
 from ..checkpoint.files import StoredTensor
-from .bits import block_of, blocks, scales
-from .weight_format import Index, QuantisedWeight, Span, WeightFormat
+from .bits import Span, blocks, scales
+from .weight_format import Coding, Index, QuantisedWeight, WeightFormat
 
 SCALES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8
 
@@ -45,13 +45,21 @@ class Fp8(WeightFormat):
             "scale": (slice(first, last), slice(*blocks(columns, self.block[1]))),
         }
 
-    def widen(
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
+        return Coding("e4m3", self.per_scale)
+
+    @property
+    def per_scale(self) -> int:
+        return self.block[1]
+
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        return held["weight"]
+
+    def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         scale = scales(held["scale"], dtype)
-        row = self._row_blocks(rows, scale.device) - self._row_block(rows[0])
-        column = block_of(columns, self.block[1], scale.device)
-        return held["weight"].to(dtype) * scale.index_select(0, row).index_select(1, column)
+        return scale.index_select(0, self._row_blocks(rows, scale.device) - self._row_block(rows[0]))
 
     def _row_block(self, row: int) -> int:
         half = self.shape[0] // self.halves
