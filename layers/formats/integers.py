@@ -43,7 +43,7 @@ class GroupedIntegers(WeightFormat):
         return (
             "it has zero points"
             if "zero" in tensors and not self._is_symmetric(tensors["zero"])
-            else Coding("int4", self.group)
+            else Coding("int4", self.group, tensors["scale"].dtype)
         )
 
     def _is_symmetric(self, stored: StoredTensor) -> bool:

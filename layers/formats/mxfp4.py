@@ -33,7 +33,7 @@ class Mxfp4(WeightFormat):
         return {"packed": index, "scale": index}
 
     def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
-        return Coding("e2m1", GROUP)
+        return Coding("e2m1", GROUP, tensors["scale"].dtype)
 
     @property
     def per_scale(self) -> int:

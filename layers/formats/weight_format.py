@@ -32,11 +32,12 @@ class Coding:
     """What a weight's codes mean, without the layout of the file that they are in.
 
     `element`: "e4m3"; "e2m1", codes 0 to 15; or "int4", codes 0 to 15 that mean -8 to 7. `group` consecutive entries of
-    a row have one scale, the last group maybe fewer.
+    a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them.
     """
 
     element: str
     group: int
+    scales: torch.dtype
 
 
 @dataclass(frozen=True)
