@@ -17,7 +17,7 @@ from iris import log, platform
 from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, launch
 from iris_ops.config import WITH_TORCH
-from iris_ops.fp8 import weight_stream
+from iris_ops.quantised import weight_stream
 from iris_ops.kernels.hopper import operands
 from iris_ops.launch import loading, supports
 from iris_ops.named import named

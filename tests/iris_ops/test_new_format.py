@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import iris
 from iris.errors import DtypeError
-from iris_ops.fp8.steps import Restore
+from iris_ops.quantised.steps import Restore
 from iris_ops.operands import Operands
 from iris_ops.planning import weights
 from iris_ops.planning.needs import PLAIN, WeightFormat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.fp8 import scaled_matmul
+from iris_ops.quantised import scaled_matmul
 from iris_ops.kernels.rmsnorm_epilogue import first_half
 from iris_ops.local import skinny_matmul
 import layers
