@@ -29,11 +29,11 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..quantised import linear as fp8
-from ..quantised import skinny_stream, weight_stream
 from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+from ..quantised import linear as fp8
+from ..quantised import skinny_stream, weight_stream
 from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16

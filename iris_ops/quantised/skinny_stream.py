@@ -2,8 +2,8 @@
 
 from iris import platform
 from iris.device import arch
-from iris_ops.quantised import weight_stream
 from iris_ops.kernels.arguments import StreamForm, TileEpilogue
+from iris_ops.quantised import weight_stream
 import torch
 import triton
 from triton.experimental import gluon

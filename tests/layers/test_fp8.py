@@ -6,8 +6,8 @@ from pathlib import Path
 
 from iris import platform
 from iris.errors import ArgumentError
-from iris_ops.quantised import packing, scaled_matmul
 from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.quantised import packing, scaled_matmul
 import layers
 from layers.hf.parallelize import parallelize
 from layers.weight_storage import LOCAL, WITH_FP8
