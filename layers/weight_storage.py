@@ -51,7 +51,7 @@ class Form:
         """Return whether codes of a weight with so many `columns` can be stored without another rounding."""
         if coding.element != ELEMENTS[self.packing.name]:
             return False
-        if self.scale_dtype is not None and coding.scales != self.scale_dtype:
+        if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
         by_row = coding.group >= columns
         return by_row if self.group is None else not by_row and coding.group % self.group == 0
@@ -61,7 +61,7 @@ FORMS = {
     "fp8": Form(FP8),
     "fp8_all": Form(FP8),
     "fp8_block": Form(FP8_BLOCK, 128),
-    "int4": Form(INT4, 128, torch.bfloat16),
+    "int4": Form(INT4, 128),
     "mxfp4": Form(MXFP4, 32),
 }
 """What `weights=` rounds to, by its name there."""

@@ -264,7 +264,7 @@ def _kept(model: nn.Module, name: str, source: Source) -> Kept:
     module, key = _owner(model, name)
     storage = getattr(module, "storage", None) if key == "weight" else None
     if not isinstance(storage, Quantised):
-        return Kept(reason=f"{type(module).__name__} multiplies in it" if storage is None else storage.reason)
+        return Kept(reason="not a split linear" if storage is None else storage.reason)
     return Kept(storage.form.name, storage.keeps(source))
 
 

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from iris.invariance import RANKS
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4
 from torch import nn
 
 from ..formats.weight_format import Coding
@@ -98,9 +98,8 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
     if layer.stored_transposed:
         return "it is stored transposed"
     packing = {"e2m1": MXFP4, "int4": INT4}.get(coding.element)
-    dtype = coding.scales if packing is INT4 else None
     if coding.group >= layer.in_features and packing is not MXFP4:
-        return Form(packing or FP8, None, dtype)
+        return Form(packing or FP8)
     starts = _starts(layer, ctx) if layer.dim == 1 else ()
     if starts is None:
         return "its inputs are in several ranges"
@@ -111,7 +110,7 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
         smallest = min(each for each in packing.groups if each is not None)
         where = "" if coding.group % smallest else f", cut at multiples of {shared}"
         return f"groups of {coding.group}{where} are no multiples of {smallest}"
-    return Form(packing, group, dtype)
+    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
 
 
 def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:
