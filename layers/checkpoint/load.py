@@ -75,7 +75,8 @@ def from_pretrained(
     Return it in eval mode. It is a causal language model, an encoder-decoder, or a model of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
+    by default. Quantised weights (see `formats`) of split linears keep their codes and scales where a packing holds
+    them; other weights, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with the
     files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
     reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
