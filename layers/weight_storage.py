@@ -83,6 +83,10 @@ class InDtype:
         """Return the op of forward."""
         return layer.op
 
+    def serve_by(self, layer: Layer, op: str) -> None:
+        """Let `op` compute forward."""
+        layer.op = op
+
     def named(self, op: str) -> str:
         """Return an op and how it reads the weight, for reports."""
         return op
@@ -165,6 +169,10 @@ class Quantised(InDtype):
 
     def op(self, layer: Layer) -> str:
         return self._op
+
+    def serve_by(self, layer: Layer, op: str) -> None:
+        self._op = op
+        self._choose(layer)
 
     def named(self, op: str) -> str:
         name = self.form.name
