@@ -161,9 +161,9 @@ class Ops(MixtureOps):
         longer than the choice. `fp8`: whether B is in fp8, with a scale a column. `algorithm`: the best of that one
         (`FusedConfig`), to compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows
         of A, B and `out` begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1):
-        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `k_per_rank`: as
-        the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32), "int4/128",
-        "int4/channel" or "mxfp4".
+        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
+        `k_per_rank`: as the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32),
+        "int4/128", "int4/channel" or "mxfp4".
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
