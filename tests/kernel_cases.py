@@ -397,9 +397,10 @@ def hopper() -> Iterator[Any]:
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
-    for name, packing, group in STREAMED:
-        yield f"lamport_{name}", partial(_lamport_stored, packing, group)
-        yield f"skinny_{name}", partial(_skinny_stored, packing, group)
+    for name, (form, group) in STREAMED.items():
+        yield f"skinny_{name}", partial(_skinny_stored, form, group)
+        if name in STREAMED_BETWEEN_RANKS:
+            yield f"lamport_{name}", partial(_lamport_stored, form, group)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield (
@@ -408,12 +409,13 @@ def hopper() -> Iterator[Any]:
     )
 
 
-# Formats with scales of groups: name, packing, group.
-STREAMED = (
-    ("fp8_block_128", packing.FP8_BLOCK, 128), ("fp8_block_32", packing.FP8_BLOCK, 32), ("int4_32", packing.INT4, 32),
-    ("int4_64", packing.INT4, 64), ("int4_128", packing.INT4, 128), ("int4_channel", packing.INT4, None),
-    ("mxfp4", packing.MXFP4, 32),
-)  # fmt: skip
+# Formats with scales of groups: packing, group.
+STREAMED = {
+    "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
+    "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
+    "mxfp4": (packing.MXFP4, 32),
+}  # fmt: skip
+STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
 
 
 def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
-from ..recording import is_recording, row_count
 from ..named import named
 from ..planning.weights import format_of
+from ..recording import is_recording, row_count
 
 # An opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
