@@ -156,23 +156,30 @@ def _output(
     if parts.k_per_rank:  # peers write no such result
         out, more = A.new_empty(size), {"k_per_rank": tuple(parts.k_per_rank)}
     else:
-        config = _config(op, ctx, A, B, size, parts.mean)
+        config = _config(op, ctx, A, B, size, parts.mean, scale)
         out, more = ctx.ops.outputs.new(op, A, B, size, config, scale), {"config": config}
     return out, more
 
 
 def _config(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+    op: str,
+    ctx: Context,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    size: Sequence[int],
+    mean_part: int | None,
+    scale: torch.Tensor | None = None,
 ) -> FusedConfig | None:
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     operation = BY_NAME[op]
     if mean_part is None or not (operation.sums or operation.shared == "K"):
         return None
+    weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
     if operation.shared == "K":
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, B.shape[0]
-    ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
+        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
+    ranks, level = ctx.num_ranks, ctx.invariant
     return ctx.ops._calls.plan(requested(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
 
 
