@@ -284,7 +284,16 @@ def _example(ctx: Any) -> None:
     a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
     space, numbers = ctx.ccl.tile_space(64, 4096), (512, 512, 512, 64, 64, 32, WORLD_SIZE)
     kernel = tile_all_reduce.tile_matmul_kernel[(8,)]
-    kernel(ctx.get_device_context(), space, a, b, new(512, 512), *numbers, ONE_TILE=True, **platform.beside(ctx.device))
+    kernel(
+        ctx.get_device_context(),
+        space,
+        a,
+        b,
+        new(512, 512),
+        *numbers,
+        ONE_TILE=True,
+        **platform.pdl_options(ctx.device),
+    )
 
 
 def _example_hopper(ctx: Any) -> None:
