@@ -200,28 +200,27 @@ class Quantised(InDtype):
         (self._copy if self.keeps(source) else self._round)(layer, before, shard, source)
 
     def _copy(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
-        at = before if layer.dim == 0 else 0
+        group, at = self.form.group, before
         for start, stop in shard.ranges:
             index = (slice(start, stop),) if layer.dim == 0 else (slice(None), slice(start, stop))
-            group = self.form.group
+            row, column = (at, 0) if layer.dim == 0 else (0, at)
             for rows, columns, codes, scales in coded(source, index, group or source.shape[1]):
                 scales = scales.flatten() if group is None else scales
-                self._store(layer, at + rows[0], codes, scales, columns[0])
+                self._store(layer, row + rows[0], codes, scales, column + columns[0])
             at += stop - start
 
     def _round(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
         rows, columns = layer.local_shape
-        ranges = shard.ranges if layer.dim == 0 else ((0, rows),)
         at = before if layer.dim == 0 else 0
-        for first, last in ranges:
+        for first, last in shard.ranges if layer.dim == 0 else ((0, rows),):
             for start, stop in _pieces(last - first, columns):
                 exact = torch.zeros(stop - start, columns, dtype=self.exact_dtype, device=layer.weight.device)
-                some = slice(first + start, first + stop)
+                some, column = slice(first + start, first + stop), 0
                 if layer.dim == 0:
                     fill(exact, source, (some,))
-                elif shard.ranges:
-                    ((begin, end),) = shard.ranges
-                    fill(exact.narrow(1, 0, end - begin), source, (some, slice(begin, end)))
+                for begin, end in shard.ranges if layer.dim == 1 else ():
+                    fill(exact.narrow(1, column, end - begin), source, (some, slice(begin, end)))
+                    column += end - begin
                 self._round_rows(layer, at + start, exact)
             at += last - first
 

@@ -93,11 +93,14 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
     if layer.stored_transposed:
         return "it is stored transposed"
     packing = {"e2m1": MXFP4, "int4": INT4}.get(coding.element)
-    if coding.group >= layer.in_features and packing is not MXFP4:
-        return Form(packing or FP8)
+    by_row = coding.group >= layer.in_features and packing is not MXFP4
+    if by_row and packing is None:
+        return Form(FP8)
     starts = _starts(layer, ctx) if layer.dim == 1 else ()
     if starts is None:
         return "its inputs are not in even ranges"
+    if by_row:
+        return Form(INT4)
     packing = packing or FP8_BLOCK
     shared = math.gcd(coding.group, *starts)
     group = next((each for each in packing.groups if each is not None and shared % each == 0), None)

@@ -10,6 +10,7 @@ from iris_ops.quantised import packing
 import layers
 from layers import weight_storage
 from layers.formats import weight_format
+from layers.shard import Shard
 from layers.weight_storage import FORMS, Quantised
 import pytest
 import torch
@@ -338,3 +339,29 @@ def test_pieces_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, columns in [(0, 4), (7, 30), (25, 4), (3, 1000)]:
         pieces = weight_storage._pieces(rows, columns)
         assert [at for span in pieces for at in range(*span)] == list(range(rows))
+
+
+def ranges_body(ctx, folder: Path) -> None:
+    from tests.layers.test_formats import opened
+
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+    source, exact = opened(folder, "ct_fp8_channel", weight)
+    ranges = (0, 64), (128, 224)
+    own = torch.cat([weight[:, slice(*each)] for each in ranges], 1)
+    for name, given in (("fp8", source), ("int4", weight)):
+        layer = layers.RowParallelLinear(256, 48, False, ctx=ctx, device="meta", parts=(Shard(256, ranges),))
+        layer.store_as(FORMS[name])
+        layer.load_shard("weight", given)
+        numbers = layer.numbers(0, 48, torch.float64).cpu()
+        if name == "fp8":
+            expected = torch.cat([exact[:, slice(*each)] for each in ranges], 1)
+        else:
+            expected = packing.INT4.unpack(*packing.INT4.pack(*packing.INT4.quantise(own, 128), 128), 160).double()
+        assert torch.allclose(numbers, expected, rtol=1e-6, atol=0), name
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_inputs_in_several_ranges_are_kept_in_order(tmp_path: Path, world_size: int) -> None:
+    folder = agreed(tmp_path)
+    once(lambda: folder.mkdir(parents=True, exist_ok=True))
+    run_ranks(world_size, ranges_body, folder)
