@@ -171,20 +171,21 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StreamForm:
-    """How a program streams weights that it widens (`quantised/weight_stream.py`): T tiles at a time, by SLICES warps.
+    """How a program streams weights that it widens (`quantised/weight_stream.py`): T tiles at a time.
 
-    LATER: what sums are multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of
-    the tiles are for the gate. SPANS: of the sums of squares, a power of two at least as many.
+    BRANCHES: whether loads beyond the last are skipped by a branch. LATER: what sums are multiplied by. TAKE: which
+    thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of the sums of
+    squares, a power of two at least as many.
     """
 
     BLOCK_M: int
     T: int
     STAGES: int
-    SLICES: int
     TAKE: Any = None
     GATED: bool = False
     SPANS: int = 1
     LATER: float = 1.0
+    BRANCHES: bool = False
 
 
 @dataclass(frozen=True)

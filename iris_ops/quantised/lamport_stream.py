@@ -64,7 +64,7 @@ def lamport_stream_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, scales, N, K, form)
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], form.SLICES)
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], stream.sums.shape[0])
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
@@ -129,8 +129,7 @@ def launcher(
     assert scale is not None
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
-    T, taken = weight_stream.tiles_at_once(N, programs), layouts(weight_stream.rows_at_once(M))
-    stream = weight_stream.prepared(A, B, scale, T, programs, **taken)
+    stream = weight_stream.prepared(A, B, scale, programs, **layouts(weight_stream.rows_at_once(M)))
     args = dict(
         **stream.operands,
         form=stream.form,

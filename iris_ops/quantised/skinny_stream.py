@@ -14,20 +14,19 @@ from triton.experimental.gluon import language as gl
 def skinny_stream_kernel(a, b, scales, epilogue, out, M, N, K, spans, eps, form: gl.constexpr, widen: gl.constexpr):
     """As `skinny_matmul_kernel`. a, b, scales, epilogue.b_scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
-    SLICES: gl.constexpr = form.SLICES
     GATED: gl.constexpr = form.GATED
     squares = epilogue.squares
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, scales, N, K, form)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(
-        stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], SLICES
+        stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], stream.sums.shape[0]
     )
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUMS))
     r = gl.arange(0, BLOCK_M, layout=ROWS)
     factors = gl.full((BLOCK_M,), 1.0, gl.float32, layout=ROWS)
     if squares is not None:
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [SLICES, 1], [1, 0])
+        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [gl.num_warps(), 1], [1, 0])
         s = gl.arange(0, form.SPANS, layout=gl.SliceLayout(1, SQUARES))[:, None]
         row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SQUARES))[None, :]
         sums = gl.load(squares + s * M + row, mask=(s < spans) & (row < M), other=0.0)
@@ -71,13 +70,12 @@ def multiply(
     """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says."""
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
-    T = 2 if gated else weight_stream.tiles_at_once(N, programs)
     spans = 1 if squares is None else squares.shape[0]
     stream = weight_stream.prepared(
-        rows, weight.t(), scale, T, programs, GATED=gated, SPANS=triton.next_power_of_2(spans)
+        rows, weight.t(), scale, programs, GATED=gated, SPANS=triton.next_power_of_2(spans)
     )  # fmt: skip
     skinny_stream_kernel[(stream.grid if launched else 0,)](
         epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None, squares=squares), out=out,
         M=rows.shape[0], N=N, K=rows.shape[1], spans=spans, eps=eps, form=stream.form, **stream.operands,
-        num_warps=weight_stream.WARPS, **platform.launch_options(rows.device),
+        **weight_stream.options(stream.grid, programs), **platform.launch_options(rows.device),
     )  # fmt: skip

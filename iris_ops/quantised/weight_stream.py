@@ -51,7 +51,7 @@ RINGS = {
     3: {(8, 1): 4, (16, 2): 2},
 }
 _SHARED, _RESERVED, _MOST_STAGES = 228 << 10, 1536, 12  # of a multiprocessor, of each program, of a ring
-REGISTERS = 168  # of a thread of three programs, in eights
+REGISTERS = {3: 168, 4: 128}  # of a thread, by the programs at once, in eights
 _COLUMNS = gl.constexpr(16)  # of a tile
 _LINE = gl.constexpr(LINE)
 
@@ -112,28 +112,38 @@ class Stream:
     STAGES: gl.constexpr
     WIDTH: gl.constexpr
     LATER: gl.constexpr
+    BRANCHES: gl.constexpr
 
     @triton.constexpr_function
     def __init__(
-        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER
+        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER, BRANCHES
     ):  # fmt: skip
         self.a, self.b, self.rows, self.ring = a, b, rows, ring
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.loaded, self.sums, self.N, self.steps = loaded, sums, known(N), known(steps)
         self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
-        self.LATER = gl.constexpr(LATER)
+        self.LATER, self.BRANCHES = gl.constexpr(LATER), known(BRANCHES)
 
     @gluon.jit
     def load(self, stage, group, step):
         """Request a step's blocks of group number `group` of tiles; beyond the last one for nothing."""
         wanted = group * self.WIDTH < self.N
+        if self.BRANCHES:
+            if wanted:
+                self._request(stage, group, step, True)
+        else:
+            self._request(stage, group, step, wanted)
+
+    @gluon.jit
+    def _request(self, stage, group, step, wanted):
+        COLUMNS: gl.constexpr = self.b.block_type.shape[1]
         loaded = self.loaded.index(stage)
         OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
         nbytes: gl.constexpr = self.a.block_type.nbytes + self.T * (self.b.block_type.nbytes + OF_SCALES)
         mbarrier.expect(loaded, nbytes, pred=wanted)
         async_load(self.a, [step * self.rows.shape[1], 0, 0], loaded, self.rows.index(stage), pred=wanted)
         for t in gl.static_range(self.T):
-            col = group * self.WIDTH + (t * _COLUMNS) % self.WIDTH + (t * _COLUMNS) // self.WIDTH * self.N
+            col = group * self.WIDTH + (t * COLUMNS) % self.WIDTH + (t * COLUMNS) // self.WIDTH * self.N
             at = stage * self.T + t
             async_load(self.b, [step * self.ring.shape[1], col, 0], loaded, self.ring.index(at), pred=wanted)
             if self.scales is not None:
@@ -148,9 +158,10 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
     T: gl.constexpr = form.T
     GATED: gl.constexpr = form.GATED
     STAGES: gl.constexpr = form.STAGES
-    SLICES: gl.constexpr = form.SLICES
+    LINES: gl.constexpr = b.block_type.shape[0]
+    COLUMNS: gl.constexpr = b.block_type.shape[1]
     TILES: gl.constexpr = triton.next_power_of_2(T)
-    WIDTH: gl.constexpr = _COLUMNS * (T // 2 if GATED else T)
+    WIDTH: gl.constexpr = COLUMNS * (T // 2 if GATED else T)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
     rows = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     ring = gl.allocate_shared_memory(gl.int32, [STAGES * T] + b.block_type.shape, b.layout)
@@ -158,12 +169,12 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
     if scales is not None:
         factors = gl.allocate_shared_memory(scales.dtype, [STAGES * T] + scales.block_type.shape, scales.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    sums = gl.allocate_shared_memory(gl.float32, [SLICES, TILES * _COLUMNS, BLOCK_M], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], PLAIN)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    steps = gl.cdiv(K, _LINE * SLICES)
+    steps = gl.cdiv(K, _LINE * LINES)
     stream = Stream(
-        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER
+        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER, form.BRANCHES
     )  # fmt: skip
     group, step = gl.program_id(0), 0
     for i in gl.static_range(STAGES):
@@ -180,33 +191,41 @@ def _next(stream, group, step):
 
 @gluon.jit
 def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Leaves the slices' products in `stream.sums`, of the columns that come next; `total` adds them up.
+    """Leaves the lines' products in `stream.sums`, of the columns that come next; `total` adds them up.
 
     `widen`: the `Widening` of the weights. Returns where the stream stands then.
     """
-    SLICES: gl.constexpr = stream.ring.shape[1]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, 1, 1], [1, 16, 8])
+    LINES: gl.constexpr = stream.ring.shape[1]
+    COLUMNS: gl.constexpr = stream.ring.shape[2]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
     PRODUCTS: gl.constexpr = widen.PRODUCTS
-    SUMS: gl.constexpr = 2 if stream.scales is None else 1
+    BY_GROUPS: gl.constexpr = stream.scales is not None or widen.ADDED != 0
+    SUMS: gl.constexpr = 1 if BY_GROUPS else 2
     group, step, stage, phase = at
     accs = ()
     for _t in gl.static_range(SUMS * stream.T):
-        accs = accs + (gl.zeros((SLICES, _COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
+        accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
     for _k in range(stream.steps):
         mbarrier.wait(stream.loaded.index(stage), phase)
         x = _products_of_rows(stream.rows.index(stage), widen, MMA)
+        begins = ()
+        if BY_GROUPS:
+            GROUPS: gl.constexpr = 1 if stream.scales is None else stream.factors.shape[2] // LINES
+            begins = _begins(x, widen, PRODUCTS, GROUPS, COLUMNS, MMA)
         so_far = ()
         for t in gl.static_range(stream.T):
             y = widen.words(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
-            if stream.scales is None:  # two sums each: half as long a chain of products that wait for another
+            if BY_GROUPS:
+                factors = None
+                if stream.scales is not None:
+                    factors = stream.factors.index(stage * stream.T + t)
+                so_far = so_far + (_add_groups(accs[t], y, x, begins, factors, LINES, PRODUCTS, MMA),)
+            else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[2 * t], accs[2 * t + 1]
                 for i in gl.static_range(0, PRODUCTS, 2):
                     even, odd = mma_v2(y[i], x[i], even), mma_v2(y[i + 1], x[i + 1], odd)
                 so_far = so_far + (even, odd)
-            else:
-                factors = stream.factors.index(stage * stream.T + t)
-                so_far = so_far + (_add_groups(accs[t], y, x, factors, SLICES, PRODUCTS, MMA),)
         accs = so_far
         program_barrier()  # all warps have read this stage
         stream.load(stage, group, step)
@@ -215,38 +234,71 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     for t in gl.static_range(stream.T):
         acc = accs[t] if SUMS == 1 else accs[2 * t] + accs[2 * t + 1]
-        stream.sums.slice(t * _COLUMNS, _COLUMNS, dim=1).store(acc)
+        stream.sums.slice(t * COLUMNS, COLUMNS, dim=1).store(acc)
     program_barrier()
     return group, step, stage, phase
 
 
 @gluon.jit
-def _add_groups(acc, y, x, factors, SLICES: gl.constexpr, PRODUCTS: gl.constexpr, MMA: gl.constexpr):
-    """`acc` and a line's products: each group's sum begins anew, and is added times the group's scale."""
-    GROUPS: gl.constexpr = factors.shape[1] // SLICES
+def _begins(
+    x, widen: gl.constexpr, PRODUCTS: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr
+):
+    """With what each group's sum begins: of weights that are widened to `ADDED` less, that times the sum of A."""
     EACH: gl.constexpr = PRODUCTS // GROUPS
-    scales = _scales_of(factors, SLICES, MMA)
+    LINES: gl.constexpr = x[0].shape[0]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
+    added = gl.full((LINES, 16, x[0].shape[1]), widen.ADDED, gl.bfloat16, layout=WEIGHTS)
+    result = ()
     for g in gl.static_range(GROUPS):
-        fresh = gl.zeros_like(acc)
+        begin = gl.zeros((LINES, 16, x[0].shape[2]), gl.float32, layout=MMA)
+        if widen.ADDED != 0:
+            for i in gl.static_range(EACH):
+                begin = mma_v2(added, x[g * EACH + i], begin)
+        result = result + (_repeated(begin, COLUMNS // 16, MMA),)
+    return result
+
+
+@gluon.jit
+def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
+    """x [lines, 16, rows] so often, along columns."""
+    if TIMES > 1:
+        half = _repeated(x, TIMES // 2, MMA)
+        both = gl.permute(gl.join(half, half), (0, 3, 1, 2))
+        x = gl.convert_layout(gl.reshape(both, (x.shape[0], TIMES * 16, x.shape[2])), MMA)
+    return x
+
+
+@gluon.jit
+def _add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.constexpr, MMA: gl.constexpr):
+    """`acc` and a line's products: each group's sum begins anew, and is added times the group's scale."""
+    GROUPS: gl.constexpr = len(begins)
+    EACH: gl.constexpr = PRODUCTS // GROUPS
+    if factors is not None:
+        scales = _scales_of(factors, LINES, MMA)
+    for g in gl.static_range(GROUPS):
+        fresh = begins[g]
         for i in gl.static_range(EACH):
             fresh = mma_v2(y[g * EACH + i], x[g * EACH + i], fresh)
-        acc += fresh * gl.expand_dims(scales[g], 2)
+        if factors is not None:
+            acc += fresh * gl.expand_dims(scales[g], 2)
+        else:
+            acc += fresh
     return acc
 
 
 @gluon.jit
 def _products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
-    """A's numbers of each slice's line as the products of the weights take them."""
+    """A's numbers of each line as the products of the weights take them."""
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
-        SLICES: gl.constexpr = rows.shape[0] // 4
+        LINES: gl.constexpr = rows.shape[0] // 4
         BLOCK_M: gl.constexpr = rows.shape[1]
-        x = rows.permute((0, 2, 1)).load(runs_layout(SLICES, BLOCK_M, widen.WORDS // 8))
+        x = rows.permute((0, 2, 1)).load(runs_layout(LINES, BLOCK_M, widen.WORDS // 8, gl.num_warps()))
         if widen.SCALED:
             x = _scaled(x)
         PARTS: gl.constexpr = widen.PRODUCTS // 4  # of a run of 32
-        x = gl.reshape(x, (SLICES, 4 * PARTS, 32 // PARTS, BLOCK_M))
+        x = gl.reshape(x, (LINES, 4 * PARTS, 32 // PARTS, BLOCK_M))
         parts = _along(gl.permute(x, (0, 2, 3, 1)))
         for i in gl.static_range(4 * PARTS):
             result = result + (gl.convert_layout(parts[i], ROWS),)
@@ -256,11 +308,12 @@ def _products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of(factors, SLICES: gl.constexpr, MMA: gl.constexpr):
-    """The scales of each slice's line in float32: a tensor [slices, columns] for each group."""
-    GROUPS: gl.constexpr = factors.shape[1] // SLICES
-    s = factors.load(scales_layout(SLICES, GROUPS))
-    s = gl.permute(gl.reshape(s, (_COLUMNS, SLICES, GROUPS)), (1, 0, 2))
+def _scales_of(factors, LINES: gl.constexpr, MMA: gl.constexpr):
+    """The scales of each line in float32: a tensor [lines, columns] for each group."""
+    COLUMNS: gl.constexpr = factors.shape[0]
+    GROUPS: gl.constexpr = factors.shape[1] // LINES
+    s = factors.load(scales_layout(LINES, GROUPS, COLUMNS, gl.num_warps()))
+    s = gl.permute(gl.reshape(s, (COLUMNS, LINES, GROUPS)), (1, 0, 2))
     parts = _along(s)
     result = ()
     for g in gl.static_range(GROUPS):
@@ -288,24 +341,36 @@ def _along(x):
 
 
 @triton.constexpr_function
-def runs_layout(slices, rows, k_width):
-    """The layout of runs [4 * slices, 32, rows]: each warp has its line's four, as operands of dot products."""
-    k = [1 << i for i in range(5)]
-    inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
-    held = [[0, each, 0] for each in inner[0]] + [[0, 0, 8 << i] for i in range((rows // 8).bit_length() - 1)]
-    lanes = [[0, each, 0] for each in inner[1]] + [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    warps = [[4 << i, 0, 0] for i in range(slices.bit_length() - 1)]
-    return gl.DistributedLinearLayout(held + [[1, 0, 0], [2, 0, 0]], lanes, warps, [], [4 * slices, 32, rows])
+def _bits(size):
+    """The binary logarithm of a power of two."""
+    return size.bit_length() - 1
 
 
 @triton.constexpr_function
-def scales_layout(slices, groups):
-    """The layout of scales [columns, slices * groups]: each thread has those of its columns of sums."""
-    bits = groups.bit_length() - 1
-    held = [[0, 1 << i] for i in range(bits)] + [[8, 0]]
+def runs_layout(lines, rows, k_width, warps):
+    """The layout of runs [4 * lines, 32, rows]: each warp has its lines' four, as operands of dot products.
+
+    A warp has line number `warp`, and each that lies `warps` further.
+    """
+    k = [1 << i for i in range(5)]
+    inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
+    held = [[0, each, 0] for each in inner[0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
+    more = [[4 * warps << i, 0, 0] for i in range(_bits(lines // warps))]
+    lanes = [[0, each, 0] for each in inner[1]] + [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    of_warps = [[4 << i, 0, 0] for i in range(_bits(warps))]
+    return gl.DistributedLinearLayout(
+        held + [[1, 0, 0], [2, 0, 0]] + more, lanes, of_warps, [], [4 * lines, 32, rows]
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def scales_layout(lines, groups, columns, warps):
+    """The layout of scales [columns, lines * groups]: each thread has those of its columns of sums."""
+    held = [[0, 1 << i] for i in range(_bits(groups))] + [[8 << i, 0] for i in range(_bits(columns // 8))]
+    more = [[0, groups * warps << i] for i in range(_bits(lines // warps))]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    warps = [[0, groups << i] for i in range(slices.bit_length() - 1)]
-    return gl.DistributedLinearLayout(held, lanes, warps, [], [16, slices * groups])
+    of_warps = [[0, groups << i] for i in range(_bits(warps))]
+    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [columns, lines * groups])
 
 
 @gluon.jit
@@ -332,9 +397,9 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 
 @triton.constexpr_function
-def layout_of_sums(columns, slices):
-    """The layout of sums [slices, columns, rows]: each thread holds all slices of some adjacent columns."""
-    return gl.BlockedLayout([slices, columns // 8, 1], [1, 8, 4], [1, 1, slices], [1, 2, 0])
+def layout_of_sums(columns, lines):
+    """The layout of sums [lines, columns, rows]: each thread holds all lines of some adjacent columns."""
+    return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, WARPS], [1, 2, 0])
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
@@ -352,41 +417,55 @@ def rows_at_once(rows: int) -> int:
     return 8 if rows <= 8 else MOST_ROWS
 
 
-def grid_and_stages(
-    columns: int, rows: int, T: int, programs: int, gated: bool = False, step_bytes: int | None = None
-) -> tuple[int, int]:
+def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
     """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings.
 
-    `step_bytes`: of a stage of the ring (`stage_bytes`), where `RINGS` was not measured; None: fp8 with a scale a row.
+    Of fp8 with a scale for each column.
     """
     groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
-    if step_bytes is None:
-        resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
-        return min(groups, resident * programs), RINGS[resident][kind]
-    resident = 1 if groups <= programs else 2
-    room = _SHARED // resident - _RESERVED - _sums_bytes(*kind)
-    return min(groups, resident * programs), max(2, min(_MOST_STAGES, room // step_bytes))
+    resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
+    return min(groups, resident * programs), RINGS[resident][kind]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How programs of a format with scales of groups divide the work.
+
+    COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
+    warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
+    """
+
+    COLUMNS: int = 32
+    LINES: int = 4
+    RESIDENT: int = 2
+    STAGES: int = 12
+    BRANCHES: bool = True
+
+
+def choice(columns: int, rows: int, K: int, programs: int) -> Choice:
+    """Return the choice for a product of so many columns and rows."""
+    return Choice()
 
 
 def options(grid: int, programs: int) -> dict[str, int]:
     """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
-    most = {"maxnreg": REGISTERS} if grid > 2 * programs else {}  # of two each, all that a thread can have fit
+    resident = triton.cdiv(grid, programs)
+    most = {"maxnreg": REGISTERS[resident]} if resident in REGISTERS else {}  # of two, all that a thread can have fit
     return {"num_warps": WARPS, **most}
 
 
-def shared_bytes(rows: int, T: int, stages: int, stage: int | None = None) -> int:
-    """Shared memory of a program, but for its barriers: the ring, and the slices' sums."""
-    block = stage_bytes(rows, T, 32) if stage is None else stage
-    return stages * block + _sums_bytes(rows, T)
+def shared_bytes(rows: int, T: int, stages: int) -> int:
+    """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
+    return stages * stage_bytes(rows, T * _COLUMNS.value, 32) + _sums_bytes(rows, T * _COLUMNS.value)
 
 
-def stage_bytes(rows: int, T: int, words: int, scales: int = 0) -> int:
-    """Bytes of a stage of the ring: of each slice's line of A, words of T tiles, and bytes of a column's scales."""
-    return WARPS * (2 * LINE * rows + T * _COLUMNS.value * (4 * words + scales))
+def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = WARPS) -> int:
+    """Bytes of a stage of the ring: lines of A, their words for so many columns, and bytes of a column's scales."""
+    return lines * (2 * LINE * rows + columns * (4 * words + scales))
 
 
-def _sums_bytes(rows: int, T: int) -> int:
-    return WARPS * triton.next_power_of_2(T) * _COLUMNS.value * rows * 4
+def _sums_bytes(rows: int, columns: int, lines: int = WARPS) -> int:
+    return lines * triton.next_power_of_2(columns) * rows * 4
 
 
 def supports(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor | None = None) -> str | None:
@@ -414,26 +493,36 @@ class Launch:
     operands: dict
 
 
-def prepared(
-    A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, T: int, programs: int, **more: Any
-) -> Launch:  # fmt: skip
+def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: int, **more: Any) -> Launch:
     """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by so many programs at once.
 
-    A as lines of words or runs, B as lines of words, in blocks of a line for each warp. `more`: of the form.
+    A as lines of words or runs, B as lines of words, in blocks of some lines for all warps. `more`: of the form.
     """
     widen, gated = widening_of(B, scale), more.get("GATED", False)
     N, rows = B.shape[1] // (1 + gated), rows_at_once(A.shape[0])
-    a = _described(A, 32, WARPS * LINE // 32, rows) if widen.RUNS else _described(A.view(torch.int64), 32, WARPS, rows)
-    b = _described(B.t().view(torch.int32), widen.WORDS, WARPS, _COLUMNS.value)
-    scales, step, nbytes = None, None, 0
+    plain = widen is E4M3 and scale.ndim == 1
+    T = (2 if gated else tiles_at_once(N, programs)) if plain else 1 + gated
+    chosen = Choice(_COLUMNS.value, BRANCHES=False) if plain else choice(N, A.shape[0], A.shape[1], programs)
+    lines = chosen.LINES
+    if widen.RUNS:
+        a = _described(A, 32, lines * LINE // 32, rows)
+    else:
+        a = _described(A.view(torch.int64), 32, lines, rows)
+    b = _described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
+    scales, nbytes = None, 0
     if scale.ndim == 2:
-        per_line = scale.shape[1] // (-(-b.shape[0] // WARPS) * WARPS)
-        block, nbytes = [_COLUMNS.value, WARPS * per_line], per_line * scale.itemsize
-        scales = word_descriptor(scale, block, _layout(WARPS * nbytes, scale.itemsize, 2))
-    if widen is not E4M3 or scales is not None:
-        step = stage_bytes(rows, T, widen.WORDS, nbytes)
-    grid, stages = grid_and_stages(N, A.shape[0], T, programs, gated, step)
-    form = StreamForm(rows, T, stages, WARPS, LATER=widen.later, **more)
+        per_line = scale.shape[1] // (triton.cdiv(b.shape[0], 4) * 4)  # as packed
+        block, nbytes = [chosen.COLUMNS, lines * per_line], per_line * scale.itemsize
+        scales = word_descriptor(scale, block, _layout(lines * nbytes, scale.itemsize, 2))
+    if plain:
+        grid, stages = grid_and_stages(N, A.shape[0], T, programs, gated)
+    else:
+        groups = triton.cdiv(N, chosen.COLUMNS)
+        resident = min(chosen.RESIDENT, triton.cdiv(groups, programs))
+        room = _SHARED // resident - _RESERVED - _sums_bytes(rows, T * chosen.COLUMNS, lines)
+        stage = stage_bytes(rows, T * chosen.COLUMNS, widen.WORDS, nbytes, lines)
+        grid, stages = min(groups, resident * programs), max(2, min(chosen.STAGES, room // stage))
+    form = StreamForm(rows, T, stages, LATER=widen.later, BRANCHES=chosen.BRANCHES, **more)
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
 
 
