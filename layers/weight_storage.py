@@ -55,8 +55,7 @@ class Form:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
-        by_row = coding.group >= columns
-        return by_row if self.group is None else not by_row and coding.group % self.group == 0
+        return coding.group >= columns if self.group is None else coding.group % self.group == 0
 
 
 FORMS = {
@@ -157,7 +156,7 @@ class Quantised(InDtype):
         shape, device = layer.local_shape, layer.ctx.device
         has_kernels = self.exact_dtype == torch.bfloat16 and platform.has_warp_specialisation(device) and shape[0] > 0
         streamed = has_kernels and format_of(layer.weight.t(), layer.weight_scale).streamable(1, shape[1])
-        in_fp8 = self.packing is FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
+        in_fp8 = self.packing == FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
         self._converts = not (streamed or in_fp8)
         layer.op = self.named(self._op)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
@@ -201,28 +200,27 @@ class Quantised(InDtype):
         (self._copy if self.keeps(source) else self._round)(layer, before, shard, source)
 
     def _copy(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
-        at = before if layer.dim == 0 else 0
+        group, at = self.form.group, before
         for start, stop in shard.ranges:
             index = (slice(start, stop),) if layer.dim == 0 else (slice(None), slice(start, stop))
-            group = self.form.group
+            row, column = (at, 0) if layer.dim == 0 else (0, at)
             for rows, columns, codes, scales in coded(source, index, group or source.shape[1]):
                 scales = scales.flatten() if group is None else scales
-                self._store(layer, at + rows[0], codes, scales, columns[0])
+                self._store(layer, row + rows[0], codes, scales, column + columns[0])
             at += stop - start
 
     def _round(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
         rows, columns = layer.local_shape
-        ranges = shard.ranges if layer.dim == 0 else ((0, rows),)
         at = before if layer.dim == 0 else 0
-        for first, last in ranges:
+        for first, last in shard.ranges if layer.dim == 0 else ((0, rows),):
             for start, stop in _pieces(last - first, columns):
                 exact = torch.zeros(stop - start, columns, dtype=self.exact_dtype, device=layer.weight.device)
-                some = slice(first + start, first + stop)
+                some, column = slice(first + start, first + stop), 0
                 if layer.dim == 0:
                     fill(exact, source, (some,))
-                elif shard.ranges:
-                    ((begin, end),) = shard.ranges
-                    fill(exact.narrow(1, 0, end - begin), source, (some, slice(begin, end)))
+                for begin, end in shard.ranges if layer.dim == 1 else ():
+                    fill(exact.narrow(1, column, end - begin), source, (some, slice(begin, end)))
+                    column += end - begin
                 self._round_rows(layer, at + start, exact)
             at += last - first
 

@@ -10,6 +10,7 @@ from iris_ops.quantised import packing
 import layers
 from layers import weight_storage
 from layers.formats import weight_format
+from layers.shard import Shard
 from layers.weight_storage import FORMS, Quantised
 import pytest
 import torch
@@ -266,6 +267,32 @@ def test_generate_an_engine_and_a_compiler_run_kept_weights(tmp_path: Path, form
         assert torch.allclose(logits, single, rtol=1e-3, atol=1e-4)
 
 
+def shared_tokens_body(ctx, folder: str) -> tuple[torch.Tensor, int]:
+    model = layers.from_pretrained(folder, ctx, dtype=torch.float32, sequence_parallel=6)
+    seen: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].dim()))
+    logits = models.logits(model, ctx.device).cpu()
+    assert seen == [2 if ctx.num_ranks > 1 else 3], "whether ranks share tokens"
+    return logits, len(kept(model))
+
+
+@two_ranks
+@pytest.mark.parametrize("format", ["fp8_block", "ct_int4_32"])
+def test_ranks_share_tokens_between_kept_weights(tmp_path: Path, format: str, world_size: int) -> None:
+    folder = written(tmp_path, format)
+    expected = models.logits(exact_model(folder))
+    for logits, linears in run_ranks(world_size, shared_tokens_body, str(folder)):
+        assert linears == 4 and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[2:3] or WORLDS)
+def test_a_rank_without_heads_has_kept_zeros(tmp_path: Path, world_size: int) -> None:
+    folder = written(tmp_path, "ct_mxfp4", SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    expected = models.logits(exact_model(folder))
+    for logits, _, names in run_ranks(world_size, mixed_body, str(folder)):
+        assert len(names) == 4 and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
+
+
 def invariant_body(ctx, folder: str, level: str) -> tuple[int, torch.Tensor, str]:
     ctx.invariant = level
     try:
@@ -312,3 +339,29 @@ def test_pieces_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, columns in [(0, 4), (7, 30), (25, 4), (3, 1000)]:
         pieces = weight_storage._pieces(rows, columns)
         assert [at for span in pieces for at in range(*span)] == list(range(rows))
+
+
+def ranges_body(ctx, folder: Path) -> None:
+    from tests.layers.test_formats import opened
+
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+    source, exact = opened(folder, "ct_fp8_channel", weight)
+    ranges = (0, 64), (128, 224)
+    own = torch.cat([weight[:, slice(*each)] for each in ranges], 1)
+    for name, given in (("fp8", source), ("int4", weight)):
+        layer = layers.RowParallelLinear(256, 48, False, ctx=ctx, device="meta", parts=(Shard(256, ranges),))
+        layer.store_as(FORMS[name])
+        layer.load_shard("weight", given)
+        numbers = layer.numbers(0, 48, torch.float64).cpu()
+        if name == "fp8":
+            expected = torch.cat([exact[:, slice(*each)] for each in ranges], 1)
+        else:
+            expected = packing.INT4.unpack(*packing.INT4.pack(*packing.INT4.quantise(own, 128), 128), 160).double()
+        assert torch.allclose(numbers, expected, rtol=1e-6, atol=0), name
+
+
+@pytest.mark.parametrize("world_size", WORLDS[:1])
+def test_inputs_in_several_ranges_are_kept_in_order(tmp_path: Path, world_size: int) -> None:
+    folder = agreed(tmp_path)
+    once(lambda: folder.mkdir(parents=True, exist_ok=True))
+    run_ranks(world_size, ranges_body, folder)
