@@ -31,6 +31,22 @@ class ExpertStrides(NamedTuple):
     on: Any
 
 
+class ExpertScales(NamedTuple):
+    """The scales of experts' weights, `e` elements from expert to expert and `n` from column to column."""
+
+    data: Any
+    e: Any
+    n: Any
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How codes of a weight lie: PACKED in an element, GROUP along K for each scale; 0: a scale for each column."""
+
+    PACKED: int
+    GROUP: int
+
+
 class ExpertBias(NamedTuple):
     """The experts' biases, `stride` elements apart; `data` is None where there are none."""
 

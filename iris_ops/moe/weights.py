@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from iris.triton_private import TensorDescriptor
 import torch
 
+from ..named import named
+from ..planning.coded import coded_format, group_of
 from ..problem import TMA_ALIGNMENT
+from .arguments import Codes, ExpertScales
 
 
 def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
@@ -20,6 +25,37 @@ def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
 def is_transposed(B: torch.Tensor) -> bool:
     """Return whether the K of an expert's column stand side by side in memory."""
     return B.stride(1) == 1 and B.stride(2) != 1
+
+
+class Stored(NamedTuple):
+    """A weight B [E,K,N] as kernels take it: its elements, which are bytes where they are codes, and how to widen them.
+
+    `scale`, `codes`, `widen` are None of a weight in the tokens' dtype; see `coded.py`.
+    """
+
+    B: torch.Tensor
+    packed: int = 1
+    scale: ExpertScales | None = None
+    codes: Codes | None = None
+    widen: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of kernels that tell how codes are widened."""
+        return dict(scale=self.scale, codes=self.codes, widen=self.widen)
+
+
+def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
+    """Return the weight B [E,K,N], or with `scale` the codes B [E,K/packed,N], whose formats are checked."""
+    if scale is None:
+        return Stored(B)
+    format = coded_format(B.dtype, scale.dtype)
+    assert format is not None
+    group = 0 if scale.ndim == 2 else group_of(B.shape[1] * format.packed, scale.shape[2])
+    assert group is not None
+    data = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    scales = ExpertScales(data, scale.stride(0), scale.stride(1))
+    return Stored(B.view(torch.uint8), format.packed, scales, Codes(format.packed, group), named(format.widen))
 
 
 def weights_operand(

@@ -9,6 +9,7 @@ from iris.invariance import RANKS
 import torch
 
 from ..problem import check_sizes, part_size
+from .coded import CODED
 from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
@@ -40,6 +41,8 @@ class MoeProblem:
     """"batch": a token's result has the same bits however many tokens there are."""
     in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
+    weights: WeightFormat = field(default=PLAIN, kw_only=True)
+    """How experts are stored: in the tokens' dtype, or as codes with scales (`coded.py`)."""
 
     epilogue = ()
     chooses_order = False
@@ -59,11 +62,6 @@ class MoeProblem:
         return self.op
 
     @property
-    def weights(self) -> WeightFormat:
-        """How experts are stored."""
-        return PLAIN
-
-    @property
     def sums(self) -> Sums:
         """Which results of a token are to have the same bits."""
         return Sums(ROWS_ALIKE, self.invariant) if self.invariant else FREE_SUMS
@@ -76,7 +74,13 @@ class MoeProblem:
     @property
     def text(self) -> str:
         """The problem in the words of a plan's first line."""
-        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}"
+        stored = "" if self.weights is PLAIN else f", experts {self.weights.name}"
+        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}{stored}"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a number of an expert's weight in memory."""
+        return getattr(self.weights, "bytes", self.dtype.itemsize)
 
     @property
     def pairs(self) -> int:
@@ -130,10 +134,11 @@ def requested_moe_problem(
         raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
-    if weights is not PLAIN:
+    coded = PLAIN if weights is PLAIN else next((each for each in CODED if each.flag == weights.flag), None)
+    if coded is None or (coded is not PLAIN and form == "rows"):
+        expected = ", ".join(each.flag for each in CODED)
         raise ArgumentError(
-            f"{weights.flag} is True for {op}; expected False: experts are multiplied in the tokens' dtype"
+            f"weights are {weights.name} for {op}; expected one of {expected}, of which K lies together"
         )
-    return MoeProblem(
-        op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
-    )
+    kind = dict(in_rows=form == "rows", weights=coded)
+    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, **kind)

@@ -115,7 +115,7 @@ def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine
     flops = 2.0 * blocks * block_m * columns * problem.K
     rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (block_m, block_n))
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
-    streamed = problem.touched * columns * problem.K * size
+    streamed = problem.touched * columns * problem.K * problem.weight_bytes
     passed = problem.pairs * (problem.K * -(-columns // (4 * block_n)) + problem.N) * size
     programs = max(1.0, blocks * columns / block_n)
     waves = max(1.0, machine.num_programs / programs)

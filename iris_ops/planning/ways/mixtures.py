@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
+from ..coded import CODED
 from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from ..moe_ways import (
     DEEP,
@@ -31,6 +32,7 @@ from ..moe_ways import (
     tokens_at_once,
     waits_too_wide,
 )  # fmt: skip
+from ..needs import PLAIN
 from ..way import Sizes, Way
 from ..workspace_size import exchange_ld
 
@@ -40,6 +42,8 @@ TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 
 class Mixture(Way):
     """A grouped product in tiles that suit the number of pairs of token and expert."""
+
+    weights = frozenset((PLAIN, *CODED))
 
     @property
     def name(self) -> str:
