@@ -41,9 +41,13 @@ class ExpertScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """How codes of a weight lie: PACKED in an element, GROUP along K for each scale; 0: a scale for each column."""
+    """How codes of a weight lie (`coded.py`): PACKED in an element, GROUP along K for each scale; 0: one for a column.
+
+    LINES: elements hold entries of whole lines, else those that lie there in K's order.
+    """
 
     PACKED: int
+    LINES: bool
     GROUP: int
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..checks import check_kind
 from ..config import FusedConfig
-from ..planning.coded import CODED, coded_format, group_of
+from ..planning.coded import CODED, coded_format
 from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from ..planning.needs import PLAIN, WeightFormat
 from ..problem import DTYPES, part_of
@@ -61,7 +61,7 @@ def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, An
         coded = name == "B" and scaled  # whose dtype is checked with its scale's
         dtypes = (*DTYPES, torch.float32) if name == "weights" else DTYPES
         if not coded and t.dtype not in dtypes:
-            scales = f", or {', '.join(str(each.dtype) for each in CODED)} with a scale" if name == "B" else ""
+            scales = f", or {', '.join(each.flag for each in CODED)} with a scale" if name == "B" else ""
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
         if not coded and t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
             alternative = ", or torch.float32" if name == "weights" else ""
@@ -83,28 +83,41 @@ def _check_routing(op: str, experts: torch.Tensor | Routing, count: int, device:
     return chosen
 
 
-def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, device: torch.device) -> WeightFormat:
-    """Return the format of B, of which dimensions are checked. Raises a typed error where `scale` does not fit."""
+def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device: torch.device) -> WeightFormat:
+    """Return the format of B, of which dimensions are checked. Raises a typed error where `scale` or K does not fit."""
     if scale is None:
         return PLAIN
     check_kind(op, "scale", scale, device)
-    format = coded_format(B.dtype, scale.dtype)
+    if scale.ndim not in (2, 3):
+        raise ShapeError(f"{op}: scale has {scale.ndim} dimensions {tuple(scale.shape)}; expected 2 or 3")
+    format = coded_format(B.dtype, scale.ndim == 3)
     if format is None:
-        pairs = ", ".join(f"{each.dtype} with {' or '.join(map(str, each.scales))}" for each in CODED)
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and scale has {scale.dtype}; expected {pairs}, or no scale")
+        raise DtypeError(
+            f"{op}: B has dtype {B.dtype} and scale is {tuple(scale.shape)}; expected a format of"
+            f" {', '.join(each.flag for each in CODED)}, or no scale"
+        )
+    packing = format.packing
+    dtypes = (torch.float32,) if scale.ndim == 2 else packing.scale_dtypes
+    if scale.dtype not in dtypes:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
-    count, rows, columns = B.shape
-    K = rows * format.packed
-    shape, groups = (count, columns), scale.shape[2] if scale.ndim == 3 else 0
-    if tuple(scale.shape[:2]) != shape or scale.ndim not in (2, 3):
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {shape}, or {shape} and the groups along K")
-    if scale.ndim == 3 and (group_of(K, groups) is None or (groups > 1 and scale.stride(2) != 1)):
+    count, elements, columns = B.shape
+    if tuple(scale.shape[:2]) != (count, columns):
+        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {(count, columns)}, one for each column")
+    group = None
+    if scale.ndim == 3:
+        try:
+            group = packing.group_by(elements, scale.shape[2])
+        except ShapeError as error:
+            raise ShapeError(f"{op}: {error}") from None
+        if scale.stride(2) != 1:
+            raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
+    if elements * packing.per_element != (padded := packing.padded(K, group)):
         raise ShapeError(
-            f"{op}: scale is {tuple(scale.shape)}, strides {scale.stride()}, for K = {K}; expected {shape} and"
-            " ceil(K/g), g a power of two, contiguous"
+            f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
         )
     return format
 
@@ -114,9 +127,10 @@ def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
     op, device = GATE_UP, ctx.device
     out, A, B, experts, bias, _, _, scale = tensors
     _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out}, scale is not None)
-    format = _weight(op, B, scale, device)
+    format = _weight(op, B, scale, A.shape[1], device)
     count, H, columns = B.shape
-    H *= format.packed
+    if format is not PLAIN:
+        H = A.shape[1]
     check_count(op, count)
     chosen = _check_routing(op, experts, count, device)
     tokens, k = chosen.shape
@@ -138,9 +152,10 @@ def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
     device, (out, A, B, experts, weights, bias, shared, scale) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
     _tensors(op, device, A, given, scale is not None)
-    format = _weight(op, B, scale, device)
+    format = _weight(op, B, scale, A.shape[1], device)
     count, width, H = B.shape
-    width *= format.packed
+    if format is not PLAIN:
+        width = A.shape[1]
     check_count(op, count)
     chosen = _check_routing(op, experts, count, device)
     tokens, k = chosen.shape

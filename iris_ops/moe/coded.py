@@ -1,12 +1,11 @@
 """The weights of all experts as codes with scales, which a kernel widens a tile at a time on the way into the product.
 
-    weight  bytes [experts, N, K / PACKED]: e4m3, or two codes of four bits, the one of the lower K in the low bits
-    scale   [experts, N], or [experts, N, ceil(K / GROUP)]: floating-point numbers, or exponents in bytes (e8m0)
+`iris_ops/quantised/packing.py` has the layouts, `widen_*` here are the policies: how codes become numbers in K's order.
 
-`widen_*` are the policies: how codes become numbers. A scale of a column multiplies the sum at the end, in fp32. A
-scale of a group multiplies the tile, which is then rounded once to the tokens' dtype. So the product is the one of the
-widened weights in the tokens' dtype. Why not sums of their own for each group, which would be exact: a group of 32 is
-two instructions long, and their sums would take as many registers again.
+A scale of a column multiplies the sum at the end, in fp32. A scale of a group multiplies the tile, which is then
+rounded once to the tokens' dtype. So the product is the one of the widened weights in the tokens' dtype. Why not sums
+of their own for each group, which would be exact: a group of 32 is two instructions long, and its sums would take as
+many registers again.
 """
 
 from iris.device import arch
@@ -18,11 +17,8 @@ import triton.language as tl
 from ..kernels.tiles import known
 from .grouped import Experts
 
-
-@device_function
-def _nibbles(codes):
-    """The codes of four bits in bytes [..., n], as int32 [..., 2 n]."""
-    return tl.interleave(codes & 15, codes >> 4).to(tl.int32)
+LINE = tl.constexpr(128)  # of `packing.LINE`
+_WORDS = tl.constexpr(16)  # of a line, of eight codes each
 
 
 @device_function
@@ -36,16 +32,57 @@ def widen_e4m3(codes, dtype: tl.constexpr):
 
 
 @device_function
-def widen_int4(codes, dtype: tl.constexpr):
-    """The integers, from -8 on, of two codes in a byte."""
-    return (_nibbles(codes) - 8).to(dtype)
+def widen_turned_e4m3(codes, dtype: tl.constexpr):
+    """The same where byte i of word j of a line is entry 32 i + j."""
+    ROWS: tl.constexpr = codes.shape[0]
+    COLS: tl.constexpr = codes.shape[1]
+    lines = tl.reshape(codes, (ROWS, COLS // LINE, 32, 4))
+    return widen_e4m3(tl.reshape(tl.permute(lines, (0, 1, 3, 2)), (ROWS, COLS)), dtype)
 
 
 @device_function
-def widen_e2m1(codes, dtype: tl.constexpr):
-    """The numbers of two codes e2m1 in a byte: their bits go where fp32 has them, but for the exponent's bias."""
-    bits = _nibbles(codes)
-    return ((((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126).to(dtype)
+def widen_int4(words, dtype: tl.constexpr):
+    """The integers from -8 to 7 of eight codes in a word."""
+    return _in_order(_int4(words, 0, dtype), _int4(words, 4, dtype), _int4(words, 8, dtype), _int4(words, 12, dtype))
+
+
+@device_function
+def _int4(words, place: tl.constexpr, dtype: tl.constexpr):
+    """Two integers of a word, whose codes begin at bit `place` of each half."""
+    return tl.join((((words >> place) & 15) - 8).to(dtype), (((words >> (place + 16)) & 15) - 8).to(dtype))
+
+
+@device_function
+def widen_e2m1(words, dtype: tl.constexpr):
+    """The numbers of eight codes e2m1 in a word."""
+    return _in_order(
+        _e2m1(words, 6, 15, dtype), _e2m1(words, 3, 12, dtype), _e2m1(words, 0, 14, dtype), _e2m1(words, 9, 13, dtype)
+    )
+
+
+@device_function
+def _e2m1(words, place: tl.constexpr, sign: tl.constexpr, dtype: tl.constexpr):
+    """Two numbers of a word: exponent and mantissa at bit `place` of each half, the sign at bit `sign`.
+
+    The bits go where fp32 has them, but for the exponent's bias.
+    """
+    low = (((words >> sign) & 1) << 31) | (((words >> place) & 7) << 22)
+    high = (((words >> (sign + 16)) & 1) << 31) | (((words >> (place + 16)) & 7) << 22)
+    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    return tl.join((low * 2.0**126).to(dtype), (high * 2.0**126).to(dtype))
+
+
+@device_function
+def _in_order(first, second, third, fourth):
+    """Entries in K's order, [rows, 8 words], of four products: each [rows, words, 2], the low and the high halves.
+
+    Word 2 m + h of a line holds entries 2 m and 2 m + 1 of products 4 h to 4 h + 3, of 16 entries each.
+    """
+    ROWS: tl.constexpr = first.shape[0]
+    LINES: tl.constexpr = first.shape[1] // _WORDS
+    both = tl.join(tl.join(first, third), tl.join(second, fourth))  # [rows, words, half, product // 2, product % 2]
+    apart = tl.reshape(both, (ROWS, LINES, 8, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 5, 6, 2, 4)), (ROWS, LINES * LINE))
 
 
 @device_function
@@ -75,18 +112,20 @@ class CodedExperts:
     scale_n: base_value
     TMA: tl.constexpr
     PACKED: tl.constexpr
+    LINES: tl.constexpr
     GROUP: tl.constexpr
     WIDEN: tl.constexpr
     DTYPE: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, data, K, N, stride_e, stride_n, scale, scale_e, scale_n, PACKED, GROUP, WIDEN, DTYPE):
+    def __init__(self, data, K, N, stride_e, stride_n, scale, scale_e, scale_n, codes, WIDEN, DTYPE):
         self.data = data
         self.K, self.N = known(K), known(N)
         self.stride_e, self.stride_n = known(stride_e), known(stride_n)
         self.scale, self.scale_e, self.scale_n = scale, known(scale_e), known(scale_n)
         self.TMA = known(hasattr(data, "block_shape"))
-        self.PACKED, self.GROUP = known(PACKED), known(GROUP)
+        codes = getattr(codes, "value", codes)
+        self.PACKED, self.LINES, self.GROUP = known(codes.PACKED), known(codes.LINES), known(codes.GROUP)
         self.WIDEN, self.DTYPE = tl.constexpr(WIDEN), tl.constexpr(DTYPE)
 
     @device_function
@@ -121,10 +160,12 @@ class CodedExperts:
 
     @device_function
     def _codes(self, expert, k, c, inside, ROWS: tl.constexpr):
+        """Elements of columns c from k on. Where they hold entries of whole lines, the last line is padded."""
         w = k // self.PACKED + tl.arange(0, ROWS // self.PACKED)
+        held = tl.cdiv(self.K, LINE) * LINE // self.PACKED if self.LINES else self.K
         first = self.data + expert.to(tl.int64) * self.stride_e
         places = first + (c.to(tl.int64) * self.stride_n)[:, None] + w[None, :]
-        return tl.load(places, mask=inside[:, None] & (w * self.PACKED < self.K)[None, :], other=0)
+        return tl.load(places, mask=inside[:, None] & (w < held)[None, :], other=0)
 
     @device_function
     def _widened(self, codes, expert, k, c, inside, ROWS: tl.constexpr):
@@ -141,50 +182,12 @@ class CodedExperts:
         else:
             return self.WIDEN(codes, self.DTYPE)
 
-    @device_function
-    def columns(self, expert, valid, c):
-        """(experts [n], which there are, columns) as `along` takes them."""
-        return expert, valid, c
-
-    @device_function
-    def along(self, columns, k, BLOCK_K: tl.constexpr):
-        """Numbers in fp32 from k on of some columns of some experts' weights, [experts, columns, BLOCK_K]."""
-        expert, valid, c = columns
-        inside = valid[:, None] & (c < self.N)[None, :]
-        w = k // self.PACKED + tl.arange(0, BLOCK_K // self.PACKED)
-        own = (expert.to(tl.int64) * self.stride_e)[:, None] + (c.to(tl.int64) * self.stride_n)[None, :]
-        mask = inside[:, :, None] & (w * self.PACKED < self.K)[None, None, :]
-        numbers = self.WIDEN(tl.load(self.data + own[:, :, None] + w[None, None, :], mask=mask, other=0), tl.float32)
-        if self.GROUP:
-            GROUPS: tl.constexpr = max(1, BLOCK_K // self.GROUP)
-            g = k // self.GROUP + tl.arange(0, GROUPS)
-            own = (expert.to(tl.int64) * self.scale_e)[:, None] + (c.to(tl.int64) * self.scale_n)[None, :]
-            mask = inside[:, :, None] & (g * self.GROUP < self.K)[None, None, :]
-            scales = scales_as_numbers(tl.load(self.scale + own[:, :, None] + g[None, None, :], mask=mask, other=0))
-            grouped = tl.reshape(numbers, (expert.shape[0], c.shape[0], GROUPS, BLOCK_K // GROUPS))
-            numbers = tl.reshape(grouped * scales[:, :, :, None], (expert.shape[0], c.shape[0], BLOCK_K))
-        return numbers
-
-    @device_function
-    def finished_of(self, products, columns):
-        """Products [experts, columns] in fp32, times the columns' scales."""
-        if self.GROUP:
-            return products
-        else:
-            expert, valid, c = columns
-            own = (expert.to(tl.int64) * self.scale_e)[:, None] + (c.to(tl.int64) * self.scale_n)[None, :]
-            mask = valid[:, None] & (c < self.N)[None, :]
-            return products * scales_as_numbers(tl.load(self.scale + own, mask=mask, other=0))
-
 
 @device_function
-def experts_of(
-    b, scale, K, N, strides, TRANSPOSED: tl.constexpr, codes: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr
-):
+def experts_of(b, scale, K, N, strides, TRANSPOSED: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr,
+               dtype: tl.constexpr):  # fmt: skip
     """The weights b, read by tiles. scale: `ExpertScales`, codes: `Codes`; None of weights in `dtype`."""
     if scale is None:
         return Experts(b, K, N, strides.be, strides.bk, strides.bn, TRANSPOSED)
     else:
-        return CodedExperts(
-            b, K, N, strides.be, strides.bn, scale.data, scale.e, scale.n, codes.PACKED, codes.GROUP, WIDEN, dtype
-        )
+        return CodedExperts(b, K, N, strides.be, strides.bn, scale.data, scale.e, scale.n, codes, widen, dtype)

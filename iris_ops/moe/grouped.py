@@ -83,26 +83,6 @@ class Experts:
         """A product [rows, columns c] as the weight's own: there are no scales."""
         return product
 
-    @device_function
-    def columns(self, expert, valid, c):
-        """Columns c of the weights of some experts, those that are valid, as `along` takes them."""
-        of_expert = (expert.to(tl.int64) * self.stride_e)[:, None, None]
-        columns = self.data + of_expert + (c.to(tl.int64) * self.stride_n)[None, :, None]
-        return columns, valid[:, None, None] & (c < self.N)[None, :, None]
-
-    @device_function
-    def along(self, columns, k, BLOCK_K: tl.constexpr):
-        """Numbers from k on of such columns, [experts, columns, BLOCK_K]."""
-        places, inside = columns
-        i = k + tl.arange(0, BLOCK_K)
-        mask = inside & (i < self.K)[None, None, :]
-        return tl.load(places + (i.to(tl.int64) * self.stride_k)[None, None, :], mask=mask, other=0.0)
-
-    @device_function
-    def finished_of(self, products, columns):
-        """Products [experts, columns] as the weights' own."""
-        return products
-
 
 @device_function
 def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):

@@ -30,9 +30,7 @@ from ..kernels.arguments import World
 from ..kernels.lamport_steps import exchange_of
 from ..kernels.launching import lamport_memory
 from .arguments import TokenForm, bias_of, choice_of, combine_of, strides_of
-from .coded import experts_of
 from .grouped import check_pairs
-from .weights import stored
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
@@ -44,8 +42,8 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_lamport_token_kernel(
-    a, b, scale, bias, chosen, combine, out, lamport, sync, ctx_ptr, experts, N, K, strides, form: tl.constexpr,
-    codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
+    a, b, bias, chosen, combine, out, lamport, sync, ctx_ptr, experts, N, K, strides, form: tl.constexpr,
+    world: tl.constexpr,
 ):  # fmt: skip
     """out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) + shared.
 
@@ -64,16 +62,19 @@ def moe_lamport_token_kernel(
     j, c = tl.arange(0, CHOICES), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(chosen + j, mask=j < TOP_K, other=-1)
     valid = (expert >= 0) & (expert < experts)
-    B = experts_of(b, scale, K, N, strides, True, codes, widen, a.dtype.element_ty)
-    columns = B.columns(tl.where(valid, expert, 0), valid, c)
+    of_expert = (tl.where(valid, expert, 0).to(tl.int64) * strides.be)[:, None, None]
+    columns = b + of_expert + (c.to(tl.int64) * strides.bn)[None, :, None]
+    wanted = valid[:, None, None] & (c < N)[None, :, None]
     acc = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=form.STAGES):
         k = first + tl.arange(0, BLOCK_K)
-        y = B.along(columns, first, BLOCK_K)
+        y = tl.load(
+            columns + (k.to(tl.int64) * strides.bk)[None, None, :], mask=wanted & (k < K)[None, None, :], other=0.0
+        )
         places = a + (j.to(tl.int64) * strides.am)[:, None] + (k.to(tl.int64) * strides.ak)[None, :]
         x = tl.load(places, mask=(j < TOP_K)[:, None] & (k < K)[None, :], other=0.0)
         acc += x.to(tl.float32)[:, None, :] * y.to(tl.float32)
-    products = B.finished_of(tl.sum(acc, 2), columns)
+    products = tl.sum(acc, 2)
     if bias.data is not None:
         places = bias.data + (tl.where(valid, expert, 0).to(tl.int64) * bias.stride)[:, None] + c[None, :]
         products += tl.load(places, mask=valid[:, None] & (c < N)[None, :], other=0.0).to(tl.float32)
@@ -102,15 +103,13 @@ def moe_lamport_token_kernel(
 
 def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
-    ctx, (out, A, _, where, weights, bias, shared, _) = steps.ctx, tensors
-    weight = stored(tensors.B, tensors.scale)
+    ctx, (out, A, B, where, weights, bias, shared, _) = steps.ctx, tensors
     once = bias if ctx.cur_rank == 0 else None
     args = dict(
-        a=A, b=weight.B, **weight.arguments, bias=bias_of(once), chosen=choice_of(where).chosen,
-        combine=combine_of(weights, shared), out=out,
+        a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         ctx_ptr=ctx.get_device_context(), experts=problem.experts, N=problem.N, K=problem.K,
-        strides=strides_of(A, weight.B, out),
+        strides=strides_of(A, B, out),
         form=TokenForm(
             problem.top_k, triton.next_power_of_2(problem.top_k), config.block_n, config.block_k, config.num_stages
         ),

@@ -125,6 +125,11 @@ class Mixture:
         if config is None:
             return plan(problem, machine_of(self._ctx.device), explained=False)
         way = way_for(problem, config)
+        if config.block_k < problem.least_k:
+            raise ArgumentError(
+                f"{problem.op}: config.block_k is {config.block_k}; expected at least {problem.least_k}: experts are"
+                f" {problem.weights.name}"
+            )
         if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
             raise ArgumentError(f"{problem.op}: config.block_n is {config.block_n}; expected more, for {wide}")
         return replace(config, kernel=way.kernel)

@@ -8,7 +8,7 @@ from iris.triton_private import TensorDescriptor
 import torch
 
 from ..named import named
-from ..planning.coded import coded_format, group_of
+from ..planning.coded import coded_format
 from ..problem import TMA_ALIGNMENT
 from .arguments import Codes, ExpertScales
 
@@ -46,16 +46,22 @@ class Stored(NamedTuple):
 
 
 def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
-    """Return the weight B [E,K,N], or with `scale` the codes B [E,K/packed,N], whose formats are checked."""
+    """Return the weight B [E,K,N], or, with `scale`, B as a packing has it, transposed; they are checked."""
     if scale is None:
         return Stored(B)
-    format = coded_format(B.dtype, scale.dtype)
+    format = coded_format(B.dtype, scale.ndim == 3)
     assert format is not None
-    group = 0 if scale.ndim == 2 else group_of(B.shape[1] * format.packed, scale.shape[2])
-    assert group is not None
-    data = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
-    scales = ExpertScales(data, scale.stride(0), scale.stride(1))
-    return Stored(B.view(torch.uint8), format.packed, scales, Codes(format.packed, group), named(format.widen))
+    packing, group = format.packing, None
+    if scale.ndim == 3:
+        group = packing.group_by(B.shape[1], scale.shape[2])
+    word = torch.uint8 if packing.per_element == 1 else torch.int32
+    elements = B.transpose(1, 2).view(word).transpose(1, 2)
+    packed = packing.per_element * word.itemsize // packing.dtype.itemsize
+    cut = format.is_cut(group)
+    scales, codes = ExpertScales(scale, *scale.stride()[:2]), Codes(packed, cut, group or 0)
+    return Stored(
+        elements, packed, scales, codes, named(format.widen_parts if cut and format.widen_parts else format.widen)
+    )
 
 
 def weights_operand(

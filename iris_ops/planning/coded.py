@@ -1,7 +1,6 @@
-"""The formats in which experts may be stored: codes with scales, which kernels widen on the way into a product.
+"""The formats of experts that kernels read as codes with scales (`iris_ops/quantised/packing.py`), for planning.
 
-Codes lie [experts, N, K / packed] in memory. Their dtype and that of the scales tell the format. To add one: a line
-here, and a device function in `iris_ops/moe/coded.py` that widens its codes.
+To add one: its packing, a line here, and a device function in `iris_ops/moe/coded.py` that widens its codes.
 """
 
 from __future__ import annotations
@@ -10,44 +9,51 @@ from dataclasses import dataclass
 
 import torch
 
+from ..quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4, Packing
 from .needs import WeightFormat
-
-_NUMBERS = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
 class CodedFormat(WeightFormat):
-    """`packed` numbers along K in each element of `dtype`, with a scale for each column, or for each group along K."""
+    """Weights stored as a packing says, of which a kernel widens a tile at a time."""
 
-    scales: tuple[torch.dtype, ...] = ()
-    """Dtypes of scales; those of one format share none with another format of the same `dtype`."""
+    packing: Packing = FP8
     widen: str = ""
     """`module:function` below `iris_ops` that makes numbers of codes in a kernel."""
+    widen_parts: str = ""
+    """The same where a line is cut into products; empty where that is no other order."""
 
     @property
     def bytes(self) -> float:
         """Bytes of a number, without its part of a scale."""
-        assert self.dtype is not None
-        return self.dtype.itemsize / self.packed
+        return self.packing.dtype.itemsize / self.packing.per_element
+
+    def is_cut(self, group: int | None) -> bool:
+        """Return whether an element holds entries of a whole line, where so many entries share a scale."""
+        return self.packing.per_element > 1 or (bool(self.widen_parts) and group != LINE)
+
+    @property
+    def least_k(self) -> int:
+        """The least depth of a tile."""
+        return LINE if self.packing.per_element > 1 or self.widen_parts else 1
 
 
-FP8 = CodedFormat(
-    "in fp8", "fp8", torch.float8_e4m3fn, scales=(*_NUMBERS, torch.float8_e8m0fnu), widen="moe.coded:widen_e4m3"
-)
-INT4 = CodedFormat("in int4", "int4", torch.uint8, packed=2, scales=_NUMBERS, widen="moe.coded:widen_int4")
-MXFP4 = CodedFormat(
-    "in mxfp4", "mxfp4", torch.uint8, packed=2, scales=(torch.float8_e8m0fnu,), widen="moe.coded:widen_e2m1"
-)
-CODED = FP8, INT4, MXFP4
+CODED = (
+    CodedFormat("in fp8", "fp8", packing=FP8, widen="moe.coded:widen_e4m3"),
+    CodedFormat(
+        "in fp8 by blocks", "fp8_block", packing=FP8_BLOCK, widen="moe.coded:widen_e4m3",
+        widen_parts="moe.coded:widen_turned_e4m3",
+    ),
+    CodedFormat("in int4", "int4", packing=INT4, widen="moe.coded:widen_int4"),
+    CodedFormat("in mxfp4", "mxfp4", packing=MXFP4, widen="moe.coded:widen_e2m1"),
+)  # fmt: skip
 
 
-def coded_format(codes: torch.dtype, scales: torch.dtype) -> CodedFormat | None:
-    """Return the format of codes and scales of these dtypes, or None."""
-    return next((each for each in CODED if each.dtype == codes and scales in each.scales), None)
-
-
-def group_of(K: int, groups: int) -> int | None:
-    """Return how many numbers along K share a scale if there are so many groups: a power of two, or None."""
-    if groups <= 1:
-        return 1 << max(3, (K - 1).bit_length()) if groups == (K > 0) else None
-    return next((size for size in (1 << n for n in range(1, 31)) if -(-K // size) == groups), None)
+def coded_format(dtype: torch.dtype, by_groups: bool) -> CodedFormat | None:
+    """Return the format of elements of `dtype`, with scales of groups or else of columns; None if there is none."""
+    for each in CODED:
+        groups = any(group is not None for group in each.packing.groups)
+        columns = None in each.packing.groups
+        if each.packing.dtype == dtype and (groups if by_groups else columns):
+            return each
+    return None

@@ -9,7 +9,7 @@ from iris.invariance import RANKS
 import torch
 
 from ..problem import check_sizes, part_size
-from .coded import CODED
+from .coded import CODED, CodedFormat
 from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
@@ -80,7 +80,12 @@ class MoeProblem:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a number of an expert's weight in memory."""
-        return getattr(self.weights, "bytes", self.dtype.itemsize)
+        return self.weights.bytes if isinstance(self.weights, CodedFormat) else self.dtype.itemsize
+
+    @property
+    def least_k(self) -> int:
+        """The least depth of a tile: codes that lie by lines are widened by lines."""
+        return self.weights.least_k if isinstance(self.weights, CodedFormat) else 1
 
     @property
     def pairs(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from iris.machines import INTERPRETER, Machine
 
 from .moe_problem import MoeProblem
+from .needs import PLAIN
 from .workspace_size import exchange_ld
 
 FEW_PAIRS = 256  # that a program looks through by itself
@@ -28,6 +29,7 @@ _TILES = (
 # Of gate and up the depth of a step, in tiles of few rows and so many columns or more: the fastest that was measured.
 # The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
 DEEP, DEEP_COLUMNS = 128, 128
+MOST_CODED_COLUMNS = 128  # of a tile whose codes are widened by lines of 128: registers hold no more
 NOT_BACK = 32  # rows of a tile that was never the fastest on the way back: 16 or 64 were
 # Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
 # program has a multiprocessor to itself, and where two share one.
@@ -52,6 +54,8 @@ def one_token(problem: MoeProblem) -> str | None:
     """Return why `lamport_token.py` cannot serve a problem, or None."""
     if problem.tokens != 1:
         return "it serves one token"
+    if problem.weights is not PLAIN:
+        return "it reads weights in the tokens' dtype"
     if problem.in_rows:
         return "its columns would be read in pieces too short"
     return None if not problem.sums.promised else "it adds otherwise than what serves more tokens"
