@@ -11,11 +11,11 @@ from typing import Any
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
-from iris_ops.fp8 import linear as fp8
-from iris_ops.fp8 import weight_stream
-from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised, restored
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.quantised import linear as fp8
+from iris_ops.quantised import weight_stream
+from iris_ops.quantised.scaled_matmul import multiplies_in_fp8, quantised, restored
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -13,9 +13,9 @@ from typing import Any
 from iris import platform
 from iris.ccl import Config
 from iris_ops import FusedConfig
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
+from iris_ops.quantised import scaled_matmul
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl

@@ -58,7 +58,7 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "fp8.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
+    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
 )
 def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0

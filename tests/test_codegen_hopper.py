@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.fp8 import weight_stream
+from iris_ops.quantised import weight_stream
 import pytest
 
 from tests.assembly import (

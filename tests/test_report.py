@@ -96,7 +96,7 @@ def test_a_row_whose_plan_is_another_says_so() -> None:
 
 
 def test_kernels_of_plans_are_found_in_the_tree() -> None:
-    names = ("hopper.lamport_pair_scatter", "lamport_matmul", "with_torch.sequential", "fp8.lamport_stream")
+    names = ("hopper.lamport_pair_scatter", "lamport_matmul", "with_torch.sequential", "quantised.lamport_stream")
     for name in names:
         assert freshness._file(freshness.module_of(name)), name
     # torch's product is followed by a collective of the context

@@ -29,11 +29,11 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..fp8 import linear as fp8
-from ..fp8 import skinny_stream, weight_stream
 from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+from ..quantised import linear as fp8
+from ..quantised import skinny_stream, weight_stream
 from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
@@ -217,7 +217,7 @@ def skinny_matmul(
 ) -> torch.Tensor:
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
+    `scale` [N]: the weight is in eight bits, see `iris_ops/quantised/scaled_matmul.py`; x is in bf16 then, and `streams` must
     hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
     rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
     compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least. `out`: what is

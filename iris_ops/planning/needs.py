@@ -44,7 +44,7 @@ class WeightFormat:
     fixed_product: str = ""
     """The same of one that gives a row the same bits at any number of rows."""
     widening: str = ""
-    """`module:object` of the policy by which kernels widen B in registers (`fp8/widening.py`)."""
+    """`module:object` of the policy by which kernels widen B in registers (`quantised/widening.py`)."""
 
     @property
     def rounds_rows(self) -> bool:

@@ -20,7 +20,7 @@ import shutil
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.fp8.scaled_matmul import restored
+from iris_ops.quantised.scaled_matmul import restored
 import torch
 from torch import nn
 

@@ -7,13 +7,13 @@ from itertools import product
 import iris
 from iris import platform
 from iris_ops import FusedConfig
-from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, Problem
+from iris_ops.quantised import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 import pytest
 import torch
 import triton

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from iris import platform
 from iris.errors import ArgumentError
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.quantised import packing, scaled_matmul
 import layers
 from layers.hf.parallelize import parallelize
 from layers.weight_storage import LOCAL, WITH_FP8
@@ -33,7 +33,7 @@ def test_a_rounded_weight_is_off_by_a_sixteenth_and_rounding_it_again_changes_no
     smallest = scale[:, None] * 2.0**-10  # half of the smallest number but zero
     assert rounded.dtype == FP8 and torch.equal(torch.frexp(scale)[0], torch.full_like(scale, 0.5))
     assert ((back - weight).abs() <= weight.abs() / 16 + smallest).all()
-    assert torch.equal(back[3], weight[3]) and rounded[4].float().abs().max() <= scaled_matmul.LARGEST
+    assert torch.equal(back[3], weight[3]) and rounded[4].float().abs().max() <= packing.LARGEST
     largest = rounded.float().abs().amax(1)
     assert ((largest > 200) | (weight.abs().amax(1) == 0)).all(), "a scale leaves range unused"
     again, same = scaled_matmul.quantised(back.to(torch.bfloat16).float())
@@ -75,7 +75,7 @@ def exact_body(ctx) -> None:
         x = (few_bits * 2.0 ** torch.arange(-9, m - 9)[:, None]).to(torch.bfloat16).to(ctx.device)
         rounded, scale = scaled_matmul.round_rows(x)
         assert torch.equal(rounded.float() * scale, x.float())
-        assert torch.equal(rounded[:, k - 1].float(), torch.full((m,), scaled_matmul.LARGEST, device=ctx.device))
+        assert torch.equal(rounded[:, k - 1].float(), torch.full((m,), packing.LARGEST, device=ctx.device))
         weight, by = scaled_matmul.quantised(torch.randn(n, k, generator=random).to(ctx.device))
         bias = torch.randn(n, generator=random).to(torch.bfloat16).to(ctx.device)
         out = scaled_matmul.rounded_product(x, weight, by)

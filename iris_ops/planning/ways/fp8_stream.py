@@ -1,4 +1,4 @@
-"""Few rows by fp8 weights, widened in registers (`fp8/lamport_stream.py`)."""
+"""Few rows by fp8 weights, widened in registers (`quantised/lamport_stream.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..overlap_model import unhidden
 from ..weights.fp8 import FP8_FORMAT, LINE, stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
-LAMPORT_FP8 = "fp8.lamport_stream"
+LAMPORT_FP8 = "quantised.lamport_stream"
 # What its kernel chooses for itself; or, where a rank's operands do not lie as they must, the tile in its place.
 FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot", kernel=LAMPORT_FP8)
 
@@ -23,9 +23,9 @@ class Fp8Stream(Lamport):
     """The rows of A stay as they are. Sums of rows alike are not its: more rows would be rounded."""
 
     kernel = LAMPORT_FP8
-    launcher = "fp8.lamport_stream:launcher"
-    supports = "fp8.lamport_stream:supports"
-    options = "fp8.weight_stream:options"
+    launcher = "quantised.lamport_stream:launcher"
+    supports = "quantised.lamport_stream:supports"
+    options = "quantised.weight_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
     weights = frozenset((FP8_FORMAT,))

@@ -1,7 +1,7 @@
 """Weights in fp8 as a format: dtype, layout of scales, which sizes have kernels, and how long these take.
 
-B is e4m3 with a float32 scale for each column (`fp8/scaled_matmul.py`). Few rows of A stay as they are:
-`fp8/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
+B is e4m3 with a float32 scale for each column (`quantised/scaled_matmul.py`). Few rows of A stay as they are:
+`quantised/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of sizes of weights that tensor cores multiply in fp8
-# Of the stream of weights (`fp8/weight_stream.py`): rows of A at most, and elements along K that four warps share.
+# Of the stream of weights (`quantised/weight_stream.py`): rows of A at most, and elements along K that four warps share.
 MOST_ROWS, LINE = 16, 128
 # What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
 _ROUNDING_US = 1.0, 1e-4, 3.4
@@ -92,8 +92,8 @@ FP8_FORMAT = _Fp8(
     "fp8",
     FP8,
     operand_bytes=1,
-    operands="fp8.steps:operands",
-    product="fp8.scaled_matmul:product",
-    fixed_product="fp8.scaled_matmul:fixed_product",
-    widening="fp8.widening:E4M3",
+    operands="quantised.steps:operands",
+    product="quantised.scaled_matmul:product",
+    fixed_product="quantised.scaled_matmul:fixed_product",
+    widening="quantised.widening:E4M3",
 )

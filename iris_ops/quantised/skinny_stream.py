@@ -1,9 +1,9 @@
-"""`skinny_matmul` with weights in eight bits, by the stream of `iris_ops/fp8/weight_stream.py`, on NVIDIA Hopper."""
+"""`skinny_matmul` with weights in eight bits, by the stream of `iris_ops/quantised/weight_stream.py`, on NVIDIA Hopper."""
 
 from iris import platform
 from iris.device import arch
-from iris_ops.fp8 import weight_stream
 from iris_ops.kernels.arguments import StreamForm, TileEpilogue
+from iris_ops.quantised import weight_stream
 import torch
 import triton
 from triton.experimental import gluon
