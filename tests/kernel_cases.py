@@ -16,6 +16,7 @@ from iris_ops import FusedConfig
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
 from iris_ops.quantised import scaled_matmul
+from iris_ops.quantised.packing import PACKINGS
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -209,15 +210,16 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         yield name, partial(_gate_up, tokens, transposed, options), dict(launch=launch)
     for name, tokens, coded, options in (
         ("moe_gate_up_fp8", 8, "fp8", {}),
-        ("moe_gate_up_fp8_block", 8192, "fp8_block", {}),
-        ("moe_gate_up_int4", 64, "int4", {}),
-        ("moe_gate_up_mxfp4", 8, "mxfp4", dict(interleaved=True, activation=GPT_OSS)),
-        ("moe_gate_up_mxfp4_halves", 8192, "mxfp4", {}),
+        ("moe_gate_up_fp8_block", 8192, "fp8_block 128", {}),
+        ("moe_gate_up_fp8_cut_block", 8, "fp8_block 64", {}),
+        ("moe_gate_up_int4", 64, "int4 32", {}),
+        ("moe_gate_up_mxfp4", 8, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ("moe_gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
     ):
         yield name, partial(_gate_up, tokens, True, options, coded=coded)
     for name, tokens, coded in (
-        ("moe_lamport_token_mxfp4", 1, "mxfp4"),
-        ("moe_lamport_token_fp8", 1, "fp8"),
+        ("moe_lamport_down_mxfp4", 1, "mxfp4 32"),
+        ("moe_lamport_down_fp8", 4, "fp8"),
         ("moe_lamport_down_int4", 4, "int4"),
     ):
         yield name, partial(_down, "moe_down_all_reduce", tokens, coded=coded), dict(world_size=2)
@@ -242,11 +244,10 @@ def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | Non
     """Experts [128, K, N] in a format, and their scales."""
     if not coded:
         return new(128, N, K).transpose(1, 2), None
-    if coded.startswith("fp8"):
-        scale = new(128, N, K // 128, dtype=FP32) if coded == "fp8_block" else new(128, N, dtype=FP32)
-        return new(128, N, K, dtype=FP8).transpose(1, 2), scale
-    scale = new(128, N, K // 32, dtype=torch.float8_e8m0fnu if coded == "mxfp4" else BF16)
-    return new(128, N, K // 2, dtype=torch.uint8).transpose(1, 2), scale
+    name, _, group = coded.partition(" ")
+    weight, scale = (new(128, *shape, dtype=dtype).squeeze(-1) for shape, dtype in
+                     PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
+    return weight.transpose(1, 2), scale
 
 
 def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any, coded: str = "") -> None:

@@ -15,6 +15,7 @@ from ..planning.coded import CODED, coded_format
 from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from ..planning.needs import PLAIN, WeightFormat
 from ..problem import DTYPES, part_of
+from ..quantised.packing import LINE
 from .routing import Routing
 from .weights import is_transposed
 
@@ -97,9 +98,6 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
             f" {', '.join(each.flag for each in CODED)}, or no scale"
         )
     packing = format.packing
-    dtypes = (torch.float32,) if scale.ndim == 2 else packing.scale_dtypes
-    if scale.dtype not in dtypes:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
@@ -115,6 +113,9 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
             raise ShapeError(f"{op}: {error}") from None
         if scale.stride(2) != 1:
             raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
+    dtypes = packing.scale_dtypes if group is not None and group < LINE else (torch.float32,)
+    if scale.dtype not in dtypes:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
     if elements * packing.per_element != (padded := packing.padded(K, group)):
         raise ShapeError(
             f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"

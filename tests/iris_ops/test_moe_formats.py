@@ -1,4 +1,4 @@
-"""Experts as codes with scales, against plain torch in float64 with the widened weights: every format, way and layout."""
+"""Experts as codes with scales, against plain torch in float64 with the widened weights: every format and way."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import iris
 from iris.errors import ArgumentError, DtypeError, IrisError, ShapeError
 from iris_ops import FusedConfig
 from iris_ops.moe.activation import Activation
-from iris_ops.planning.coded import group_of
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
 import pytest
 import torch
 
@@ -21,28 +21,27 @@ from tests.harness import WORLDS, both, run_ranks
 from tests.reference import moe_down, moe_gate_up
 
 pytestmark = both
-FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A format: the kind of codes, numbers that share a scale along K (0: all of a column), and the scales' dtype."""
+    """A format: its packing, numbers that share a scale along K (None: all of a column), and the scales' dtype."""
 
-    kind: str
-    group: int
-    scales: torch.dtype
+    packing: Packing
+    group: int | None = None
+    scales: torch.dtype | None = None
 
 
 FORMATS = {
-    "fp8_channel": Stored("e4m3", 0, torch.float32),
-    "fp8_block": Stored("e4m3", 128, torch.float32),
-    "fp8_cut_block": Stored("e4m3", 16, torch.bfloat16),
-    "mxfp8": Stored("e4m3", 32, E8M0),
-    "int4": Stored("int4", 32, torch.bfloat16),
-    "int4_wide": Stored("int4", 128, torch.float16),
-    "int4_channel": Stored("int4", 0, torch.float32),
-    "mxfp4": Stored("e2m1", 32, E8M0),
+    "fp8": Stored(FP8),
+    "fp8_block": Stored(FP8_BLOCK, 128),
+    "fp8_cut_block": Stored(FP8_BLOCK, 32),
+    "int4": Stored(INT4, 32, torch.bfloat16),
+    "int4_half": Stored(INT4, 64, torch.float16),
+    "int4_wide": Stored(INT4, 128),
+    "int4_channel": Stored(INT4),
+    "mxfp4": Stored(MXFP4, 32),
 }
 
 
@@ -59,25 +58,21 @@ def assert_close(out: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor) -
 def drawn(
     stored: Stored, experts: int, N: int, K: int, size: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [E,N,K/packed], scales, and the weights [E,N,K] that they stand for, in float64, of about `size`."""
-    groups = (experts, N) if not stored.group else (experts, N, -(-K // stored.group))
-    scale = size * (0.5 + torch.rand(groups, generator=generator, dtype=torch.float64))
-    if stored.scales == E8M0:
-        exponent = scale.log2().round().to(torch.int32)
-        numbers, scale = torch.exp2(exponent.double()), (exponent + 127).to(torch.uint8).view(E8M0)
+    """Weight and scale as kernels read them, and the weights [E,N,K] that they stand for in float64, of about `size`."""
+    packing, group = stored.packing, stored.group
+    scale = size * (0.5 + torch.rand(experts * N, -(-K // group) if group else 1, generator=generator))
+    if packing is MXFP4:
+        scale = scale.log2().round().exp2()
+    scale = scale.to(stored.scales or torch.float32).float()
+    if packing.per_element == 1:
+        codes = torch.randn(experts * N, K, generator=generator).to(packing.dtype)
+        numbers = codes.double()
     else:
-        scale = scale.to(stored.scales)
-        numbers = scale.double()
-    if stored.kind == "e4m3":
-        codes = torch.randn(experts, N, K, generator=generator).to(FP8)
-        weight = codes.double()
-    else:
-        four = torch.randint(0, 16, (experts, N, K), generator=generator)
-        weight = E2M1[four] / 3 if stored.kind == "e2m1" else (four.double() - 8) / 4
-        numbers = numbers * (3 if stored.kind == "e2m1" else 4)
-        codes = (four[..., 0::2] | four[..., 1::2] << 4).to(torch.uint8)
-    factors = numbers[..., None] if not stored.group else numbers.repeat_interleave(stored.group, 2)[..., :K]
-    return codes, scale, weight * factors
+        codes = torch.randint(0, 16, (experts * N, K), generator=generator, dtype=torch.uint8)
+        numbers = E2M1[codes.long()] if packing is MXFP4 else codes.double() - 8
+    exact = numbers * scale.double().repeat_interleave(group or max(1, K), 1)[:, :K]
+    weight, scale = packing.pack(codes, scale if group else scale[:, 0], group, stored.scales)
+    return weight.view(experts, N, weight.shape[1]), scale.view(experts, N, *scale.shape[1:]), exact.view(experts, N, K)
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Mixture:
     shared: bool = False
     scatter: bool = False
     algorithm: str | None = None
-    block: tuple[int, int, int] = (16, 32, 64)
+    block: tuple[int, int, int] = (16, 32, 128)
     seed: int = 0
 
 
@@ -195,7 +190,7 @@ def widened_body(ctx: iris.Iris, format: str, tokens: int) -> None:
     codes, scale, _ = weight = layer.first[rank]
     plain = layer.widened(weight, case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     outs = [layer.A.new_empty(tokens * case.k, case.widths[rank]) for _ in range(2)]
-    config = FusedConfig(16, 128, 64, num_warps=4, num_stages=2, algorithm="sequential")
+    config = FusedConfig(16, 128, 128, num_warps=4, num_stages=2, algorithm="sequential")
     ctx.ops.moe_gate_up(outs[0], layer.A, plain, layer.chosen, config=config)
     ctx.ops.moe_gate_up(outs[1], layer.A, codes.transpose(1, 2), layer.chosen, config=config, scale=scale)
     assert torch.equal(*outs)
@@ -216,18 +211,18 @@ CASES: dict[str, Any] = {
 }
 OTHERS: dict[str, Mixture] = {
     "no_gate": Mixture("mxfp4", 7, gated=False, activation="relu2"),
-    "fp16": Mixture("fp8_channel", 6, dtype=torch.float16, hidden=130),
+    "fp16": Mixture("fp8", 6, dtype=torch.float16, hidden=130),
     "fp32": Mixture("int4", 5, dtype=torch.float32, hidden=66, bias=True),
     "fp32_one_token": Mixture("mxfp4", 1, dtype=torch.float32),
     "in_steps": Mixture("int4", 23, algorithm="sequential", shared=True),
-    "summed": Mixture("fp8_block", 11, algorithm="overlapped", bias=True, block=(16, 64, 32)),
+    "summed": Mixture("fp8_block", 11, algorithm="overlapped", bias=True, block=(16, 64, 128)),
     "none": Mixture("int4", 0),
     "narrow": Mixture("int4", 3, hidden=2, widths=(2, 2, 4, 2)),
 }
 
 
 @pytest.mark.parametrize("world_size, name, format", [
-    pytest.param(w, name, format, marks=[pytest.mark.slow] * (w in (1, 3) and format not in ("int4", "fp8_channel")))
+    pytest.param(w, name, format, marks=[pytest.mark.slow] * (w in (1, 3) and format not in ("int4", "fp8")))
     for w in WORLDS for name in CASES for format in FORMATS
 ])  # fmt: skip
 def test_a_mixture_in_a_format_is_right(world_size: int, name: str, format: str) -> None:
@@ -245,21 +240,28 @@ def refused_body(ctx: iris.Iris) -> None:
     E, T, H, width = 3, 4, 64, 32
     experts = torch.zeros(T, 2, dtype=torch.int64, device=ctx.device)
     new = dict(device=ctx.device)
+    int4 = torch.zeros(E, 2 * width, 128 // 8, dtype=torch.int32, **new).transpose(1, 2)
+    half, scale = torch.bfloat16, torch.ones(E, 2 * width, 16, dtype=torch.bfloat16, **new)
     fine = dict(
-        out=torch.zeros(2 * T, width, dtype=torch.bfloat16, **new), A=torch.zeros(T, H, dtype=torch.bfloat16, **new),
-        B=torch.zeros(E, 2 * width, H // 2, dtype=torch.uint8, **new).transpose(1, 2), experts=experts,
-        scale=torch.ones(E, 2 * width, 2, **new),
+        out=torch.zeros(2 * T, width, dtype=half, **new), A=torch.zeros(T, H, dtype=half, **new), B=int4,
+        experts=experts, scale=scale,
     )  # fmt: skip
+    fp8 = torch.zeros(E, 2 * width, H, **new).to(torch.float8_e4m3fn).transpose(1, 2)
+    coarse = FusedConfig(16, 64, 64, num_warps=4, num_stages=2, algorithm="one_shot")
     cases: list[tuple[dict, type[IrisError], str]] = [
-        (dict(scale=torch.ones(E, 2 * width, 2, dtype=torch.int32, **new)), DtypeError, "scale has torch.int32; expected"),
-        (dict(scale=None), DtypeError, "B has dtype torch.uint8; expected one of .* with a scale"),
-        (dict(scale=torch.ones(E, width, **new)), ShapeError, r"scale is \(3, 32\); expected \(3, 64\)"),
-        (dict(scale=torch.ones(E, 2 * width, 3, **new)), ShapeError, r"scale is \(3, 64, 3\).* for K = 64; expected"),
-        (dict(scale=torch.ones(2, 2 * width, E, **new).permute(2, 1, 0)), ShapeError, "strides"),
+        (dict(scale=scale.int()), DtypeError, "scale has dtype torch.int32; expected torch.bfloat16 or"),
+        (dict(scale=None), DtypeError, "B has dtype torch.int32; expected one of .* fp8, fp8_block, int4, mxfp4 with"),
+        (dict(scale=scale[:, :width]), ShapeError, r"scale is \(3, 32, 16\); expected \(3, 64\)"),
+        (dict(scale=scale[:, :, :3]), ShapeError, "scale has 3 columns for rows of 128 entries; expected 4, 8, 16"),
+        (dict(scale=scale[0, 0]), ShapeError, r"scale has 1 dimensions \(16,\); expected 2 or 3"),
+        (dict(scale=scale.transpose(1, 2).contiguous().transpose(1, 2)), ArgumentError, "scale has strides"),
         (dict(scale=[1]), ArgumentError, "scale is list"),
-        (dict(B=torch.zeros(E, H // 2, 2 * width, dtype=torch.uint8, **new)), ArgumentError, "B has strides"),
-        (dict(B=torch.zeros(E, 2 * width, H // 2, dtype=torch.int8, **new).transpose(1, 2)), DtypeError, "B has dtype torch.int8"),
-        (dict(B=torch.zeros(E, 2 * width, H, dtype=torch.uint8, **new).transpose(1, 2)), ShapeError, r"A is \(4, 64\)"),
+        (dict(B=int4.contiguous()), ArgumentError, "B has strides"),
+        (dict(B=int4.to(torch.int8)), DtypeError, r"B has dtype torch.int8 and scale is \(3, 64, 16\); expected a format"),
+        (dict(A=torch.zeros(T, 130, dtype=half, **new)), ShapeError, r"B is \(3, 16, 64\) for K = 130; expected 32 rows"),
+        (dict(B=fp8[:, 1:], scale=scale[:, :, 0].float()), ShapeError, r"B is \(3, 63, 64\) for K = 64; expected 64 rows"),
+        (dict(B=fp8, scale=scale[:, :, 0]), DtypeError, "scale has dtype torch.bfloat16; expected torch.float32"),
+        (dict(config=coarse), ArgumentError, "config.block_k is 64; expected at least 128: experts are in int4"),
     ]  # fmt: skip
     for change, error, message in cases:
         with pytest.raises(error, match=message):
@@ -268,12 +270,3 @@ def refused_body(ctx: iris.Iris) -> None:
 
 def test_what_is_no_format_is_refused_by_name() -> None:
     run_ranks(WORLDS[min(1, len(WORLDS) - 1)], refused_body)
-
-
-@pytest.mark.skipif(bool(both), reason="needs no ranks")
-def test_groups_are_found_by_their_number() -> None:
-    for K in (2, 16, 33, 96, 736, 2880, 4096):
-        for size in (8, 16, 32, 64, 128, 256):
-            groups = -(-K // size)
-            assert group_of(K, groups) == size or (groups == 1 and group_of(K, groups) >= K)
-    assert group_of(64, 3) is None and group_of(0, 0) is not None
