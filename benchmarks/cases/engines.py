@@ -267,9 +267,9 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
 def takes_fp8(module: nn.Module) -> bool:
     """Return whether `in_fp8` rounds the weight of this module of a split model."""
     from layers.sharded import ShardedLinear
-    from layers.weight_storage import WITH_FP8
+    from layers.weight_storage import STORABLE
 
-    return isinstance(module, ShardedLinear) and module.op in WITH_FP8
+    return isinstance(module, ShardedLinear) and module.op in STORABLE
 
 
 def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
