@@ -22,6 +22,8 @@ from .planning.op_names import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, 
 from .planning.weights import format_of
 
 if TYPE_CHECKING:
+    from iris.machines import Machine
+
     from .config import FusedConfig
 
 NORM_SPAN = 64  # columns that share a sum of squares
@@ -96,6 +98,10 @@ class Problem:
         """The same problem without a promise of equal bits."""
         return replace(self, sums=FREE_SUMS)
 
+    def converted(self, machine: Machine) -> str:
+        """Return the reason why each call converts B to A's dtype; "" if it does not."""
+        return self.weights.converted(self, machine)
+
     @property
     def empty(self) -> bool:
         """Whether no rank has anything to compute. In `all_gather_matmul` N may differ by rank, so only M tells."""
@@ -151,7 +157,7 @@ def requested_problem(
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if weights is not PLAIN and op not in SCALED:
         served = ", ".join(name for name in (*OPS, *_KINDS) if name in SCALED)
-        raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {served}")
+        raise ArgumentError(f"{weights.request} for {op}; expected {weights.no_request}, or one of {served}")
     return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, weights)), invariant, k_per_rank)
 
 
@@ -166,7 +172,7 @@ def promised(
     """
     if not invariant and k_per_rank is None:
         return problem
-    if invariant == RANKS and problem.weights is not PLAIN:
+    if invariant == RANKS and problem.weights is not PLAIN and problem.weights.by_rank:
         raise ArgumentError(
             f"{problem.called_op}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
             " expected weights in 16 bits or float32"
@@ -219,10 +225,15 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
     return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
 
 
-def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
+def describe(
+    op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int,
+    scale: torch.Tensor | None = None,
+) -> Problem:  # fmt: skip
     """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
     m, k = A.shape
-    kb, n = B.shape
+    stored, n = B.shape
+    weights = format_of(B, scale)
+    kb = weights.depth(stored, k)
     rows, cols = out.shape
     w = world_size
 
@@ -268,4 +279,4 @@ def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank:
             f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {expected} with "
             f"w = {w} ranks, parts as torch.chunk splits them"
         )
-    return replace(_planned(problem), weights=format_of(B.dtype))
+    return replace(_planned(problem), weights=weights)

@@ -106,7 +106,7 @@ def _run(
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
-    config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part)
+    config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part, scale)
     out = A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)  # peers write none
     more: dict[str, Any] = {} if scale is None else {"scale": scale}
     if k_per_rank:
@@ -116,16 +116,18 @@ def _run(
 
 
 def _config(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None,
+    scale: torch.Tensor | None = None,
 ) -> FusedConfig | None:
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     if mean_part is None or op == MATMUL_GATHER:
         return None
+    weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
     if op in (GATHER_MATMUL, GATED):
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, B.shape[0]
-    ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
+        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
+    ranks, level = ctx.num_ranks, ctx.invariant
     return ctx.ops._calls.plan(requested(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
 
 
@@ -165,7 +167,7 @@ def _reduce_norm(
     group: str, mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    config = None if depths else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
+    config = None if depths else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part, scale)
     out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)

@@ -11,11 +11,12 @@ import torch
 
 from ..checks import check_kind
 from ..config import FusedConfig
-from ..planning.coded import CODED, coded_format
 from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
 from ..planning.needs import PLAIN, WeightFormat
+from ..planning.weights import FORMATS
+from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, part_of
-from ..quantised.packing import LINE
+from ..quantised.packing import PACKINGS
 from .routing import Routing
 from .weights import is_transposed
 
@@ -62,7 +63,7 @@ def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, An
         coded = name == "B" and scaled  # whose dtype is checked with its scale's
         dtypes = (*DTYPES, torch.float32) if name == "weights" else DTYPES
         if not coded and t.dtype not in dtypes:
-            scales = f", or {', '.join(each.flag for each in CODED)} with a scale" if name == "B" else ""
+            scales = f", or {quantised_dtypes()} with a scale" if name == "B" else ""
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
         if not coded and t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
             alternative = ", or torch.float32" if name == "weights" else ""
@@ -89,34 +90,27 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     if scale is None:
         return PLAIN
     check_kind(op, "scale", scale, device)
-    if scale.ndim not in (2, 3):
-        raise ShapeError(f"{op}: scale has {scale.ndim} dimensions {tuple(scale.shape)}; expected 2 or 3")
-    format = coded_format(B.dtype, scale.ndim == 3)
-    if format is None:
-        raise DtypeError(
-            f"{op}: B has dtype {B.dtype} and scale is {tuple(scale.shape)}; expected a format of"
-            f" {', '.join(each.flag for each in CODED)}, or no scale"
-        )
-    packing = format.packing
+    stored = [each for each in FORMATS if each.dtype == B.dtype]
+    if not stored:
+        kinds = quantised_dtypes()
+        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
     count, elements, columns = B.shape
-    if tuple(scale.shape[:2]) != (count, columns):
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {(count, columns)}, one for each column")
-    group = None
-    if scale.ndim == 3:
-        try:
-            group = packing.group_by(elements, scale.shape[2])
-        except ShapeError as error:
-            raise ShapeError(f"{op}: {error}") from None
-        if scale.stride(2) != 1:
-            raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
-    dtypes = packing.scale_dtypes if group is not None and group < LINE else (torch.float32,)
-    if scale.dtype not in dtypes:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
-    if elements * packing.per_element != (padded := packing.padded(K, group)):
+    shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
+    format = shapes.get(tuple(scale.shape[1:]))
+    if format is None or scale.shape[0] != count:
+        listed = " or ".join(str((count, *shape)) for shape in shapes)
+        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
+    kinds = format.scale_of(columns, elements)[1]
+    if scale.dtype not in kinds:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, kinds))}")
+    if scale.ndim == 3 and scale.stride(2) != 1:
+        raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
+    packing = PACKINGS[format.packing]
+    if elements * packing.per_element != (padded := packing.padded(K, format.group or None)):
         raise ShapeError(
             f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
         )

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
+from iris.machines import Machine
 import torch
 
 from ..problem import check_sizes, part_size
-from .coded import CODED, CodedFormat
+from ..quantised.packing import LINE, PACKINGS
 from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
 
 ROUTE = "moe_route"
@@ -19,6 +20,11 @@ DOWN_REDUCE_SCATTER = "moe_down_reduce_scatter"
 MOE_OPS = (GATE_UP, DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER)
 MOST_EXPERTS = 4096
 MOST_CHOSEN = 64  # experts of a token
+
+
+def lies_by_lines(weights: WeightFormat) -> bool:
+    """Return whether an element of a stored weight has entries of a whole line of 128, not of its own place alone."""
+    return weights is not PLAIN and (PACKINGS[weights.packing].per_element > 1 or 0 < weights.group < LINE)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class MoeProblem:
     in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
     weights: WeightFormat = field(default=PLAIN, kw_only=True)
-    """How experts are stored: in the tokens' dtype, or as codes with scales (`coded.py`)."""
+    """How experts are stored: in the tokens' dtype, or as codes with scales (`moe/coded.py`)."""
 
     epilogue = ()
     chooses_order = False
@@ -80,12 +86,18 @@ class MoeProblem:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a number of an expert's weight in memory."""
-        return self.weights.bytes if isinstance(self.weights, CodedFormat) else self.dtype.itemsize
+        if self.weights is PLAIN:
+            return self.dtype.itemsize
+        return self.weights.nbytes(1, self.K) / max(1, self.K)
 
     @property
     def least_k(self) -> int:
         """The least depth of a tile: codes that lie by lines are widened by lines."""
-        return self.weights.least_k if isinstance(self.weights, CodedFormat) else 1
+        return LINE if lies_by_lines(self.weights) else 1
+
+    def converted(self, machine: Machine) -> str:
+        """Return the reason why each call converts experts to the tokens' dtype; "" because kernels widen tiles."""
+        return ""
 
     @property
     def pairs(self) -> int:
@@ -139,11 +151,9 @@ def requested_moe_problem(
         raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
-    coded = PLAIN if weights is PLAIN else next((each for each in CODED if each.flag == weights.flag), None)
-    if coded is None or (coded is not PLAIN and form == "rows"):
-        expected = ", ".join(each.flag for each in CODED)
+    if weights is not PLAIN and form == "rows":
         raise ArgumentError(
-            f"weights are {weights.name} for {op}; expected one of {expected}, of which K lies together"
+            f"form is 'rows' for {op}, and {weights.request}; expected none: experts {weights.name} lie [E,N,K]"
         )
-    kind = dict(in_rows=form == "rows", weights=coded)
+    kind = dict(in_rows=form == "rows", weights=weights)
     return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, **kind)

@@ -1,10 +1,10 @@
 """Store a weight [N, K] in one of the formats that kernels read: codes and scales to two tensors, and back.
 
-    format      codes                   `weight`                `scale`
-    fp8         e4m3                    e4m3 [N, K]             float32 [N]
-    fp8_block   e4m3                    e4m3 [N, Kp]            float32 [N, slots]
-    int4        0 to 15, value + 8      int32 [N, Kp / 8]       16-bit float or float32 [N, slots], of 128 float32; or [N]
-    mxfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]       uint8 [N, slots], the exponent + 127
+    format      codes                   `weight`              `scale`
+    fp8         e4m3                    e4m3 [N, K]           float32 [N]
+    fp8_block   e4m3                    e4m3 [N, Kp]          float32 [N, slots]
+    int4        0 to 15, value + 8      int32 [N, Kp / 8]     bfloat16, float16 or float32 [N, slots]; float32 [N]
+    mxfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]     uint8 [N, slots], the exponent + 127
 
 Kp is K, rounded up to whole lines of 128. A scale belongs to one row and `group` entries along K. `slots` is a row's
 number of scales, rounded up to those of four lines: then rows begin at 16 bytes, as the hardware that copies blocks
@@ -129,13 +129,17 @@ class Packing:
         fitting = ", ".join(str(slots(K, group)) for group in self.groups if group is not None)
         raise ShapeError(f"scale has {stored_slots} columns for rows of {K} entries; expected {fitting or 'none'}")
 
+    def scales_in(self, group: int | None) -> tuple[torch.dtype, ...]:
+        """Return which dtypes scales may have, the default first."""
+        return self.scale_dtypes if group is not None and group < LINE else (torch.float32,)
+
     def _check(self, K: int, group: int | None) -> None:
         if group not in self.groups:
             expected = ", ".join(map(str, self.groups))
             raise ArgumentError(f"group is {group} for weights in {self.name}; expected one of {expected}")
 
     def _scale_dtype(self, requested: torch.dtype | None, group: int) -> torch.dtype:
-        possible = self.scale_dtypes if group < LINE else (torch.float32,)
+        possible = self.scales_in(group)
         if requested is not None and requested not in possible:
             expected = ", ".join(map(str, possible))
             raise DtypeError(
@@ -304,7 +308,7 @@ class E2m1(FourBits):
     def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """The nearest number, of two as near the one whose last bit is zero."""
         size = (weight / scales).abs()
-        borders = torch.tensor([(a + b) / 2 for a, b in zip(_E2M1, _E2M1[1:])], device=weight.device)
+        borders = torch.tensor([(a + b) / 2 for a, b in zip(_E2M1[:-1], _E2M1[1:], strict=True)], device=weight.device)
         down = torch.bucketize(size, borders)  # of an entry on a border the lower one
         up = torch.bucketize(size, borders, right=True)
         code = torch.where(down % 2 == 0, down, up)

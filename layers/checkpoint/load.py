@@ -25,6 +25,7 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
+from ..expert_storage import coded_weight
 from ..formats.registry import scheme_of
 from ..formats.scheme import Contents, Kept, contents
 from ..formats.weight_format import quantised_weights
@@ -75,7 +76,8 @@ def from_pretrained(
     Return it in eval mode. It is a causal language model, an encoder-decoder, or a model of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
+    by default. Quantised weights (see `formats`) of split linears keep their codes and scales where a packing holds
+    them; other weights, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with the
     files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
     reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
@@ -235,6 +237,9 @@ def _load(model: nn.Module, name: str, source: Source, device: torch.device) -> 
     if hasattr(module, "load_shard"):
         module.load_shard(key, source)
         return
+    if (coded := coded_weight(module, key)) is not None:
+        coded.fill(source)
+        return
     local = torch.empty_like(getattr(module, key), device=device)
     if split_by := part_of(module, key):
         part, dim = split_by
@@ -262,6 +267,10 @@ def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> N
 def _kept(model: nn.Module, name: str, source: Source) -> Kept:
     """Return what became of a quantised weight of the files."""
     module, key = _owner(model, name)
+    if (coded := coded_weight(module, key)) is not None:
+        return Kept(coded.form.name, coded.keeps(source))
+    if reason := getattr(module, "reasons", {}).get(key, ""):
+        return Kept(reason=reason)
     storage = getattr(module, "storage", None) if key == "weight" else None
     if not isinstance(storage, Quantised):
         return Kept(reason="not a split linear" if storage is None else storage.reason)

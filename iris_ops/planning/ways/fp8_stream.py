@@ -1,4 +1,4 @@
-"""Few rows by fp8 weights, widened in registers (`quantised/lamport_stream.py`)."""
+"""Few rows by quantised weights, widened in registers (`quantised/lamport_stream.py`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..needs import ANY_ORDER, Epilogue
+from ..needs import ANY_ORDER, LINE, Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden
-from ..weights.fp8 import FP8_FORMAT, LINE, stream_refused, stream_us
+from ..weights import FORMATS
+from ..weights.streams import stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
 LAMPORT_FP8 = "quantised.lamport_stream"
@@ -20,7 +21,7 @@ FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_
 
 
 class Fp8Stream(Lamport):
-    """The rows of A stay as they are. Sums of rows alike are not its: more rows would be rounded."""
+    """The rows of A stay as they are. Sums of rows alike are not its: more rows are multiplied otherwise."""
 
     kernel = LAMPORT_FP8
     launcher = "quantised.lamport_stream:launcher"
@@ -28,7 +29,7 @@ class Fp8Stream(Lamport):
     options = "quantised.weight_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
-    weights = frozenset((FP8_FORMAT,))
+    weights = frozenset(w for w in FORMATS if w.widening)
     sums = frozenset((ANY_ORDER,))
     fallback = LAMPORT
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
-from ..coded import CODED
 from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from ..moe_ways import (
     DEEP,
@@ -35,6 +34,7 @@ from ..moe_ways import (
 )  # fmt: skip
 from ..needs import PLAIN
 from ..way import Sizes, Way
+from ..weights import FORMATS
 from ..workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
@@ -44,7 +44,7 @@ TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 class Mixture(Way):
     """A grouped product in tiles that suit the number of pairs of token and expert."""
 
-    weights = frozenset((PLAIN, *CODED))
+    weights = frozenset((PLAIN, *FORMATS))
 
     @property
     def name(self) -> str:
@@ -52,6 +52,9 @@ class Mixture(Way):
 
     def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
         return config.algorithm in self.algorithms
+
+    def rounds_rows(self, problem: MoeProblem) -> bool:
+        return False  # kernels widen experts to the tokens' dtype
 
     def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
         """Return the microseconds of what a call takes beside its product."""
