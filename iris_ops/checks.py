@@ -70,7 +70,9 @@ def _check_scales_of(op: str, B: torch.Tensor, scale: torch.Tensor, stored: list
     fitting = shapes.get(tuple(scale.shape))
     if fitting is None:
         of_columns = "one for each column of B"
-        listed = " or ".join(f"{shape}, {of_columns if len(shape) == 1 else each.name}" for shape, each in shapes.items())
+        listed = " or ".join(
+            f"{shape}, {of_columns if len(shape) == 1 else each.name}" for shape, each in shapes.items()
+        )
         raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
     dtypes = fitting.scale_of(B.shape[1], B.shape[0])[1]
     if scale.dtype not in dtypes:

@@ -116,7 +116,12 @@ def _run(
 
 
 def _config(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None,
+    op: str,
+    ctx: Context,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    size: Sequence[int],
+    mean_part: int | None,
     scale: torch.Tensor | None = None,
 ) -> FusedConfig | None:
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""

@@ -212,6 +212,10 @@ class ShardedLinear(nn.Module):
             x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
         return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, scale, self._k_per_rank)
 
+    def serve_by(self, op: str) -> None:
+        """Let `op` compute forward."""
+        self.storage.serve_by(self, op)
+
     def named(self, op: str) -> str:
         """Return an op and how it reads the stored weight, for reports."""
         return self.storage.named(op)

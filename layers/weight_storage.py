@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from iris import platform
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
 from iris_ops.local import skinny_matmul
-from iris_ops.quantised import linear as fp8
-from iris_ops.quantised import weight_stream
+from iris_ops.planning.needs import MOST_ROWS
+from iris_ops.planning.weights import format_of
+from iris_ops.quantised import linear as quantised
 from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
 from iris_ops.quantised.scaled_matmul import multiplies_in_fp8
 import torch
@@ -81,6 +83,10 @@ class InDtype:
         """Return the op of forward."""
         return layer.op
 
+    def serve_by(self, layer: Layer, op: str) -> None:
+        """Let `op` compute forward."""
+        layer.op = op
+
     def named(self, op: str) -> str:
         """Return an op and how it reads the weight, for reports."""
         return op
@@ -118,7 +124,7 @@ class InDtype:
 class Quantised(InDtype):
     """The weight in codes and scales of a `form`; `exact_dtype` is the dtype of inputs and outputs.
 
-    An op whose kernels read the packing is given codes and scales. For another one the weight is restored in each call.
+    Ops are given codes and scales. One that has no kernel for them restores the weight in each call.
     """
 
     def __init__(self, layer: Layer, form: Form) -> None:
@@ -149,9 +155,10 @@ class Quantised(InDtype):
 
     def _choose(self, layer: Layer) -> None:
         shape, device = layer.local_shape, layer.ctx.device
-        in_fp8 = self.packing is FP8 and self.exact_dtype == torch.bfloat16
-        streamed = in_fp8 and skinny_matmul.streams(torch.Size(shape), device)
-        self._converts = not (streamed or (in_fp8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)))
+        has_kernels = self.exact_dtype == torch.bfloat16 and platform.has_warp_specialisation(device) and shape[0] > 0
+        streamed = has_kernels and format_of(layer.weight.t(), layer.weight_scale).streamable(1, shape[1])
+        in_fp8 = self.packing is FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
+        self._converts = not (streamed or in_fp8)
         layer.op = self.named(self._op)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
         alone = streamed or self._op == REDUCED
@@ -163,6 +170,10 @@ class Quantised(InDtype):
     def op(self, layer: Layer) -> str:
         return self._op
 
+    def serve_by(self, layer: Layer, op: str) -> None:
+        self._op = op
+        self._choose(layer)
+
     def named(self, op: str) -> str:
         name = self.form.name
         if not self._converts:
@@ -170,15 +181,13 @@ class Quantised(InDtype):
         return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return weight_stream.MOST_ROWS
+        return MOST_ROWS
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.packing is FP8:
-            return layer.weight, layer.weight_scale
-        return self.packing.unpack(layer.weight, layer.weight_scale, layer.local_shape[1], dtype), None
+        return layer.weight, layer.weight_scale
 
     def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, scale: Any, bias: Any) -> torch.Tensor:
-        return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
+        return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)
 
     def keeps(self, source: Any) -> bool:
         coding = coding_of(source)

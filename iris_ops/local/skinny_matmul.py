@@ -122,7 +122,17 @@ def is_faster(
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
-    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is not None and scale.shape
+    kind = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        gated,
+        scale is not None and scale.shape,
+    )
     if kind not in _loaded:
         _loaded.add(kind)
         skinny_matmul(x, weight, bias, scale, gated, launched=False)

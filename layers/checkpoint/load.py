@@ -77,8 +77,8 @@ def from_pretrained(
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
     by default. Quantised weights (see `formats`) of split linears keep their codes and scales where a packing holds
-    them; other weights, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with the
-    files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
+    them. Others, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with
+    the files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
     reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,

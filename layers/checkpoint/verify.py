@@ -120,7 +120,8 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
         local = module.numbers(0, module.local_shape[0], torch.float32)
         if not storage.keeps(source):
             share, of_scale = _ROUNDED[ELEMENTS[storage.form.packing.name]]
-            allowed = _Allowed(share, storage.largest_scale(module) * of_scale)
+            # numbers are rounded to the layer's dtype, and then to codes
+            allowed = _Allowed(share + torch.finfo(module.dtype).eps, storage.largest_scale(module) * of_scale)
     stored = _stored(source)
     if getattr(module, "stored_transposed", False) and key == "weight":
         source = Transposed(source)

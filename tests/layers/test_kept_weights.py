@@ -24,7 +24,7 @@ two_ranks = pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS, scope="
 
 # 11 groups of 128 along K of the last product, which three ranks share as 15, 15 and 14 of 32.
 WIDE: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "hidden_size": 384, "intermediate_size": 1408, "num_attention_heads": 3, "num_key_value_heads": 3,
     "head_dim": 128, "num_hidden_layers": 1,
 }  # fmt: skip
 SMALL: dict[str, Any] = {
@@ -86,14 +86,14 @@ def bytes_body(ctx, folder: str) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:3] or WORLDS)
-@pytest.mark.parametrize("format, share", [("fp8_block", 0.56), ("ct_mxfp4", 0.28), ("gptq", 0.30)])
+@pytest.mark.parametrize("format, share", [("fp8_block", 0.56), ("ct_mxfp4", 0.29), ("gptq", 0.31)])
 def test_a_kept_weight_takes_its_bytes_and_is_never_widened_whole(
     tmp_path: Path, format: str, share: float, world_size: int
 ) -> None:
     results = run_ranks(world_size, bytes_body, str(written(tmp_path, format, WIDE)))
     for stored, widened, _, largest in results:
         assert stored <= share * widened, stored / widened
-        assert largest <= 1 << 17, "a piece has at most 65536 numbers, and a row of the vocabulary's 512"
+        assert largest <= 1 << 17, "a piece has at most 65536 numbers, and the vocabulary 120 rows of 384"
     if world_size != 2:  # of three kv heads one of two ranks has two
         sizes = [result[2] for result in results]
         assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
@@ -116,7 +116,7 @@ def made_body(ctx, folder: str, weights: str) -> tuple[torch.Tensor, dict[str, t
         assert torch.equal(module.weight.view(torch.uint8), same[name].weight.view(torch.uint8)), name
         assert torch.equal(module.weight_scale, same[name].weight_scale), name
     parts = {
-        name: (module.numbers(0, module.local_shape[0], torch.float64).cpu(), module.dim, module.parts[0].ranges)
+        name: (module.numbers(0, module.local_shape[0], torch.float32).cpu(), module.dim, module.parts[0].ranges)
         for name, module in mine.items()
     }
     model.save_pretrained(f"{folder}-{weights}")
@@ -140,8 +140,8 @@ def test_weights_are_made_from_a_plain_checkpoint_and_saved_as_they_are_used(
         for name, (numbers, dim, ranges) in parts.items():
             weight = plain.get_submodule(name).weight
             own = torch.cat([weight.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-            assert torch.equal(numbers, torch.cat([state[f"{name}.weight"].narrow(dim, a, b - a) for a, b in ranges],
-                                                  dim).double()), (rank, name)  # fmt: skip
+            stored = [state[f"{name}.weight"].narrow(dim, start, stop - start) for start, stop in ranges]
+            assert torch.equal(numbers, torch.cat(stored, dim)), (rank, name)
             assert 0.005 < (numbers - own).norm() / own.norm() < MADE[weights], (rank, name)
         exact = models.logits(saved.double())
         assert (logits - exact).norm() <= 1e-5 * exact.norm()
@@ -205,9 +205,7 @@ def spoiled_body(ctx, folder: str, fault: str | None) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if fault == "block":
             right = weight_format.block_of
-            patch.setattr(
-                weight_format, "block_of", lambda *args: (right(*args) + 1).clamp(max=int(right(*args).max()))
-            )
+            patch.setattr(weight_format, "block_of", lambda *args: right(*args).roll(1))
         if fault == "nibbles":
             store = Quantised._store
             patch.setattr(Quantised, "_store", lambda self, layer, row, codes, *rest: store(

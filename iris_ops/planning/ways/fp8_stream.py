@@ -37,7 +37,8 @@ class Fp8Stream(Lamport):
         return stream_refused(problem, machine) or unhidden(problem)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        return problem.weights in self.weights and problem.weights.streams(problem) and config.algorithm == "one_shot"
+        own = config.algorithm == "one_shot" and config.kernel in ("", self.kernel)
+        return own and problem.weights in self.weights and problem.weights.streams(problem)
 
     def rounds_rows(self, problem: Problem) -> bool:
         return False
