@@ -144,7 +144,7 @@ class Run:
                     product = x.double() @ exact[form].t()
                     if kind == "sum":
                         dist.all_reduce(product)
-                    calls = {form: lambda i, w=weights, c=call, o=result: c(o, x, w[i % len(w)])}
+                    calls = {form: lambda i, x=x, w=weights, c=call, o=result: c(o, x, w[i % len(w)])}
                     error = lambda _, c, o=result, p=product: self.error(partial(c, 0), o, p)  # noqa: E731
                     budget = compare.budget_of(self.team, self.args.quick)
                     found = compare.compare(self.team, calls, error, len(weights), budget)

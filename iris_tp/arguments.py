@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
 _WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
 _OPS = "ops norms ccl rooted tiles moe all_scatter chain rma"
-_MODELS_AND_CHECKS = "llm step fp8 outputs invariance stress litmus timeline"
+_MODELS_AND_CHECKS = "llm step fp8 quantised outputs invariance stress litmus timeline"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
 GPUS = {
@@ -167,6 +167,7 @@ def plan() -> argparse.ArgumentParser:
         "--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it"
     )
     parser.add_argument("--fp8", action="store_true", help="B in fp8, with a scale for each column")
+    parser.add_argument("--weights", metavar="FORMAT", help="B's format: fp8, fp8_block, int4, int4/128, mxfp4, ...")
     parser.add_argument("--experts", type=int, help="of a mixture: how many there are")
     parser.add_argument("--top-k", type=int, help="of a mixture: how many experts a token chooses (default 1)")
     invariant = "only kernels whose sums have one order (docs/concepts/determinism.md)"

@@ -108,7 +108,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris.machines import machine_named
     from iris_ops.planning.plan import plan
     from iris_ops.planning.requests import requested
-    from iris_ops.planning.weights import BY_FLAG
+    from iris_ops.planning.weights import named_format
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -119,7 +119,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         mixture = args.experts, args.top_k
-        problem = requested(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, *mixture)
+        stored = named_format(args.weights, args.fp8)
+        problem = requested(args.op, *sizes, dtype, args.form, stored, args.invariant, *mixture)
         chosen = plan(problem, machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)

@@ -15,7 +15,8 @@ from iris.ccl import Config
 from iris_ops import FusedConfig
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
-from iris_ops.quantised import packing, scaled_matmul
+from iris_ops.quantised import packing as packings
+from iris_ops.quantised import scaled_matmul
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -436,22 +437,22 @@ def hopper() -> Iterator[Any]:
 
 # Formats with scales of groups: name, packing, group.
 STREAMED = (
-    ("fp8_block_128", packing.FP8_BLOCK, 128), ("fp8_block_32", packing.FP8_BLOCK, 32), ("int4_32", packing.INT4, 32),
-    ("int4_64", packing.INT4, 64), ("int4_128", packing.INT4, 128), ("int4_channel", packing.INT4, None),
-    ("mxfp4", packing.MXFP4, 32),
+    ("fp8_block_128", packings.FP8_BLOCK, 128), ("fp8_block_32", packings.FP8_BLOCK, 32),
+    ("int4_32", packings.INT4, 32), ("int4_64", packings.INT4, 64), ("int4_128", packings.INT4, 128),
+    ("int4_channel", packings.INT4, None), ("mxfp4", packings.MXFP4, 32),
 )  # fmt: skip
 
 
-def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
+def _stored(form: packings.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
     return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
 
 
-def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+def _lamport_stored(form: packings.Packing, group: int | None, ctx: Any) -> None:
     weight, scale = _stored(form, group, 4096, 4096)
     ctx.ops.matmul_all_reduce(new(8, 4096), new(8, 4096), weight.t(), scale=scale)
 
 
-def _skinny_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+def _skinny_stored(form: packings.Packing, group: int | None, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
     skinny_matmul.skinny_matmul(new(16, 4096), weight, new(16384), scale=scale)
 

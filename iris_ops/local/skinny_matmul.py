@@ -230,10 +230,10 @@ def skinny_matmul(
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
     `scale`: the weight is quantised, as `iris_ops/quantised/packing.py` stores it; x is in bf16 then, and the format's
-    `streamable` must hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
-    rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
-    compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least. `out`: what is
-    filled and returned in place of a new tensor, contiguous.
+    `streamable` must hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2].
+    `squares` [spans, rows]: rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched`
+    False the kernel is compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at
+    least. `out`: what is filled and returned in place of a new tensor, contiguous.
     """
     rows = x.reshape(row_count(x), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)

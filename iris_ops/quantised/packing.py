@@ -283,8 +283,9 @@ class E2m1(FourBits):
     )
 
     def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
-        return table[codes.int()]
+        exponent, mantissa = (codes >> 1) & 3, codes & 1
+        halves = torch.where(exponent == 0, mantissa, (mantissa + 2) << (exponent - 1).clamp(0, 3)).float()
+        return torch.where(codes > 7, -halves, halves) * 0.5
 
     def _stored_scales(self, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         mantissa, exponent = torch.frexp(scales.double())

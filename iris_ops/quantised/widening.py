@@ -76,7 +76,7 @@ def _e4m3(words):
 
 @gluon.jit
 def _int4(words):
-    """A nibble in the last bits of the bf16 128 makes 128 + code; less 136 that is the weight. 11 instructions for 8."""
+    """A nibble in the last bits of the bf16 128 makes 128 + code, or 136 + the weight. 11 instructions for 8."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 m, e, h, s<6>;
