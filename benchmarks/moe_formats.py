@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ import sys
 import time
 
 import iris
+from iris_ops import FusedConfig
+from iris_ops.planning.moe_ways import need_sorting
 from iris_ops.quantised.packing import PACKINGS
 import torch
 import torch.distributed as dist
@@ -25,6 +28,12 @@ from benchmarks.cases.moe_layer import SHAPES, TINY, Shape
 FORMATS = {"bf16": None, "fp8": None, "fp8_block": 128, "int4": 32, "mxfp4": 32}
 NAMES = "qwen3-30b-a3b", "gpt-oss-120b"
 TOKENS = 1, 4, 16, 64, 512
+TUNED = "mxfp4", "fp8"
+TILES = (
+    (16, 32, 256, 4, 4), (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 128, 4, 3), (16, 128, 128, 8, 3),
+    (32, 128, 128, 4, 3), (32, 128, 128, 8, 3), (64, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3),
+    (128, 128, 128, 8, 3),
+)  # fmt: skip
 ROUTINGS, REPLAYS, CHECKED = 16, 7, 6
 GBS = 4300.0
 
@@ -94,13 +103,15 @@ class Layer:
         self.middle = self.A.new_empty(tokens * shape.top_k, self.width)
         self.out = self.A.new_empty(tokens, shape.hidden)
 
-    def gate_up(self, i: int) -> None:
+    def gate_up(self, i: int, config: FusedConfig | None = None) -> None:
         kind = dict(activation="gpt_oss", interleaved=True) if self.shape.gpt_oss else {}
-        self.ctx.ops.moe_gate_up(self.middle, self.A, self.up.operand, self.chosen[i], scale=self.up.scale, **kind)
+        self.ctx.ops.moe_gate_up(
+            self.middle, self.A, self.up.operand, self.chosen[i], scale=self.up.scale, config=config, **kind
+        )
 
-    def reduce(self, i: int) -> None:
+    def reduce(self, i: int, config: FusedConfig | None = None) -> None:
         given = self.down.operand, self.chosen[i], self.weights
-        self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, scale=self.down.scale)
+        self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
     def errors(self) -> tuple[float, float]:
         """Relative errors of both ops, of some tokens."""
@@ -147,6 +158,25 @@ def timed(call: Callable[[int], None]) -> float:
     return float(slowest)
 
 
+def tuned(layer: Layer, row: dict, warm: bool) -> None:
+    """Time both ops in all tiles, by the algorithm of the plan."""
+    pairs, few = layer.chosen[0].numel(), not need_sorting(layer.chosen[0].numel(), layer.shape.experts)
+    for name, call in (("up", layer.gate_up), ("down", layer.reduce)):
+        times = {}
+        for m, n, k, warps, stages in TILES:
+            if few != (m == 16) and pairs < 4096:
+                continue
+            algorithm = "one_shot" if few else "sequential" if name == "up" else "overlapped"
+            config = FusedConfig(m, n, k, group_m=8, num_warps=warps, num_stages=stages, algorithm=algorithm)
+            try:
+                call(0, config)
+                if not warm:
+                    times[f"{m}x{n}x{k}w{warps}s{stages}"] = round(timed(partial(call, config=config)), 1)
+            except Exception as error:
+                times[f"{m}x{n}x{k}w{warps}s{stages}"] = f"{type(error).__name__}: {error}"[:60]
+        row[f"{name}_tiles"] = times
+
+
 def same_bits(name: str, format: str, warm: bool) -> None:
     """With invariant="batch" the first token has the same bits among any number."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
@@ -183,6 +213,8 @@ def run(names: list[str], formats: list[str], warm: bool) -> None:
                             row |= dict(up=timed(layer.gate_up), down=timed(layer.reduce))
                             row |= dict(up_floor=touched * layer.up.bytes / GBS / 1e3)
                             row |= dict(down_floor=touched * layer.down.bytes / GBS / 1e3)
+                        if format in TUNED and tokens in (1, 16, 64, 512):
+                            tuned(layer, row, warm)
                         say(row, ctx, warm)
                     except Exception as error:
                         say(dict(shape=name, format=format, T=tokens, failed=f"{type(error).__name__}: {error}"[:300]),

@@ -246,7 +246,7 @@ def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | Non
         return new(128, N, K).transpose(1, 2), None
     name, _, group = coded.partition(" ")
     weight, scale = (new(128, *shape, dtype=dtype).squeeze(-1) for shape, dtype in
-                     packing.PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
+                     packings.PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
     return weight.transpose(1, 2), scale
 
 

@@ -43,34 +43,87 @@ def widen_turned_e4m3(codes, dtype: tl.constexpr):
 @device_function
 def widen_int4(words, dtype: tl.constexpr):
     """The integers from -8 to 7 of eight codes in a word."""
-    return _in_order(_int4(words, 0, dtype), _int4(words, 4, dtype), _int4(words, 8, dtype), _int4(words, 12, dtype))
+    if arch.is_cuda() and dtype == tl.bfloat16:
+        # a nibble in the last bits of the bf16 128 makes 128 + code; less 136 that is the weight
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, o, l, s, t, u, v, w;
+            mov.b32 m, 0x43004300;
+            mov.b32 o, 0x3f803f80;
+            mov.b32 l, 0xc308c308;
+            shr.u32 t, $8, 4;
+            shr.u32 u, $8, 8;
+            shr.u32 v, $8, 12;
+            lop3.b32 s, $8, 0x000f000f, m, 0xea;
+            lop3.b32 t, t, 0x000f000f, m, 0xea;
+            lop3.b32 u, u, 0x000f000f, m, 0xea;
+            lop3.b32 v, v, 0x000f000f, m, 0xea;
+            fma.rn.bf16x2 s, s, o, l;
+            fma.rn.bf16x2 t, t, o, l;
+            fma.rn.bf16x2 u, u, o, l;
+            fma.rn.bf16x2 v, v, o, l;
+            mov.b32 {$0, $1}, s;
+            mov.b32 {$2, $3}, t;
+            mov.b32 {$4, $5}, u;
+            mov.b32 {$6, $7}, v;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+        return _in_order(tl.join(a, b), tl.join(c, d), tl.join(e, f), tl.join(g, h))
+    else:
+        return _in_order(
+            _int4(words, 0, dtype), _int4(words, 4, dtype), _int4(words, 8, dtype), _int4(words, 12, dtype)
+        )
 
 
 @device_function
 def _int4(words, place: tl.constexpr, dtype: tl.constexpr):
-    """Two integers of a word, whose codes begin at bit `place` of each half.
-
-    A code is the end of the mantissa of 2**23 + code: a sum is faster than a conversion of an integer.
-    """
-    low, high = ((words >> place) & 15) | 0x4B000000, ((words >> (place + 16)) & 15) | 0x4B000000
-    low, high = low.to(tl.float32, bitcast=True) - 8388616.0, high.to(tl.float32, bitcast=True) - 8388616.0
-    return tl.join(low.to(dtype), high.to(dtype))
+    """Two integers of a word, whose codes begin at bit `place` of each half."""
+    return tl.join((((words >> place) & 15) - 8).to(dtype), (((words >> (place + 16)) & 15) - 8).to(dtype))
 
 
 @device_function
 def widen_e2m1(words, dtype: tl.constexpr):
-    """The numbers of eight codes e2m1 in a word."""
-    return _in_order(
-        _e2m1(words, 6, 15, dtype), _e2m1(words, 3, 12, dtype), _e2m1(words, 0, 14, dtype), _e2m1(words, 9, 13, dtype)
-    )
+    """The numbers of eight codes e2m1 in a word: their bits go where bf16 or fp32 has them, but for the bias."""
+    if arch.is_cuda() and dtype == tl.bfloat16:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 o, z, s, t, u, v, x, y;
+            mov.b32 o, 0x7e807e80;
+            mov.b32 z, 0x80008000;
+            and.b32 s, $8, 0x81c081c0;
+            shl.b32 t, $8, 3;
+            and.b32 t, t, 0x81c081c0;
+            shl.b32 u, $8, 1;
+            shl.b32 x, $8, 6;
+            and.b32 x, x, 0x01c001c0;
+            lop3.b32 u, u, z, x, 0xea;
+            shl.b32 v, $8, 2;
+            shr.u32 y, $8, 3;
+            and.b32 y, y, 0x01c001c0;
+            lop3.b32 v, v, z, y, 0xea;
+            fma.rn.bf16x2 s, s, o, z;
+            fma.rn.bf16x2 t, t, o, z;
+            fma.rn.bf16x2 u, u, o, z;
+            fma.rn.bf16x2 v, v, o, z;
+            mov.b32 {$0, $1}, s;
+            mov.b32 {$2, $3}, t;
+            mov.b32 {$4, $5}, u;
+            mov.b32 {$6, $7}, v;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], (tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+        return _in_order(tl.join(a, b), tl.join(c, d), tl.join(e, f), tl.join(g, h))
+    else:
+        return _in_order(
+            _e2m1(words, 6, 15, dtype), _e2m1(words, 3, 12, dtype), _e2m1(words, 0, 14, dtype),
+            _e2m1(words, 9, 13, dtype),
+        )  # fmt: skip
 
 
 @device_function
 def _e2m1(words, place: tl.constexpr, sign: tl.constexpr, dtype: tl.constexpr):
-    """Two numbers of a word: exponent and mantissa at bit `place` of each half, the sign at bit `sign`.
-
-    The bits go where fp32 has them, but for the exponent's bias.
-    """
+    """Two numbers of a word: exponent and mantissa at bit `place` of each half, the sign at bit `sign`."""
     low = (((words >> sign) & 1) << 31) | (((words >> place) & 7) << 22)
     high = (((words >> (sign + 16)) & 1) << 31) | (((words >> (place + 16)) & 7) << 22)
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
@@ -98,6 +151,16 @@ def scales_as_numbers(scales):
         return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
     else:
         return scales.to(tl.float32)
+
+
+@device_function
+def _scales_in_bf16(scales):
+    """Scales that bf16 has: its own, or powers of two."""
+    if scales.dtype.is_int():
+        exponent = scales.to(tl.int16)
+        return tl.where(exponent == 0, 0x40, exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return scales.to(tl.bfloat16)
 
 
 @aggregate
@@ -181,9 +244,26 @@ class CodedExperts:
             g = k // self.GROUP + tl.arange(0, GROUPS)
             places = first + (c.to(tl.int64) * self.scale_n)[:, None] + g[None, :]
             mask = inside[:, None] & (g * self.GROUP < self.K)[None, :]
-            scales = scales_as_numbers(tl.load(places, mask=mask, other=0))
-            numbers = tl.reshape(self.WIDEN(codes, tl.float32), (c.shape[0], GROUPS, ROWS // GROUPS))
-            return tl.reshape(numbers * scales[:, :, None], (c.shape[0], ROWS)).to(self.DTYPE)
+            scales = tl.load(places, mask=mask, other=0)
+            apart: tl.constexpr = (c.shape[0], GROUPS, ROWS // GROUPS)
+            if (
+                arch.is_cuda()
+                and self.DTYPE == tl.bfloat16
+                and scales.dtype != tl.float32
+                and scales.dtype != tl.float16
+            ):
+                # both factors are numbers of bf16, so this too is rounded once
+                factors = _scales_in_bf16(scales)[:, :, None]
+                numbers, factors = tl.broadcast(tl.reshape(self.WIDEN(codes, tl.bfloat16), apart), factors)
+                scaled = tl.inline_asm_elementwise(
+                    "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+                    "=r,r,r", [numbers, factors], tl.bfloat16, is_pure=True, pack=2,
+                )  # fmt: skip
+                return tl.reshape(scaled, (c.shape[0], ROWS))
+            else:
+                numbers = tl.reshape(self.WIDEN(codes, tl.float32), apart)
+                scaled = numbers * scales_as_numbers(scales)[:, :, None]
+                return tl.reshape(scaled, (c.shape[0], ROWS)).to(self.DTYPE)
         else:
             return self.WIDEN(codes, self.DTYPE)
 
