@@ -20,7 +20,7 @@ from iris_ops.planning.hosts import Network, plan_all_reduce
 from iris_ops.planning.plan import plan
 from iris_ops.planning.product_model import local_problem, product_us
 from iris_ops.planning.requests import requested
-from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER
+from iris_ops.problem import ALL_REDUCE, REDUCE_SCATTER, Request
 import torch
 
 from benchmarks.measuring.report import RESULTS
@@ -56,7 +56,8 @@ def _sum_us(rows: int, depth: int, hosts: int, machine: Machine) -> float:
     """A row-parallel product and its sum over all ranks of `hosts` hosts."""
     columns = _MODEL["hidden"]
     reduced, scattered = (
-        plan(requested(op, rows, columns, depth, GPUS, _DTYPE), machine, False) for op in (ALL_REDUCE, REDUCE_SCATTER)
+        plan(requested(Request(op, rows, columns, depth, GPUS, _DTYPE)), machine, False)
+        for op in (ALL_REDUCE, REDUCE_SCATTER)
     )
     if hosts == 1:
         assert reduced.prediction is not None

@@ -217,7 +217,7 @@ def compile_ahead(ctx: iris.Iris, calls: list[Callable[[int], torch.Tensor]]) ->
                     call(0)
     finally:
         mixture._steps.launch = launch  # type: ignore[method-assign]
-        mixture.forget()
+        ctx.ops.forget_launches()
 
 
 def tried(problem: MoeProblem, machine: Machine, layer: Layer, given: list[tuple] | None) -> list[FusedConfig]:

@@ -74,7 +74,7 @@ class Run:
         stored, scale = weight
         few = x.device.type == "cuda" and weight_stream.supports(x, stored.t(), scale) is None
         if few or x.device.type == "cuda" and scale is None:
-            return skinny_matmul.skinny_matmul(x, stored, bias, scale, gated, out=out)
+            return skinny_matmul.skinny_matmul(x, stored, bias, scale, gated, launch=skinny_matmul.Launch(out=out))
         return out.copy_(skinny_matmul.linear(x, stored, bias, scale))
 
     def check(self) -> None:

@@ -103,6 +103,13 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
         raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
 
 
+def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise `ArgumentError` where one of `tensors` asks for a gradient."""
+    for name, t in tensors.items():
+        if t is not None:
+            check_gradient(op, name, t)
+
+
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
     """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
     if out.dtype == torch.float16 and not platform.is_capturing(out.device):

@@ -7,7 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from iris import aliases
@@ -18,10 +18,11 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
+from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.requests import requested
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -161,14 +162,15 @@ class Ops(MixtureOps):
         longer than the choice. `fp8`: whether B is in fp8, with a scale a column. `algorithm`: the best of that one
         (`FusedConfig`), to compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows
         of A, B and `out` begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1):
-        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `k_per_rank`: as
-        the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32), "int4/128",
-        "int4/channel" or "mxfp4".
+        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
+        `k_per_rank`: as the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32),
+        "int4/128", "int4/channel" or "mxfp4".
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
         stored = named_format(weights, fp8)
-        problem = requested(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
+        request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
+        problem = requested(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 
@@ -192,8 +194,17 @@ class Ops(MixtureOps):
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
         self._calls.forget()
-        self._mixture.forget()
 
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()
+
+    if not TYPE_CHECKING:  # a type checker is to see the methods alone
+
+        def __getattr__(self, name: str) -> Callable[..., Workspace]:
+            """Return an op that has no method here, with the parameters of `all_gather_matmul`."""
+            if name not in BY_NAME:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return lambda out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None: (
+                self._calls.run(name, (out, A, B, bias, scale), None, async_op, config, workspace)
+            )

@@ -54,14 +54,15 @@ class ShardedLinear(nn.Module):
         self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
         self._device_type = ctx.device.type  # reading a device's type takes half a microsecond
         even = shard.size * ctx.num_ranks == shard.total
-        self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
+        mean = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
         self.local_shape = local  # of the numbers of this rank's weight, however they are stored
         like: dict[str, Any] = {"dtype": dtype, "device": placed}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self._invariant = ctx.invariant
-        self._k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
+        k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
+        self._across_ranks = torch_ops.Parts(mean, k_per_rank)
         self.own_steps = type(self).own_steps and not self._invariant
         self.weight_scale: nn.Parameter | None = None  # of a storage that has scales
         self.storage: InDtype = IN_DTYPE
@@ -208,9 +209,10 @@ class ShardedLinear(nn.Module):
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """Return the result of `op` on `x` [rows, K] and the weight, however it is stored."""
         weight, scale, bias = self.terms(x.dtype)
-        if self._k_per_rank is not None and (k := self._k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
+        k_per_rank = self._across_ranks.k_per_rank
+        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
             x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
-        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._mean_part, scale, self._k_per_rank)
+        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._across_ranks, scale)
 
     def serve_by(self, op: str) -> None:
         """Let `op` compute forward."""

@@ -55,8 +55,7 @@ class Form:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
-        by_row = coding.group >= columns
-        return by_row if self.group is None else not by_row and coding.group % self.group == 0
+        return coding.group >= columns if self.group is None else coding.group % self.group == 0
 
 
 FORMS = {
@@ -157,7 +156,7 @@ class Quantised(InDtype):
         shape, device = layer.local_shape, layer.ctx.device
         has_kernels = self.exact_dtype == torch.bfloat16 and platform.has_warp_specialisation(device) and shape[0] > 0
         streamed = has_kernels and format_of(layer.weight.t(), layer.weight_scale).streamable(1, shape[1])
-        in_fp8 = self.packing is FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
+        in_fp8 = self.packing == FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
         self._converts = not (streamed or in_fp8)
         layer.op = self.named(self._op)
         # what is summed over ranks has no steps of its own, and its depth may differ between them

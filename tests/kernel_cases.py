@@ -15,8 +15,7 @@ from iris.ccl import Config
 from iris_ops import FusedConfig
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
-from iris_ops.quantised import packing as packings
-from iris_ops.quantised import scaled_matmul
+from iris_ops.quantised import packing, scaled_matmul
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -246,7 +245,7 @@ def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | Non
         return new(128, N, K).transpose(1, 2), None
     name, _, group = coded.partition(" ")
     weight, scale = (new(128, *shape, dtype=dtype).squeeze(-1) for shape, dtype in
-                     packings.PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
+                     packing.PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
     return weight.transpose(1, 2), scale
 
 
@@ -424,9 +423,10 @@ def hopper() -> Iterator[Any]:
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
-    for name, form, group in STREAMED:
-        yield f"lamport_{name}", partial(_lamport_stored, form, group)
+    for name, (form, group) in STREAMED.items():
         yield f"skinny_{name}", partial(_skinny_stored, form, group)
+        if name in STREAMED_BETWEEN_RANKS:
+            yield f"lamport_{name}", partial(_lamport_stored, form, group)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield (
@@ -435,24 +435,25 @@ def hopper() -> Iterator[Any]:
     )
 
 
-# Formats with scales of groups: name, packing, group.
-STREAMED = (
-    ("fp8_block_128", packings.FP8_BLOCK, 128), ("fp8_block_32", packings.FP8_BLOCK, 32),
-    ("int4_32", packings.INT4, 32), ("int4_64", packings.INT4, 64), ("int4_128", packings.INT4, 128),
-    ("int4_channel", packings.INT4, None), ("mxfp4", packings.MXFP4, 32),
-)  # fmt: skip
+# Formats with scales of groups: packing, group.
+STREAMED = {
+    "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
+    "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
+    "mxfp4": (packing.MXFP4, 32),
+}  # fmt: skip
+STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
 
 
-def _stored(form: packings.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
+def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
     return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
 
 
-def _lamport_stored(form: packings.Packing, group: int | None, ctx: Any) -> None:
+def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
     weight, scale = _stored(form, group, 4096, 4096)
     ctx.ops.matmul_all_reduce(new(8, 4096), new(8, 4096), weight.t(), scale=scale)
 
 
-def _skinny_stored(form: packings.Packing, group: int | None, ctx: Any) -> None:
+def _skinny_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
     skinny_matmul.skinny_matmul(new(16, 4096), weight, new(16384), scale=scale)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from iris.machines import machine_named
 from iris_ops.planning.plan import plan
-from iris_ops.problem import Problem, requested_problem
+from iris_ops.problem import Problem, Request, requested_problem
 from iris_tp.bench.rows import CALLS, Row
 import torch
 
@@ -16,7 +16,7 @@ SETS = "facts,prefill,decode,between"
 
 def problem(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
     form = None if row.op == "ar" else row.form
-    return requested_problem(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level)
+    return requested_problem(Request(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level))
 
 
 def expected(gpu: str, world: int) -> list[dict]:

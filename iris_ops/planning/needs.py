@@ -1,4 +1,4 @@
-"""What a problem needs of a way, beside its sizes: the format of weights, the order of sums, the epilogue.
+"""What a problem needs of a way, beside its sizes and its sums (`sums.py`): the format of weights, the epilogue.
 
 Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
 one: an object, and its name in the ways that serve it.
@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from iris.invariance import RANKS
 import torch
-
-from .. import sum_tree
 
 if TYPE_CHECKING:
     from iris.machines import Machine
@@ -117,42 +114,6 @@ class WeightFormat:
 
 
 PLAIN = WeightFormat()
-
-ANY_ORDER = "in any order"
-ROWS_ALIKE = "alike at any number of rows"
-RANKS_ALIKE = "alike on any number of ranks"
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Which results of a row have the same bits: `kind` is what ways list.
-
-    `level`: the context's `invariant`. `k_per_rank`: each rank's K, of sums that are alike on any number of ranks; else
-    empty. `biased`: whether a bias follows the ranks' sum, of which bits are promised.
-    """
-
-    kind: str = ANY_ORDER
-    level: str | None = None
-    k_per_rank: tuple[int, ...] = ()
-    biased: bool = False
-
-    @property
-    def promised(self) -> bool:
-        """Whether any bits are promised: then a plan takes tiles of one order only, which it finds first."""
-        return self.level is not None
-
-    @property
-    def on_any_ranks(self) -> bool:
-        """Whether they are promised on any number of ranks."""
-        return self.level == RANKS
-
-    @property
-    def tree(self) -> sum_tree.Tree | None:
-        """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
-        return sum_tree.tree_of("", self.k_per_rank) if self.kind == RANKS_ALIKE else None
-
-
-FREE_SUMS = Sums()
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ Another format is another `Widening`, its packing (`packing.py`), and its name i
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+from iris.device.function import device_function
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+import triton.language as tl
 
 _ROWS_SCALED = 2.0**64  # of A, in `weight_stream.py`
 
@@ -26,6 +29,8 @@ class Widening:
     """
 
     words: triton.JITFunction
+    entry: Any
+    """A device function of Triton: (a row's pointer, indices along K, mask) to numbers in float32, in any kernel."""
     off: float = 1.0
     WORDS: int = 32
     PRODUCTS: int = 4
@@ -43,7 +48,7 @@ class Widening:
 
     @property
     def cache_key(self) -> str:
-        """What a compiled kernel depends on."""
+        """What a compiled kernel of the stream depends on."""
         return f"{self.words.cache_key}-{self.off}-{self.WORDS}-{self.PRODUCTS}-{self.RUNS}"
 
 
@@ -149,7 +154,42 @@ def _e2m1(words):
     )  # fmt: skip
 
 
-E4M3 = Widening(_e4m3, 2.0**120)
-E4M3_RUNS = Widening(_e4m3, 2.0**120, RUNS=True)
-INT4 = Widening(_int4, WORDS=16, PRODUCTS=8, RUNS=True)
-E2M1 = Widening(_e2m1, 2.0**126, WORDS=16, PRODUCTS=8, RUNS=True)
+@device_function
+def _e4m3_entry(row, k, mask):
+    return tl.load(row + k, mask=mask, other=0.0).to(tl.float32)
+
+
+@device_function
+def _e4m3_runs_entry(row, k, mask):
+    byte = k // 128 * 128 + k % 32 * 4 + k % 128 // 32
+    return tl.load(row + byte, mask=mask, other=0.0).to(tl.float32)
+
+
+@device_function
+def _half(row, k, mask):
+    """(which of four products of its half word entry k belongs to, the half word)."""
+    product, j = k % 128 // 16, k % 16
+    word = tl.load(row + k // 128 * 16 + j // 2 * 2 + product // 4, mask=mask, other=0)
+    return product % 4, word >> (j % 2 * 16)
+
+
+@device_function
+def _int4_entry(row, k, mask):
+    product, half = _half(row, k, mask)
+    return (((half >> (4 * product)) & 15) - 8).to(tl.float32)
+
+
+@device_function
+def _e2m1_entry(row, k, mask):
+    product, half = _half(row, k, mask)
+    size = (half >> tl.where(product == 3, 9, 6 - 3 * product)) & 7
+    sign = (half >> tl.where(product == 0, 15, tl.where(product == 1, 12, 16 - product))) & 1
+    exponent, mantissa = size >> 1, size & 1
+    halves = tl.where(exponent == 0, mantissa, (mantissa + 2) << tl.maximum(exponent - 1, 0)).to(tl.float32)
+    return tl.where(sign == 1, -halves, halves) * 0.5
+
+
+E4M3 = Widening(_e4m3, _e4m3_entry, 2.0**120)
+E4M3_RUNS = Widening(_e4m3, _e4m3_runs_entry, 2.0**120, RUNS=True)
+INT4 = Widening(_int4, _int4_entry, WORDS=16, PRODUCTS=8, RUNS=True)
+E2M1 = Widening(_e2m1, _e2m1_entry, 2.0**126, WORDS=16, PRODUCTS=8, RUNS=True)

@@ -21,18 +21,13 @@ from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4
 from torch import nn
 
 from ..formats.weight_format import Coding
-from ..shard import plain
+from ..shard import Shard
 from ..sharded import ShardedLinear
-from ..weight_storage import ELEMENTS, FORMS, GATHERED, LOCAL, REDUCED, STORABLE, Form, InDtype
+from ..weight_storage import ELEMENTS, FORMS, REDUCED, STORABLE, Form, InDtype
 from .merge import Slice
 
 WIDENED = "widened"
 WEIGHTS = (None, WIDENED, *FORMS)
-
-
-def ops_of(weights: str | None) -> tuple[str, ...]:
-    """Return the ops of linears that `weights` is about."""
-    return (LOCAL, GATHERED) if weights == "fp8" else (LOCAL, GATHERED, REDUCED)
 
 
 def group_made(weights: str | None) -> int:
@@ -69,8 +64,8 @@ def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any
     own = _own_form(layer, kinds, ctx)
     if weights is None:
         return refused or own
-    if refused or layer.op not in ops_of(weights):
-        return refused or f"weights={weights!r} is for other layers"
+    if refused or (weights == "fp8" and layer.op == REDUCED):
+        return refused or "weights='fp8' is for column-parallel linears"
     kind = ELEMENTS[FORMS[weights].packing.name]
     return own if isinstance(own, Form) and ELEMENTS[own.packing.name] == kind else FORMS[weights]
 
@@ -102,7 +97,7 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
         return Form(packing or FP8)
     starts = _starts(layer, ctx) if layer.dim == 1 else ()
     if starts is None:
-        return "its inputs are in several ranges"
+        return "its inputs are not in even ranges"
     packing = packing or FP8_BLOCK
     shared = math.gcd(coding.group, *starts)
     group = next((each for each in packing.groups if each is not None and shared % each == 0), None)
@@ -114,10 +109,10 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
 
 
 def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:
-    """Return where the inputs of every rank begin; None where they are not one range a rank."""
+    """Return where the inputs of every rank begin, as all ranks find it; None where one rank cannot know."""
     (part,) = layer.parts
-    world, total = ctx.num_ranks, part.total
+    world, each = ctx.num_ranks, part.total // ctx.num_ranks
     if part.depths:
         return tuple(sum(part.depths[:rank]) for rank in range(world))
-    cuts = [plain(total, world, rank, ctx.invariant).ranges[0] for rank in range(world)]
-    return tuple(start for start, _ in cuts) if part == plain(total, world, ctx.cur_rank, ctx.invariant) else None
+    evenly = part == Shard(each * world, ((ctx.cur_rank * each, (ctx.cur_rank + 1) * each),))
+    return tuple(rank * each for rank in range(world)) if evenly else None

@@ -8,7 +8,7 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels import lamport_matmul
 from iris_ops.operands import Operands
-from iris_ops.problem import ALL_REDUCE, requested_problem
+from iris_ops.problem import ALL_REDUCE, Request, requested_problem
 import pytest
 import torch
 
@@ -54,7 +54,7 @@ def test_sums_of_few_rows_to_the_bit(world_size: int, M: int, dtype: torch.dtype
 
 
 def ways_body(ctx: iris.Iris) -> list[bool]:
-    problem, out, workspace = requested_problem(ALL_REDUCE, 64, N, K, ctx.num_ranks, torch.float16), None, None
+    problem, out, workspace = requested_problem(Request(ALL_REDUCE, 64, N, K, ctx.num_ranks, torch.float16)), None, None
     out, A, B = ctx.zeros(64, N, dtype=torch.float16), ctx.zeros(64, K, dtype=torch.float16), ctx.zeros(K, N)
     workspace = ctx.ops.matmul_all_reduce(out, A, B.half(), config=ONE)
     results = []

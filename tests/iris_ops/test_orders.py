@@ -9,18 +9,17 @@ from iris.errors import ArgumentError
 from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
-from iris_ops.planning import orders
-from iris_ops.planning.needs import ROWS_ALIKE, Sums
+from iris_ops.planning import orders, sums
 from iris_ops.planning.plan import choose, common_order, plan, way_named
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, requested_problem
+from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, Request, requested_problem
 import pytest
 import torch
 
 from tests.reference import FORMS
 
 MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
-BATCH = Sums(ROWS_ALIKE, "batch")
+BATCH = sums.Sums(sums.ROWS_ALIKE, sums.BATCH)
 ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
 
 
@@ -57,7 +56,9 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
             and "gather" not in op[-7:]
             and rng.random() < 0.3
         )
-        problems = [requested_problem(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
+        problems = [
+            requested_problem(Request(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch")) for M in ROWS
+        ]
         distinct = {order_of(problem, machine) for problem in problems}
         assert len(distinct) == 1 and None not in distinct, f"{problems[0]} on {name}: {[*map(str, distinct)]}"
 
@@ -68,7 +69,10 @@ def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
         common_order.cache_clear()
         choose.cache_clear()
         distinct = [
-            order_of(requested_problem("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch"), machine)
+            order_of(
+                requested_problem(Request("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch")),
+                machine,
+            )
             for M in rows
         ]
         assert len({*distinct}) == 1
@@ -76,7 +80,7 @@ def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
 
 def test_what_depends_on_the_rows_has_no_order():
     machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    problem = requested_problem(Request("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16))
     whole = plan(problem, machine)
     assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
     assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
@@ -89,7 +93,7 @@ def test_what_depends_on_the_rows_has_no_order():
 def test_an_instruction_goes_by_the_tile(blocks, instruction):
     """As the compiler chooses it for sm_90 (`tests/test_codegen_ptx.py` reads it)."""
     machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16)
+    problem = requested_problem(Request("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16))
     m, n, k = blocks
     config = replace(plan(problem, machine), block_m=m, block_n=n, block_k=k, num_warps=8, warp_specialised=False)
     assert orders.of_tiles(problem, config, machine) == orders.Order(instruction, 16)
@@ -98,7 +102,7 @@ def test_an_instruction_goes_by_the_tile(blocks, instruction):
 def test_a_plan_says_what_it_left_out_and_what_that_cost():
     machine = machine_named("NVIDIA H100", 132)
     sizes = ("matmul_reduce_scatter", 512, 5120, 12800, 2, torch.bfloat16)
-    free, alike = (plan(requested_problem(*sizes, invariant=level), machine) for level in (None, "batch"))
+    free, alike = (plan(requested_problem(Request(*sizes, invariant=level)), machine) for level in (None, "batch"))
     assert alike.prediction.total_us > free.prediction.total_us
     cost = f"{alike.prediction.total_us - free.prediction.total_us:.1f} us"
     assert f"the same bits at every number of rows cost {cost}" in alike.explain() or "left out" in alike.explain()
@@ -120,7 +124,9 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
                 given = {"k_per_rank": k_per_rank} if op in SUMS else {}
                 if form == "k" and K // world % 256:
                     continue  # no whole blocks: an error, see below
-                problem = requested_problem(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                problem = requested_problem(
+                    Request(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                )
                 distinct.add(order_of(problem, machine))
         assert len(distinct) == 1 and None not in distinct, (
             f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, distinct)]}"
@@ -128,7 +134,7 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
 
 
 def test_parts_that_begin_within_a_block_are_refused():
-    problem = requested_problem("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks")
+    problem = requested_problem(Request("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks"))
     with pytest.raises(ArgumentError, match="begin within a block"):
         plan(problem, machine_named("NVIDIA H100", 132))
 
@@ -136,4 +142,4 @@ def test_parts_that_begin_within_a_block_are_refused():
 @pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])
 def test_another_level_is_refused(invariant):
     with pytest.raises(ArgumentError, match="invariant is"):
-        requested_problem("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant)
+        requested_problem(Request("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant))

@@ -8,7 +8,7 @@ from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import BY_NAME, GROUPED, format_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
-from iris_ops.quantised import weight_stream
+from iris_ops.quantised import restoring, weight_stream
 from iris_ops.quantised.packing import PACKINGS
 import pytest
 import torch
@@ -254,3 +254,17 @@ def refused_body(ctx: iris.Iris) -> None:
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
 def test_what_is_refused(world_size: int) -> None:
     run_ranks(world_size, refused_body)
+
+
+@pytest.mark.parametrize("name", [*BY_NAME])
+@pytest.mark.parametrize("N, K", [(3, 20), (17, 1440), (1, 128)])
+def test_a_weight_is_restored_by_one_kernel(name: str, N: int, K: int) -> None:
+    """To the same bits as by torch."""
+    if name == "fp8":
+        pair = PACKINGS["fp8"].quantise(torch.randn(N, K, generator=torch.Generator().manual_seed(N)))
+        pair = tuple(t.to("cuda" if ON_GPU else "cpu") for t in pair)
+    else:
+        pair, _ = stored(name, N, K, N, "cuda" if ON_GPU else "cpu")
+    for dtype in (BF16, torch.float16, torch.float32):
+        exact = PACKINGS[BY_NAME[name].packing].unpack(*pair, K, dtype)
+        assert torch.equal(restoring.restored_by_kernel(*pair, K, dtype), exact)

@@ -266,6 +266,32 @@ def test_generate_an_engine_and_a_compiler_run_kept_weights(tmp_path: Path, form
         assert torch.allclose(logits, single, rtol=1e-3, atol=1e-4)
 
 
+def shared_tokens_body(ctx, folder: str) -> tuple[torch.Tensor, int]:
+    model = layers.from_pretrained(folder, ctx, dtype=torch.float32, sequence_parallel=6)
+    seen: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].dim()))
+    logits = models.logits(model, ctx.device).cpu()
+    assert seen == [2 if ctx.num_ranks > 1 else 3], "whether ranks share tokens"
+    return logits, len(kept(model))
+
+
+@two_ranks
+@pytest.mark.parametrize("format", ["fp8_block", "ct_int4_32"])
+def test_ranks_share_tokens_between_kept_weights(tmp_path: Path, format: str, world_size: int) -> None:
+    folder = written(tmp_path, format)
+    expected = models.logits(exact_model(folder))
+    for logits, linears in run_ranks(world_size, shared_tokens_body, str(folder)):
+        assert linears == 4 and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[2:3] or WORLDS)
+def test_a_rank_without_heads_has_kept_zeros(tmp_path: Path, world_size: int) -> None:
+    folder = written(tmp_path, "ct_mxfp4", SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    expected = models.logits(exact_model(folder))
+    for logits, _, names in run_ranks(world_size, mixed_body, str(folder)):
+        assert len(names) == 4 and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4)
+
+
 def invariant_body(ctx, folder: str, level: str) -> tuple[int, torch.Tensor, str]:
     ctx.invariant = level
     try:

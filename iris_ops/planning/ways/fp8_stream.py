@@ -8,9 +8,10 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..needs import ANY_ORDER, LINE, Epilogue
+from ..needs import LINE, Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden
+from ..sums import ANY_ORDER
 from ..weights import FORMATS
 from ..weights.streams import stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside

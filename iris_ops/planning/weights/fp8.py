@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..needs import LINE, MOST_ROWS, WeightFormat
-from ..op_names import ALL_REDUCE
+from ..operations import ALL_REDUCE
 from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from ...quantised.packing import LINE, PACKINGS
 from ..needs import MOST_ROWS, WeightFormat
-from ..op_names import ALL_REDUCE
+from ..operations import ALL_REDUCE
 from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:

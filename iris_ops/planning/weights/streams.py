@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..needs import MOST_ROWS, PLAIN
-from ..op_names import ALL_REDUCE
+from ..operations import ALL_REDUCE
 
 if TYPE_CHECKING:
     from iris.machines import Machine

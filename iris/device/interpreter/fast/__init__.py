@@ -66,7 +66,7 @@ class Fast:
         scope.set(semantic, "builder", self._builder)
         repetition.prepare(scope)
         quick.prepare(scope, self.tape)
-        modules = (sys.modules[f"iris.device.{name}"] for name in ("arch", "rma"))  # which import this package
+        modules = (sys.modules[f"iris.device.{name}"] for name in ("arch", "bounds"))  # which import this package
         host.prepare(scope, self.tape, list(modules))
         apply, tape = ReduceScan.apply, self.tape
         scope.set(ReduceScan, "apply", lambda self, operands: tape.called(apply, (self, operands), {}))
