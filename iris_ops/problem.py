@@ -228,7 +228,7 @@ def describe(
     operation, weights = operations.BY_NAME[op], format_of(B, scale)
     stored = weights.depth(B.shape[0], A.shape[1]), B.shape[1]
     shapes = Shapes(tuple(A.shape), stored, tuple(out.shape), lambda size: part_of(size, world_size, rank))
-    fitting = operation.fits(shapes)
+    fitting = operation.matching_form(shapes)
     if fitting is None:
         raise ShapeError(
             f"{op}: A is {shapes.A}, B is {shapes.B}, out is {shapes.out} on rank {rank}; expected"

@@ -66,13 +66,13 @@ class Sharing:
         finally:
             self.replayed = False
 
-    def suits(self, tokens: int) -> bool:
+    def has_enough(self, tokens: int) -> bool:
         """Return whether there are enough tokens."""
         return self.world > 1 and tokens >= (self.least if self.replayed else self.eager)
 
     def decide(self, tokens: int) -> bool:
         # a graph for all lengths has one way for all lengths
-        self.now = not is_leaving_torch() and self.suits(tokens) and tokens % self.world == 0
+        self.now = not is_leaving_torch() and self.has_enough(tokens) and tokens % self.world == 0
         return self.now
 
 
