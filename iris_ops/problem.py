@@ -34,6 +34,8 @@ from .planning.sums import FREE_SUMS, Sums, promised
 from .planning.weights import format_of
 
 if TYPE_CHECKING:
+    from iris.machines import Machine
+
     from .config import FusedConfig
 
 NORM_SPAN = 64  # columns that share a sum of squares
@@ -109,6 +111,10 @@ class Problem:
     def free(self) -> Problem:
         """The same problem without a promise of equal bits."""
         return replace(self, sums=FREE_SUMS)
+
+    def converted(self, machine: Machine) -> str:
+        """Return the reason why each call converts B to A's dtype; "" if it does not."""
+        return self.weights.converted(self, machine)
 
     @property
     def empty(self) -> bool:

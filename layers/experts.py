@@ -16,6 +16,7 @@ would give the ranks uneven work, for routers' loads are uneven.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from iris_ops.moe.torch_ops import mixture
 import torch
 from torch import nn
 
+from .expert_storage import CodedWeight, Cut, form_for
+from .formats.weight_format import Coding
 from .shard import Shard, balanced, even_unit, in_units
 from .sharded import split_parameter, unit_of
 
@@ -76,7 +79,10 @@ def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) ->
 
 
 class SplitExperts(nn.Module):
-    """Replaces `module` and takes over its attributes: `moe_gate_up`, then `moe_down_all_reduce`."""
+    """Replaces `module` and takes over its attributes: `moe_gate_up`, then `moe_down_all_reduce`.
+
+    `coded`: by name the weights that are stored as codes with scales (`store`); `reasons`: why others are not.
+    """
 
     op = "moe_gate_up, moe_down_all_reduce"
     shared: tuple[nn.Module, ...] = ()  # a shared expert, whose partial result joins the sum over ranks
@@ -86,8 +92,11 @@ class SplitExperts(nn.Module):
         vars(self).update(vars(module))
         self._form, self.ctx = form, ctx
         self._names = list(inspect.signature(type(module).forward).parameters)[1:4]
+        self.coded: dict[str, CodedWeight] = {}
+        self.reasons: dict[str, str] = {}
         for key, (part, dim) in form.parts(module, ctx.num_ranks, ctx.cur_rank).items():
             split_parameter(self, key, part, dim)
+        self._width = self._parts[form.second][0].size
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map hidden states [..., H], experts and weights [tokens, k], by position or name, to outputs [tokens, H]."""
@@ -95,12 +104,66 @@ class SplitExperts(nn.Module):
         hidden, experts, weights = (given[name] for name in self._names)
         x, form = hidden.reshape(-1, hidden.shape[-1]), self._form
         shared = self.shared[0](x) if self.shared else None
-        up, down = getattr(self, form.first), getattr(self, form.second)
-        if not form.transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        (up, up_scale), (down, down_scale) = self._operands(form.first), self._operands(form.second)
         bias, last = (getattr(self, f"{key}_bias", None) for key in (form.first, form.second))
         assert form.activation is not None
-        return mixture(self.ctx, x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved)
+        return mixture(
+            self.ctx, x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved,
+            gate_up_scale=up_scale, down_scale=down_scale, width=self._width,
+        )  # fmt: skip
+
+    def _operands(self, key: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a weight [E, K, N] and its scales, if it has some."""
+        if (coded := self.coded.get(key)) is not None:
+            return coded.operands
+        weight = getattr(self, key)
+        return (weight if self._form.transposed else weight.transpose(1, 2)), None
+
+    @property
+    def hidden(self) -> int:
+        """Return the size of hidden states."""
+        weight = getattr(self, self._form.second)
+        return weight.shape[2 if self._form.transposed and self._form.second not in self.coded else 1]
+
+    @property
+    def served_by(self) -> str:
+        """Return the ops of forward, and how experts are stored, for reports."""
+        kinds = list(dict.fromkeys(each.form.name for each in self.coded.values()))
+        return f"{self.op} (experts in {', '.join(kinds)})" if kinds else self.op
+
+    @torch.no_grad()
+    def store(self, codings: Mapping[str, Coding | str], weights: str | None) -> None:
+        """Store both weights as `weights=` and the files' `codings`, by name, decide; an empty one is filled later."""
+        form = self._form
+        for key in (form.first, form.second):
+            chosen = form_for(codings.get(key, ""), self._cut(key), weights)
+            if isinstance(chosen, str):
+                self.reasons[key] = chosen
+            else:
+                self.coded[key] = CodedWeight(self, key, chosen, self._cut(key), form.transposed)
+
+    def _cut(self, key: str) -> Cut:
+        """Return how the ranks divide the numbers [E, N, K] of a weight."""
+        shard, _ = self._parts[key]
+        world = self.ctx.num_ranks
+        if key == self._form.first:
+            hidden = getattr(self, key).shape[1 if self._form.transposed else 2]
+            return Cut(shard, Shard(hidden, ((0, hidden),)), (0,))
+        rows = getattr(self, key).shape[2 if self._form.transposed else 1]
+        unit = unit_of(self, key)
+        starts = tuple(part_of_experts(self._form.intermediate, world, rank, unit)[0] for rank in range(world))
+        return Cut(Shard(rows, ((0, rows),)), shard, starts)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SplitExperts:
+        """Apply `fn` as torch does; a change of dtype leaves codes and scales as they are."""
+        kept = [parameter for each in self.coded.values() for parameter in each.parameters]
+        for each in self.coded.values():
+            each.exact_dtype = fn(torch.empty(0, dtype=each.exact_dtype, device=each.parameters[0].device)).dtype
+
+        def applied(t: torch.Tensor) -> torch.Tensor:
+            return fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in kept) else fn(t)
+
+        return super()._apply(applied, recurse)
 
 
 class SumOverRanks:

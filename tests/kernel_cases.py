@@ -179,6 +179,21 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_route_counted", 8192, True, {}, 2),
     ):
         yield name, partial(_gate_up, tokens, transposed, options), dict(launch=launch)
+    for name, tokens, coded, options in (
+        ("moe_gate_up_fp8", 8, "fp8", {}),
+        ("moe_gate_up_fp8_block", 8192, "fp8_block 128", {}),
+        ("moe_gate_up_fp8_cut_block", 8, "fp8_block 64", {}),
+        ("moe_gate_up_int4", 64, "int4 32", {}),
+        ("moe_gate_up_mxfp4", 8, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ("moe_gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
+    ):
+        yield name, partial(_gate_up, tokens, True, options, coded=coded)
+    for name, tokens, coded in (
+        ("moe_lamport_down_mxfp4", 1, "mxfp4 32"),
+        ("moe_lamport_down_fp8", 4, "fp8"),
+        ("moe_lamport_down_int4", 4, "int4"),
+    ):
+        yield name, partial(_down, "moe_down_all_reduce", tokens, coded=coded), dict(world_size=2)
     for name, op, tokens, ranks, launch in (
         ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
         ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1),
@@ -196,15 +211,26 @@ def _experts(ctx: Any, tokens: int) -> torch.Tensor:
     return new(tokens, 8, dtype=torch.int32)
 
 
-def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any) -> None:
-    B = new(128, 2048, 2048).transpose(1, 2) if transposed else new(128, 2048, 2048)
+def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Experts [128, K, N] in a format, and their scales."""
+    if not coded:
+        return new(128, N, K).transpose(1, 2), None
+    name, _, group = coded.partition(" ")
+    weight, scale = (new(128, *shape, dtype=dtype).squeeze(-1) for shape, dtype in
+                     packing.PACKINGS[name].stored(N, K, int(group) if group else None))  # fmt: skip
+    return weight.transpose(1, 2), scale
+
+
+def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any, coded: str = "") -> None:
+    B, scale = _coded(coded, 2048, 2048) if transposed else (new(128, 2048, 2048), None)
+    options = options | dict(scale=scale)
     ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, _experts(ctx, tokens), **options)
 
 
-def _down(op: str, tokens: int, ctx: Any, **options: Any) -> None:
+def _down(op: str, tokens: int, ctx: Any, coded: str = "", **options: Any) -> None:
     out = new(tokens // (ctx.num_ranks if "scatter" in op else 1), 2048)
     weights, shared = new(tokens, 8, dtype=FP32), new(tokens, 2048)
-    B = new(128, 2048, 1024).transpose(1, 2)
+    B, options["scale"] = _coded(coded, 2048, 1024)
     if "bias" in options:
         options = options | dict(bias=new(*options["bias"]))
     getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, _experts(ctx, tokens), weights, shared=shared, **options)

@@ -119,7 +119,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
         ((GATE_UP, "1", "8", "8", "--experts", "4", "--top-k", "5"), "top_k is 5 for moe_gate_up; expected at most 4"),
         ((GATE_UP, "-1", "8", "8", *_MIXTURE), "M is -1; expected an integer from 1 to 2147483647"),
         ((GATE_UP, "0", "8", "8", *_MIXTURE), "M is 0; expected an integer from 1"),
-        ((GATE_UP, "1", "8", "8", *_MIXTURE, "--fp8"), "fp8 is True for moe_gate_up; expected False"),
+        ((GATE_UP, "1", "8", "8", *_MIXTURE, "--fp8", "--form", "rows"), "form is 'rows' for moe_gate_up, and fp8"),
         (
             (GATE_UP, "1", "8", "8", *_MIXTURE, "--form", "cols"),
             "form is 'cols' for moe_gate_up; expected none, or 'rows'",

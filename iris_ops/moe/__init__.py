@@ -18,6 +18,10 @@ intermediate size, I of it here, which may differ by rank and be 0. Routing stay
         activation    a name or an `Activation`: "silu", "gelu", "gelu_tanh", "relu2", "gpt_oss"
     No ranks are involved. Sums, bias and activation are in fp32, and rounded once.
 
+    Both products take `scale=`. B then holds codes as `iris_ops/quantised/packing.py` stores them, viewed as rows
+    [E*N, K]: the transpose of a contiguous [E,N,K/packed]; scale is [E,N], or [E,N,slots] of groups along K. Kernels
+    widen a tile at a time (`coded.py`).
+
     ctx.ops.moe_down_all_reduce(out, A, B, experts, weights, bias=None, shared=None, config=None, workspace=None)
         out [T,H]     sum over ranks of (sum over j of weights[t,j] * A[t*k+j] @ B[e] + shared[t])
                       + sum over j of weights[t,j] * bias[e], e = experts[t,j]; the same bits on all ranks

@@ -31,6 +31,26 @@ class ExpertStrides(NamedTuple):
     on: Any
 
 
+class ExpertScales(NamedTuple):
+    """The scales of experts' weights, `e` elements from expert to expert and `n` from column to column."""
+
+    data: Any
+    e: Any
+    n: Any
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How codes of a weight lie (`coded.py`): PACKED in an element, GROUP along K for each scale; 0: one for a column.
+
+    LINES: elements hold entries of whole lines, else those that lie there in K's order.
+    """
+
+    PACKED: int
+    LINES: bool
+    GROUP: int
+
+
 class ExpertBias(NamedTuple):
     """The experts' biases, `stride` elements apart; `data` is None where there are none."""
 

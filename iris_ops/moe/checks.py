@@ -12,14 +12,18 @@ import torch
 from ..checks import check_kind
 from ..config import FusedConfig
 from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
+from ..planning.needs import PLAIN, WeightFormat
+from ..planning.weights import FORMATS
+from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, part_of
+from ..quantised.packing import PACKINGS
 from .routing import Routing
 from .weights import is_transposed
 
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-    from .operands import Down
+    from .operands import Down, GateUp
 
 _DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "experts": 2}
 
@@ -49,17 +53,19 @@ def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
         raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")
 
 
-def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, Any]) -> None:
+def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, Any], scaled: bool) -> None:
     for name, t in given.items():
         if t is None and name in ("bias", "shared"):
             continue
         check_kind(op, name, t, device)
         if t.ndim != _DIMENSIONS[name]:
             raise ShapeError(f"{op}: {name} has {t.ndim} dimensions {tuple(t.shape)}; expected {_DIMENSIONS[name]}")
+        coded = name == "B" and scaled  # whose dtype is checked with its scale's
         dtypes = (*DTYPES, torch.float32) if name == "weights" else DTYPES
-        if t.dtype not in dtypes:
-            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}")
-        if t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
+        if not coded and t.dtype not in dtypes:
+            scales = f", or {quantised_dtypes()} with a scale" if name == "B" else ""
+            raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, DTYPES))}{scales}")
+        if not coded and t.dtype != A.dtype and not (name == "weights" and t.dtype == torch.float32):
             alternative = ", or torch.float32" if name == "weights" else ""
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{alternative}")
         if any(size >= 1 << 31 for size in t.shape) or t.shape[0] * math.prod(t.shape[1:2]) >= 1 << 31:
@@ -79,14 +85,47 @@ def _check_routing(op: str, experts: torch.Tensor | Routing, count: int, device:
     return chosen
 
 
-def describe_gate_up(
-    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
-    bias: torch.Tensor | None,
-) -> MoeProblem:  # fmt: skip
+def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device: torch.device) -> WeightFormat:
+    """Return the format of B, of which dimensions are checked. Raises a typed error where `scale` or K does not fit."""
+    if scale is None:
+        return PLAIN
+    check_kind(op, "scale", scale, device)
+    stored = [each for each in FORMATS if each.dtype == B.dtype]
+    if not stored:
+        kinds = quantised_dtypes()
+        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
+    if B.stride(1) != 1 and B.shape[1] > 1:
+        raise ArgumentError(
+            f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
+        )
+    count, elements, columns = B.shape
+    shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
+    format = shapes.get(tuple(scale.shape[1:]))
+    if format is None or scale.shape[0] != count:
+        listed = " or ".join(str((count, *shape)) for shape in shapes)
+        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
+    kinds = format.scale_of(columns, elements)[1]
+    if scale.dtype not in kinds:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, kinds))}")
+    if scale.ndim == 3 and scale.stride(2) != 1:
+        raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
+    packing = PACKINGS[format.packing]
+    if elements * packing.per_element != (padded := packing.padded(K, format.group or None)):
+        raise ShapeError(
+            f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
+        )
+    return format
+
+
+def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
     """Return the problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
     op, device = GATE_UP, ctx.device
-    _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out})
+    out, A, B, experts, bias, _, _, scale = tensors
+    _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out}, scale is not None)
+    format = _weight(op, B, scale, A.shape[1], device)
     count, H, columns = B.shape
+    if format is not PLAIN:
+        H = A.shape[1]
     check_count(op, count)
     chosen = _check_routing(op, experts, count, device)
     tokens, k = chosen.shape
@@ -97,17 +136,21 @@ def describe_gate_up(
     _expect(op, "out", out, (tokens * k, columns // 2 if gated else columns), "(T*k,I)")
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
-    _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias})
+    _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
     sizes = tokens, k, count, out.shape[1], H
-    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=not is_transposed(B))
+    rest = dict(in_rows=format is PLAIN and not is_transposed(B), weights=format)
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, **rest)
 
 
 def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
     """Return the problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
-    device, (out, A, B, experts, weights, bias, shared) = ctx.device, tensors
+    device, (out, A, B, experts, weights, bias, shared, scale) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
-    _tensors(op, device, A, given)
+    _tensors(op, device, A, given, scale is not None)
+    format = _weight(op, B, scale, A.shape[1], device)
     count, width, H = B.shape
+    if format is not PLAIN:
+        width = A.shape[1]
     check_count(op, count)
     chosen = _check_routing(op, experts, count, device)
     tokens, k = chosen.shape
@@ -121,9 +164,10 @@ def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
         _expect(op, "bias", bias, (count, H), "(E,H)")
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
-    _check_places(op, out, {**given, "experts": chosen})
+    _check_places(op, out, {**given, "experts": chosen, "scale": scale})
     sizes = tokens, k, count, H, width
-    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=not is_transposed(B))
+    rest = dict(in_rows=format is PLAIN and not is_transposed(B), weights=format)
+    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, **rest)
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

@@ -78,6 +78,11 @@ class Experts:
             places = first + (r.to(tl.int64) * self.stride_k)[:, None] + across
             return tl.load(places, mask=(r < self.K)[:, None] & (c < width)[None, :], other=0.0)
 
+    @device_function
+    def finished(self, product, expert, c):
+        """A product [rows, columns c] as the weight's own: there are no scales."""
+        return product
+
 
 @device_function
 def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
@@ -172,13 +177,13 @@ def product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
-        return acc.T
+        return B.finished(acc.T, expert, col + tl.arange(0, BLOCK_N))
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), acc)
-        return acc
+        return B.finished(acc, expert, col + tl.arange(0, BLOCK_N))
 
 
 @device_function
@@ -197,7 +202,8 @@ def halves_product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.cons
             x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(x, B.halves(expert, k, col, BLOCK_K, BLOCK_N), acc)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-    return gate, up
+    c = col + tl.arange(0, BLOCK_N)
+    return B.finished(gate, expert, c), B.finished(up, expert, B.N // 2 + c)
 
 
 @device_function
@@ -210,14 +216,15 @@ def two_products(rows, B, expert, col, up_col, BLOCK_N: tl.constexpr, BLOCK_K: t
             x = rows.load(k, B.K, BLOCK_K).T
             gate = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, gate)
             up = arch.dot(B.load(expert, k, up_col, BLOCK_K, BLOCK_N).T, x, up)
-        return gate.T, up.T
+        gate, up = gate.T, up.T
     else:
         gate, up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
             gate = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), gate)
             up = arch.dot(x, B.load(expert, k, up_col, BLOCK_K, BLOCK_N), up)
-        return gate, up
+    c = tl.arange(0, BLOCK_N)
+    return B.finished(gate, expert, col + c), B.finished(up, expert, up_col + c)
 
 
 @device_function

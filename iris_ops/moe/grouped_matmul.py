@@ -21,9 +21,9 @@ import triton.language as tl
 from ..kernels.arguments import Tile, World
 from .arguments import GroupedForm, choice_of, strides_of
 from .arguments import bias_of as expert_bias
+from .coded import experts_of
 from .grouped import (
     LEAST_PAIRS,
-    Experts,
     PairRows,
     bias_of,
     check_pairs,
@@ -36,7 +36,7 @@ from .grouped import (
     two_products,
     ungated,
 )
-from .weights import can_be_described, is_transposed, weights_operand
+from .weights import can_be_described, is_transposed, stored, weights_operand
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -84,10 +84,12 @@ def _tile(
 
 @triton.jit(do_not_specialize=["pairs", "experts", "divisor", "blocks"])
 def moe_matmul_kernel(
-    a, b, bias, choice, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, strides, tile: tl.constexpr,
-    form: tl.constexpr, activation: tl.constexpr, world: tl.constexpr,
+    a, b, scale, bias, choice, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, strides, tile: tl.constexpr,
+    form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, activation: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
+
+    scale, codes, widen: of a weight of codes (`coded.py`), else None.
 
     `blocks`: of rows, at most, where pairs are sorted. `activation`: an `Activation`, or None for the product.
     """
@@ -97,7 +99,7 @@ def moe_matmul_kernel(
     GROUP_M: tl.constexpr = tile.GROUP_M
     SEARCHED: tl.constexpr = form.SEARCHED
     wide = 2 * N if form.GATE is not None else N
-    B = Experts(b, K, wide, strides.be, strides.bk, strides.bn, tile.B_TRANSPOSED)
+    B = experts_of(b, scale, K, wide, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
     across = tl.cdiv(N, BLOCK_N)
     if form.SORTED:
         # neighbours share columns of the weight, GROUP_M blocks of rows at a time
@@ -124,7 +126,9 @@ def arguments(
     ctx: Rank, problem: MoeProblem, config: FusedConfig, tensors: GateUp
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
     """Return the grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
-    out, A, B, routing, bias, activation, interleaved = tensors
+    out, A, _, routing, bias, activation, interleaved, _ = tensors
+    weight = stored(tensors.B, tensors.scale)
+    B = weight.B
     by_sorting = not isinstance(routing, torch.Tensor)
     block_n = config.block_n // 2 if problem.gated else config.block_n  # the tile of the product is `config`'s
     blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
@@ -132,7 +136,7 @@ def arguments(
     width = 2 * block_n if gate == "turns" else block_n
     halves = problem.N if gate == "halves" else 0
     together = bool(halves) and _together(config.block_m, block_n, B, halves)
-    b, _, transposed = weights_operand(B, width, config.block_k, halves, together)
+    b, _, transposed = weights_operand(B, width, config.block_k // weight.packed, halves, together)
     if by_sorting:
         searched = max(16, triton.next_power_of_2(problem.experts))
     elif problem.tokens == 1:
@@ -144,7 +148,7 @@ def arguments(
         pairs=problem.pairs, experts=problem.experts, divisor=1 if problem.reduces else problem.top_k, blocks=blocks,
         N=problem.N, K=problem.K, strides=strides_of(A, B, out),
         tile=Tile(config.block_m, block_n, config.block_k, config.group_m, transposed),
-        form=GroupedForm(by_sorting, searched, gate, together), activation=activation,
+        form=GroupedForm(by_sorting, searched, gate, together), activation=activation, **weight.arguments,
         world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     return (blocks * triton.cdiv(problem.N, block_n), 1, 1), args

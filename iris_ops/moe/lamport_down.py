@@ -32,9 +32,10 @@ import triton.language as tl
 from ..kernels.lamport_steps import exchange_of
 from ..kernels.launching import lamport_memory
 from ..planning.workspace_size import exchange_ld
-from .arguments import Between, DownForm, combine_of, strides_of
+from .arguments import Between, DownForm, combine_of
+from .coded import experts_of
 from .combine import combined
-from .grouped import Experts, PairRows, bias_of, check_pairs, pair_block, product, same_expert, sorted_block
+from .grouped import PairRows, bias_of, check_pairs, pair_block, product, same_expert, sorted_block
 from .grouped_matmul import arguments
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ _TOKENS = 16  # that are added up at once
 
 @triton.jit(do_not_specialize=["pairs", "experts", "blocks", "tokens"])
 def moe_lamport_down_kernel(
-    a, b, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K, strides,
-    tile: tl.constexpr, form: tl.constexpr, world: tl.constexpr,
+    a, b, scale, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K,
+    strides, tile: tl.constexpr, form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
     """`blocks`: of rows, at most. lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
     arch.follow()
@@ -65,7 +66,7 @@ def moe_lamport_down_kernel(
     WORLD_SIZE: tl.constexpr = world.WORLD_SIZE
     WAITER: tl.constexpr = world.WAITER
     products, counts, ld = between.products, between.counts, lamport.ld
-    B = Experts(b, K, N, strides.be, strides.bk, strides.bn, tile.B_TRANSPOSED)
+    B = experts_of(b, scale, K, N, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
     dtype: tl.constexpr = out.dtype.element_ty
     own_rank = (tl.load(ctx_ptr), tl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
@@ -127,7 +128,7 @@ def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: Fuse
         combine=combine_of(tensors.weights, tensors.shared), out=tensors.out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         tokens=problem.tokens,
-        strides=strides_of(tensors.A, tensors.B, tensors.out),
+        strides=known["strides"]._replace(om=tensors.out.stride(0), on=tensors.out.stride(1)),
         form=DownForm(
             known["form"].SORTED, known["form"].SEARCHED, problem.top_k, problem.tokens <= _TOKENS, _TOKENS
         ),

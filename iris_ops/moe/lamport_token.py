@@ -103,7 +103,7 @@ def moe_lamport_token_kernel(
 
 def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
-    ctx, (out, A, B, where, weights, bias, shared) = steps.ctx, tensors
+    ctx, (out, A, B, where, weights, bias, shared, _) = steps.ctx, tensors
     once = bias if ctx.cur_rank == 0 else None
     args = dict(
         a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,

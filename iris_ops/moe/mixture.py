@@ -63,12 +63,12 @@ class Mixture:
 
     def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
         """`ctx.ops.moe_gate_up`."""
-        ctx, (out, A, B, experts, bias, activation, interleaved) = self._ctx, tensors
-        parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
+        ctx, (out, A, B, experts, bias, activation, interleaved, scale) = self._ctx, tensors
+        parts = (*_tensors_of(experts), out, A, B, bias, scale, activation, interleaved, config, workspace)
         key = relaunch.key_of(GATE_UP, *parts)
         if self._again(key):
             return
-        problem = checks.describe_gate_up(ctx, out, A, B, experts, bias)
+        problem = checks.describe_gate_up(ctx, tensors)
         function = activation_of(activation)
         if type(interleaved) is not bool or interleaved and not problem.gated and problem.N:
             raise ArgumentError(f"{problem.op}: interleaved is {interleaved!r}; expected a bool, False without gates")
@@ -79,14 +79,14 @@ class Mixture:
         self._steps.begin()
         bias = self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
-        tensors = GateUp(out, A, B, where, bias, function, interleaved)
+        tensors = tensors._replace(where=where, bias=bias, activation=function)
         grouped_matmul.launch(self._steps, problem, chosen, tensors)
         self._keep(key)
 
     def down(self, op: str, workspace: Workspace, tensors: Down, config: FusedConfig | None) -> None:
         """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
-        ctx, (out, A, B, experts, weights, bias, shared) = self._ctx, tensors
-        parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
+        ctx, (out, A, B, experts, weights, bias, shared, scale) = self._ctx, tensors
+        parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, scale, config, workspace)
         key = relaunch.key_of(op, *parts)
         if self._again(key):
             return
@@ -96,7 +96,7 @@ class Mixture:
             self._look(op, experts, problem.experts)
         ctx.compare(
             op, T=problem.tokens, k=problem.top_k, E=problem.experts, H=problem.N, dtype=problem.dtype,
-            algorithm=chosen.algorithm, bias="given" if bias is not None else "none",
+            algorithm=chosen.algorithm, bias="given" if bias is not None else "none", weights=problem.weights.name,
         )  # fmt: skip
         if problem.tokens == 0 or problem.N == 0:
             return
@@ -121,6 +121,11 @@ class Mixture:
         if config is None:
             return plan(problem, machine_of(self._ctx.device), explained=False)
         way = way_for(problem, config)
+        if config.block_k < problem.least_k:
+            raise ArgumentError(
+                f"{problem.op}: config.block_k is {config.block_k}; expected at least {problem.least_k}: experts are"
+                f" {problem.weights.name}"
+            )
         if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
             raise ArgumentError(f"{problem.op}: config.block_n is {config.block_n}; expected more, for {wide}")
         return replace(config, kernel=way.kernel)

@@ -23,6 +23,7 @@ class GateUp(NamedTuple):
     bias: torch.Tensor | None
     activation: Any = None
     interleaved: bool = False
+    scale: torch.Tensor | None = None
 
 
 class Down(NamedTuple):
@@ -35,7 +36,8 @@ class Down(NamedTuple):
     weights: torch.Tensor
     bias: torch.Tensor | None = None
     shared: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
     def product(self, out: torch.Tensor, rank: int) -> GateUp:
         """Return the tensors of its grouped product to `out`. Rank 0 adds the bias."""
-        return GateUp(out, self.A, self.B, self.where, self.bias if rank == 0 else None)
+        return GateUp(out, self.A, self.B, self.where, self.bias if rank == 0 else None, scale=self.scale)

@@ -46,7 +46,7 @@ class MixtureOps:
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
         bias: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
-        config: FusedConfig | None = None, workspace: Workspace | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, e = experts[t,j], of tokens A [T,H].
 
@@ -54,16 +54,20 @@ class MixtureOps:
         contiguous [E,2I,H]; or [E,H,I], of experts without a gate. bias [E,2I]. `experts` [T,k] as in `moe_route`, or
         what that returned. `activation`: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2", "gpt_oss".
         Sums, bias and activation are in fp32 and rounded once. I, this rank's part, may differ by rank.
+
+        With `scale` [E,2I], or [E,2I,ceil(H/g)] for groups of g, a power of two, B holds codes (`iris_ops.moe`), which
+        are widened on the way into the product: B is the transpose of a contiguous [E,2I,H] in `torch.float8_e4m3fn`,
+        or [E,2I,H/2] in `torch.uint8`.
         """
         workspace = self._mixture_workspace(GATE_UP, workspace)
-        self._mixture.gate_up(workspace, GateUp(out, A, B, experts, bias, activation, interleaved), config)
+        self._mixture.gate_up(workspace, GateUp(out, A, B, experts, bias, activation, interleaved, scale), config)
         self._ctx.check()
         return workspace
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
-        config: FusedConfig | None = None, workspace: Workspace | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """`out [T,H]`: of each token the sum over ranks and over its k experts, `weights [T,k] * (A @ B[e] + bias[e])`.
 
@@ -71,21 +75,23 @@ class MixtureOps:
         A's dtype; bias [E,H], the same on all ranks, is added once; shared [T,H], this rank's part of what a shared
         expert gives, is added before the sum over ranks. `experts` as in `moe_gate_up`. I may differ by rank, and be 0.
         Products are rounded to the tensors' dtype, as is what ranks exchange; they are added in fp32, experts in the
-        order of j, then ranks in order.
+        order of j, then ranks in order. `scale` [E,H], or [E,H,ceil(I/g)]: as in `moe_gate_up`.
         """
         workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
-        self._mixture.down(DOWN_ALL_REDUCE, workspace, Down(out, A, B, experts, weights, bias, shared), config)
+        self._mixture.down(DOWN_ALL_REDUCE, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config)
         self._ctx.check()
         return workspace
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
-        config: FusedConfig | None = None, workspace: Workspace | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """Return this rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
         workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
-        self._mixture.down(DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared), config)
+        self._mixture.down(
+            DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config
+        )
         self._ctx.check()
         return workspace
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from iris.triton_private import TensorDescriptor
 import torch
 
+from ..planning.moe_problem import lies_by_lines
+from ..planning.weights import format_of
 from ..problem import TMA_ALIGNMENT
+from ..quantised.packing import PACKINGS
+from . import coded
+from .arguments import Codes, ExpertScales
 
 
 def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
@@ -20,6 +27,45 @@ def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
 def is_transposed(B: torch.Tensor) -> bool:
     """Return whether the K of an expert's column stand side by side in memory."""
     return B.stride(1) == 1 and B.stride(2) != 1
+
+
+# What widens a packing's codes, by whether elements hold entries of whole lines.
+_WIDEN = {
+    ("fp8", False): coded.widen_e4m3, ("fp8_block", False): coded.widen_e4m3,
+    ("fp8_block", True): coded.widen_turned_e4m3, ("int4", True): coded.widen_int4, ("mxfp4", True): coded.widen_e2m1,
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A weight B [E,K,N] as kernels take it: its elements, which are bytes where they are codes, and how to widen them.
+
+    `scale`, `codes`, `widen` are None of a weight in the tokens' dtype; see `coded.py`.
+    """
+
+    B: torch.Tensor
+    packed: int = 1
+    scale: ExpertScales | None = None
+    codes: Codes | None = None
+    widen: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of kernels that tell how codes are widened."""
+        return dict(scale=self.scale, codes=self.codes, widen=self.widen)
+
+
+def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
+    """Return the weight B [E,K,N], or, with `scale`, B as a packing has it, transposed; they are checked."""
+    if scale is None:
+        return Stored(B)
+    format = format_of(B[0], scale[0])
+    packing = PACKINGS[format.packing]
+    word = torch.uint8 if packing.per_element == 1 else torch.int32
+    elements = B.transpose(1, 2).view(word).transpose(1, 2)
+    packed = packing.per_element * word.itemsize // packing.dtype.itemsize
+    cut = lies_by_lines(format)
+    scales, codes = ExpertScales(scale, *scale.stride()[:2]), Codes(packed, cut, format.group)
+    return Stored(elements, packed, scales, codes, _WIDEN[format.packing, cut])
 
 
 def weights_operand(

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
+from iris.machines import Machine
 import torch
 
 from ..problem import Request, part_size
+from ..quantised.packing import LINE, PACKINGS
 from .needs import PLAIN, WeightFormat
 from .sums import FREE_SUMS, ROWS_ALIKE, Sums, level_of
 
@@ -19,6 +21,11 @@ DOWN_REDUCE_SCATTER = "moe_down_reduce_scatter"
 MOE_OPS = (GATE_UP, DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER)
 MOST_EXPERTS = 4096
 MOST_CHOSEN = 64  # experts of a token
+
+
+def lies_by_lines(weights: WeightFormat) -> bool:
+    """Return whether an element of a stored weight has entries of a whole line of 128, not of its own place alone."""
+    return weights is not PLAIN and (PACKINGS[weights.packing].per_element > 1 or 0 < weights.group < LINE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class MoeProblem:
     """"batch": a token's result has the same bits however many tokens there are."""
     in_rows: bool = field(default=False, kw_only=True)
     """Whether an expert's weight lies [K, N] in memory; else its transpose does, as transformers stores most."""
+    weights: WeightFormat = field(default=PLAIN, kw_only=True)
+    """How experts are stored: in the tokens' dtype, or as codes with scales (`moe/coded.py`)."""
 
     epilogue = ()
     chooses_order = False
@@ -60,11 +69,6 @@ class MoeProblem:
         return self.op
 
     @property
-    def weights(self) -> WeightFormat:
-        """How experts are stored."""
-        return PLAIN
-
-    @property
     def sums(self) -> Sums:
         """Which results of a token are to have the same bits."""
         return Sums(ROWS_ALIKE, level_of(self.invariant)) if self.invariant else FREE_SUMS
@@ -77,7 +81,24 @@ class MoeProblem:
     @property
     def text(self) -> str:
         """The problem in the words of a plan's first line."""
-        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}"
+        stored = "" if self.weights is PLAIN else f", experts {self.weights.name}"
+        return f"{self.op} T={self.tokens} k={self.top_k} E={self.experts} N={self.N} K={self.K} {self.dtype}{stored}"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a number of an expert's weight in memory."""
+        if self.weights is PLAIN:
+            return self.dtype.itemsize
+        return self.weights.nbytes(1, self.K) / max(1, self.K)
+
+    @property
+    def least_k(self) -> int:
+        """The least depth of a tile: codes that lie by lines are widened by lines."""
+        return LINE if lies_by_lines(self.weights) else 1
+
+    def converted(self, machine: Machine) -> str:
+        """Return the reason why each call converts experts to the tokens' dtype; "" because kernels widen tiles."""
+        return ""
 
     @property
     def pairs(self) -> int:
@@ -131,10 +152,9 @@ def requested_moe_problem(request: Request) -> MoeProblem:
         raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
     if form not in (None, "rows"):
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
-    if weights is not PLAIN:
+    if weights is not PLAIN and form == "rows":
         raise ArgumentError(
-            f"{weights.request} for {op}; expected {weights.no_request}: experts are multiplied in the tokens' dtype"
+            f"form is 'rows' for {op}, and {weights.request}; expected none: experts {weights.name} lie [E,N,K]"
         )
-    return MoeProblem(
-        op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"
-    )
+    kind = dict(in_rows=form == "rows", weights=weights)
+    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, **kind)

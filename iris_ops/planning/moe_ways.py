@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from iris.machines import INTERPRETER, Machine
 
 from .moe_problem import MoeProblem
+from .needs import PLAIN
 from .workspace_size import exchange_ld
 
 FEW_PAIRS = 256  # that a program looks through by itself
@@ -28,6 +29,10 @@ _TILES = (
 # Of gate and up the depth of a step, in tiles of few rows and so many columns or more: the fastest that was measured.
 # The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
 DEEP, DEEP_COLUMNS = 128, 128
+# Of a code's way into a product: instructions, and which part of all that a multiprocessor can issue one program does,
+# or several that share it. Cycles in a microsecond.
+_WIDENING, _ALONE, _SHARED, _CYCLES = 4.5, 0.45, 0.75, 1700.0
+MOST_CODED_COLUMNS = 128  # of a tile whose codes are widened by lines of 128: registers hold no more
 NOT_BACK = 32  # rows of a tile that was never the fastest on the way back: 16 or 64 were
 # Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
 # program has a multiprocessor to itself, and where two share one.
@@ -52,6 +57,8 @@ def one_token(problem: MoeProblem) -> str | None:
     """Return why `lamport_token.py` cannot serve a problem, or None."""
     if problem.tokens != 1:
         return "it serves one token"
+    if problem.weights is not PLAIN:
+        return "it reads weights in the tokens' dtype"
     if problem.in_rows:
         return "its columns would be read in pieces too short"
     return None if not problem.sums.promised else "it adds otherwise than what serves more tokens"
@@ -115,14 +122,23 @@ def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine
     flops = 2.0 * blocks * block_m * columns * problem.K
     rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (block_m, block_n))
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
-    streamed = problem.touched * columns * problem.K * size
+    streamed = problem.touched * columns * problem.K * problem.weight_bytes
     passed = problem.pairs * (problem.K * -(-columns // (4 * block_n)) + problem.N) * size
     programs = max(1.0, blocks * columns / block_n)
     waves = max(1.0, machine.num_programs / programs)
     drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
     memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)
     math = waves * flops / (rate * machine.tflops * 1e6)
+    math += _widening_us(problem, block_n, programs, machine)
     return max(memory, math) + 0.25 * min(memory, math)
+
+
+def _widening_us(problem: MoeProblem, block_n: int, programs: float, machine: Machine) -> float:
+    """Return the microseconds in which programs widen the codes of their tiles; 0 for experts in the tokens' dtype."""
+    if problem.weights is PLAIN or machine.name == INTERPRETER:
+        return 0.0
+    alone = problem.K * block_n * _WIDENING / 128 / _CYCLES  # of a program, four warps of which always have work
+    return max(alone / _ALONE, alone * programs / machine.num_programs / _SHARED)
 
 
 def sort_us(problem: MoeProblem) -> float:

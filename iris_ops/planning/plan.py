@@ -36,7 +36,7 @@ def choose(
     ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None
 ) -> FusedConfig:
     """`plan`, among the given ways."""
-    if converted := problem.weights.converted(problem, machine):
+    if converted := problem.converted(machine):
         planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
         line = f"B is converted in each call: {converted}"
         return replace(planned, reasons=(*planned.reasons[:1], line, *planned.reasons[1:])) if explained else planned

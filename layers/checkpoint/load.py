@@ -25,6 +25,7 @@ from iris.errors import ArgumentError, CheckpointError, PlatformError
 import torch
 from torch import nn
 
+from ..expert_storage import coded_weight
 from ..formats.registry import scheme_of
 from ..formats.scheme import Contents, Kept, contents
 from ..formats.weight_format import quantised_weights
@@ -236,6 +237,9 @@ def _load(model: nn.Module, name: str, source: Source, device: torch.device) -> 
     if hasattr(module, "load_shard"):
         module.load_shard(key, source)
         return
+    if (coded := coded_weight(module, key)) is not None:
+        coded.fill(source)
+        return
     local = torch.empty_like(getattr(module, key), device=device)
     if split_by := part_of(module, key):
         part, dim = split_by
@@ -263,6 +267,10 @@ def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> N
 def _kept(model: nn.Module, name: str, source: Source) -> Kept:
     """Return what became of a quantised weight of the files."""
     module, key = _owner(model, name)
+    if (coded := coded_weight(module, key)) is not None:
+        return Kept(coded.form.name, coded.keeps(source))
+    if reason := getattr(module, "reasons", {}).get(key, ""):
+        return Kept(reason=reason)
     storage = getattr(module, "storage", None) if key == "weight" else None
     if not isinstance(storage, Quantised):
         return Kept(reason="not a split linear" if storage is None else storage.reason)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..expert_storage import CodedWeight, coded_weight, scale_names
 from ..hf.merge import Slice
 from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
@@ -59,6 +60,9 @@ class _Held:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def store(self, place: StoredTensor, rank: int) -> None:
+        if isinstance(self.layer, CodedWeight):
+            self._store_experts(place)
+            return
         if self.shard is None:
             if rank == 0:
                 place.copy_from(self.local)
@@ -71,6 +75,17 @@ class _Held:
             else:
                 self._store_restored(place, at, start, stop)
             at += stop - start
+
+    def _store_experts(self, place: StoredTensor) -> None:
+        """Store the numbers of split experts that are held as codes, one expert at a time."""
+        assert self.shard is not None
+        for expert in range(self.shape[0]):
+            numbers, at = self.layer.numbers(expert, self.dtype), 0
+            for start, stop in self.shard.ranges:
+                index = (slice(None),) * (self.dim - 1) + (slice(start, stop),)
+                piece = numbers.narrow(self.dim - 1, at, stop - start).contiguous()
+                place.entry(expert).copy_from(piece, index)
+                at += stop - start
 
     def _store_restored(self, place: StoredTensor, at: int, start: int, stop: int) -> None:
         """Store entries `start` to `stop` of a quantised weight, which begin at local entry `at`, by rows."""
@@ -206,6 +221,14 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
                     yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
                     continue
                 yield name, _Held(local, shape, concat(module.parts), module.dim, quantised)
+            elif (coded := coded_weight(module, key)) is not None:
+                part, dim = module._parts[key]
+                rows, columns = coded.shape[1:][:: -1 if coded.transposed else 1]
+                sizes = [coded.experts, rows, columns]
+                sizes[dim] = part.total
+                yield name, _Held(local, tuple(sizes), part, dim, coded)
+            elif key in scale_names(module):
+                continue
             elif split_by := part_of(module, key):
                 part, dim = split_by
                 yield name, _Held(local, (*local.shape[:dim], part.total, *local.shape[dim + 1 :]), part, dim)

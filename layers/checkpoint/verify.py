@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..digests import checksum
+from ..expert_storage import CodedWeight, coded_weight, expert_entry
 from ..formats.weight_format import quantised_weights
 from ..shard import Shard, Transposed, concat, fill
 from ..sharded import part_of
@@ -109,6 +110,8 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     parent, _, key = name.rpartition(".")
     module: Any = model.get_submodule(parent)
     local, shard, dim = _part(module, key)
+    if (coded := coded_weight(module, key)) is not None and shard is not None:
+        return _verified_experts(coded, name, source, shard, dim)
     storage = getattr(module, "storage", None) if key == "weight" else None
     local_dtype = str(local.dtype).removeprefix("torch.")
     allowed = _Allowed.of(local.dtype)
@@ -126,6 +129,20 @@ def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     ranges = shard.ranges if shard is not None else ((0, local.shape[0] if local.dim() else 1),)
     total = shard.total if shard is not None else ranges[0][1]
     return Verified(name, stored, local_dtype, local.numel(), error, f"{checksum(local):016x}", ranges, total)
+
+
+def _verified_experts(coded: CodedWeight, name: str, source: Any, shard: Shard, dim: int) -> Verified:
+    """Compare split experts that are held as codes, one expert at a time."""
+    kept, error, numbers = coded.keeps(source), 0.0, 0
+    for expert in range(coded.experts):
+        share, of_scale = (_SLACK, 0.0) if kept else _ROUNDED[ELEMENTS[coded.form.packing.name]]
+        allowed = _Allowed(share, max(_Allowed.least, coded.largest_scale(expert) * of_scale))
+        local, entry = coded.numbers(expert, torch.float32), expert_entry(source, expert)
+        for piece, index in _pieces(local, shard, dim - 1):
+            error = max(error, _error(piece, entry, index, allowed))
+        numbers += local.numel()
+    digest = f"{checksum(coded.parameters[0].detach().view(torch.uint8)):016x}"
+    return Verified(name, _stored(source), coded.form.name, numbers, error, digest, shard.ranges, shard.total)
 
 
 def _part(module: Any, key: str) -> tuple[torch.Tensor, Shard | None, int]:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from ..experts import Form, OnFirstRank, SplitExperts, SumOverRanks, part_of_experts
 from ..shard import Shard
-from ..sharded import split_parameter, unit_of
+from ..sharded import keep_units, split_parameter, unit_of
 
 if TYPE_CHECKING:
     pass
@@ -84,10 +84,17 @@ def _dim_of(part: Shard, dim: int, form: Form) -> tuple[int, bool]:
     return dim, part.total == 2 * form.intermediate
 
 
-def split_experts(parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any) -> None:
-    """Carry the split out: `child` of `parent` becomes this rank's part."""
+def split_experts(
+    parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any, made: int = 1
+) -> None:  # fmt: skip
+    """Carry the split out: `child` of `parent` becomes this rank's part.
+
+    `made`: how many entries along K share a scale in weights that are rounded to a format; the ranks' parts end there.
+    """
     module: Any = getattr(parent, child)
     if isinstance(form, Form):
+        if made > unit_of(module, form.second):
+            keep_units(module, form.second, made)
         setattr(parent, child, SplitExperts(module, form, ctx).train(module.training))
         return
     parts = list(_parts(module, form, ctx.num_ranks, ctx.cur_rank))

@@ -32,6 +32,9 @@ from torch import nn
 from ..checkpoint.composed import Source
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
+from ..expert_storage import coding_of_experts
+from ..experts import Form as ExpertsForm
+from ..experts import SplitExperts
 from ..formats.coded import coding_of
 from ..formats.weight_format import Coding, quantised_weights
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -272,13 +275,19 @@ def _resolve(
     elif sequence_parallel:
         sequence.check(model, styles)
     experts = _experts(modules, styles)
+    for name, form in experts.items():
+        for key in (form.first, form.second) if isinstance(form, ExpertsForm) else ():
+            source = files.get(f"{name}.{key}")
+            if source is not None and quantised_weights(source):
+                codings[f"{name}.{key}"] = coding_of_experts(source)
     recurrent = [name for name, style in styles.items() if style == recurrent_heads.STYLE and name in modules]
     if automatic and not partial:
         styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
     stored = styles_of.COLUMN | styles_of.PACKED
     if weights != "fp8":
         stored |= styles_of.ROW | styles_of.ROW_SPLIT
-    if weights in FORMS and not set(linears.values()) & stored:
+    by_ops = any(isinstance(form, ExpertsForm) for form in experts.values())
+    if weights in FORMS and not set(linears.values()) & stored and not by_ops:
         missing = "colwise product without an exchange" if weights == "fp8" else "product"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {missing}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
@@ -360,7 +369,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         recurrent_heads.split_recurrent(module, ctx)
     for name, form in split.experts.items():
         parent_name, _, child = name.rpartition(".")
-        split_experts(model.get_submodule(parent_name), child, form, ctx)
+        split_experts(model.get_submodule(parent_name), child, form, ctx, group_made(split.weights))
     for name, held in heads.items():
         set_local_heads(model.get_submodule(name), held)
     if split.shares_tokens:
@@ -372,6 +381,12 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
         fuse_gates(model)
         fuse_norms(model, ctx.invariant)
     store_weights(model, split.codings, split.weights, ctx)
+    for name in split.experts:
+        module = model.get_submodule(name)
+        if isinstance(module, SplitExperts):
+            before = f"{name}."
+            own = {key.removeprefix(before): each for key, each in split.codings.items() if key.startswith(before)}
+            module.store(own, split.weights)
     retie(model)
     return styles
 

@@ -90,10 +90,12 @@ def make_report(
             style += ", kept whole"
         weight = module.weight if "weight" in own else next(iter(own.values()))
         op = _served_by(module)
-        quantised = isinstance(getattr(module, "storage", None), Quantised)
+        quantised = isinstance(getattr(module, "storage", None), Quantised) or bool(getattr(module, "coded", None))
         if weights in FORMS and split and not quantised and (dtype := _kept_dtype(own)):
             op += f" (weight kept in {dtype})"
         shape = module.local_shape if isinstance(module, ShardedLinear) else tuple(weight.shape)
+        if isinstance(module, SplitExperts) and module.coded:
+            shape = next(iter(module.coded.values())).shape
         report.rows.append(ReportRow(name, style, shape, size, op))
     return report
 
@@ -110,13 +112,14 @@ def unconverted(model: nn.Module, styles: dict[str, str]) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if is_split_experts(module) or (name in recurrent and _kept_dtype(dict(module.named_parameters())))
+        if (is_split_experts(module) and not getattr(module, "coded", None))
+        or (name in recurrent and _kept_dtype(dict(module.named_parameters())))
     ]
 
 
 def _served_by(module: Any) -> str:
     if isinstance(module, SplitExperts):
-        return module.op
+        return module.served_by
     if is_split_experts(module):
         return module._sums.op
     return module.served_by if isinstance(module, ShardedLinear) else "-"

@@ -95,7 +95,7 @@ def _is_sum(block: Any, name: str) -> bool:
     trial, experts, shared = copy.copy(block), _RandomOutput(1), _RandomOutput(2)
     trial._modules, trial._parameters = dict(block._modules), dict(block._parameters)
     trial._forward_pre_hooks, trial._forward_hooks = {}, {}
-    hidden = getattr(block.experts, block.experts._form.second).shape[2 if block.experts._form.transposed else 1]
+    hidden = block.experts.hidden
     random = torch.Generator("cpu").manual_seed(0)
     try:
         for child, module in block._modules.items():

@@ -12,6 +12,7 @@ from ..moe_ways import (
     DEEP,
     DEEP_COLUMNS,
     FEW_TILES,
+    MOST_CODED_COLUMNS,
     MOST_EXCHANGED,
     MOST_TOKENS,
     NOT_BACK,
@@ -31,7 +32,9 @@ from ..moe_ways import (
     tokens_at_once,
     waits_too_wide,
 )  # fmt: skip
+from ..needs import PLAIN
 from ..way import Sizes, Way
+from ..weights import FORMATS
 from ..workspace_size import exchange_ld
 
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
@@ -41,12 +44,17 @@ TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 class Mixture(Way):
     """A grouped product in tiles that suit the number of pairs of token and expert."""
 
+    weights = frozenset((PLAIN, *FORMATS))
+
     @property
     def name(self) -> str:
         return f"{self.kernel} {self.algorithms[0]}"
 
     def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
         return config.algorithm in self.algorithms
+
+    def rounds_rows(self, problem: MoeProblem) -> bool:
+        return False  # kernels widen experts to the tokens' dtype
 
     def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
         """Return the microseconds of what a call takes beside its product."""
@@ -78,10 +86,13 @@ class Mixture(Way):
                 k = DEEP
             if self.refuses_tile(problem, n, machine):
                 continue
-            fit = machine.stages((m + n) * k * problem.dtype.itemsize)
-            while fit < 2 and k > 32:
+            if problem.least_k > 1 and n > MOST_CODED_COLUMNS:
+                continue
+            k = max(k, problem.least_k)
+            fit = _stages(problem, m, n, k, machine)
+            while fit < 2 and k > max(32, problem.least_k):
                 k //= 2
-                fit = machine.stages((m + n) * k * problem.dtype.itemsize)
+                fit = _stages(problem, m, n, k, machine)
             configs.append(
                 FusedConfig(
                     m, n, k, group_m=8, num_warps=warps, num_stages=max(1, min(stages, fit)),
@@ -92,6 +103,14 @@ class Mixture(Way):
 
     def label(self, problem: MoeProblem, config: FusedConfig) -> str:
         return f"{config.kernel} {config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
+
+
+def _stages(problem: MoeProblem, m: int, n: int, k: int, machine: Machine) -> int:
+    """Return how many stages of a tile fit, beside the widened tile of codes."""
+    size = problem.dtype.itemsize
+    block = round((m * size + n * problem.weight_bytes) * k)
+    widened = 0 if problem.weights is PLAIN else n * k * size
+    return machine.stages(block) - -(-widened // block)
 
 
 class GroupedFew(Mixture):
