@@ -9,34 +9,26 @@ Prints the table and writes `all_scatter_<gpu>_x<ranks>.json`; `benchmarks.repor
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 import importlib
 import sys
 import time
 
 import iris  # before triton on a machine without a GPU
 from iris import platform
-from iris_tp.bench import timing
 from iris_tp.bench.rows import LINK_GB_S
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
 
+from benchmarks.cases.contenders import Contender, timed
 from benchmarks.measuring import report
-from benchmarks.tables.all_scatter_table import ALONE, render, us
+from benchmarks.tables.every_row import ALONE, render
 from examples.all_scatter.common import SMALL, Blocks, Case
 
 VARIANTS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_specialized")
+ALLOWED = 2e-2  # of the largest value
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 2048), (4096, 4096, 3584), (2048, 8192, 7168), (512, 8192, 7168))
-
-
-@dataclass(frozen=True)
-class Contender:
-    name: str
-    kind: str
-    call: Callable[[int], torch.Tensor]
-    out: torch.Tensor  # where the result stands: the whole, or this rank's columns
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,81 +50,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Inputs:
-    """A and this rank's weight, and the whole product in float32."""
+def contenders_of(
+    team: Team, ctx: iris.Iris, case: Case, variants: tuple[str, ...]
+) -> tuple[dict[str, Contender], dict[str, Contender]]:
+    """Return by name who leaves the whole product on every rank, the variants first; and who only multiplies."""
+    A, weight, world = case.A, case.weight, team.world
+    whole = {}
+    for name in variants:
+        variant = importlib.import_module(f"examples.all_scatter.{name}").all_scatter
+        whole[name] = Contender(partial(variant, case), case.out)
+    out = ctx.empty(*case.out.shape, dtype=A.dtype)
+    whole["ctx.ops"] = Contender(lambda: ctx.ops.matmul_all_gather(out, A, weight.T), out)
+    local, parts = A.new_empty(case.M, case.N), A.new_empty(world * case.M, case.N)
+    usual = torch.empty_like(out)
 
-    def __init__(
-        self,
-        team: Team,
-        ctx: iris.Iris,
-        M: int,
-        N: int,
-        K: int,
-        dtype: torch.dtype,
-        variants: tuple[str, ...] = VARIANTS,
-    ) -> None:
-        self.team, self.ctx, self.variants = team, ctx, variants
-        generator = torch.Generator(team.device).manual_seed(M + N + K)  # all ranks draw all, alike
-        self.A = torch.randn(M, K, device=team.device, generator=generator).to(dtype)
-        weights = torch.randn(N, K, device=team.device, generator=generator).to(dtype)
-        self.columns = slice(team.rank * N // team.world, (team.rank + 1) * N // team.world)
-        self.weight = weights[self.columns].contiguous()
-        self.expected = self.A.float() @ weights.float().T
-        usual = (self.A @ weights.T).float()
-        self.allowed = 2 * (usual - self.expected).abs().max().clamp_min(1e-6 * self.expected.abs().max())
-        self.case = Case(ctx, self.A, self.weight, Blocks() if team.cuda else SMALL)
+    def separate() -> None:
+        torch.matmul(A, weight.T, out=local)
+        dist.all_gather_into_tensor(parts, local)
+        usual.view(case.M, world, case.N).copy_(parts.view(world, case.M, case.N).transpose(0, 1))
 
-    def contenders(self) -> list[Contender]:
-        A, weight, case, world = self.A, self.weight, self.case, self.team.world
-        contenders = []
-        for name in self.variants:
-            variant = importlib.import_module(f"examples.all_scatter.{name}").all_scatter
-            call = _returning(lambda i, run=variant: run(case), case.out)
-            contenders.append(Contender(name, "variant", call, case.out))
-        out = self.ctx.empty(*case.out.shape, dtype=A.dtype)
-        op = self.ctx.ops.matmul_all_gather
-        contenders.append(Contender("ctx.ops", "op", _returning(lambda i: op(out, A, weight.T), out), out))
-        local, parts = A.new_empty(case.M, case.N), A.new_empty(world * case.M, case.N)
-        whole = torch.empty_like(out)
-
-        def usual(i: int) -> None:
-            torch.matmul(A, weight.T, out=local)
-            dist.all_gather_into_tensor(parts, local)
-            whole.view(case.M, world, case.N).copy_(parts.view(world, case.M, case.N).transpose(0, 1))
-
-        backend = "NCCL" if self.team.cuda else "gloo"
-        contenders.append(Contender(f"torch + {backend}", "rival", _returning(usual, whole), whole))
-        alone = A.new_empty(case.M, case.N)
-        multiply = _returning(lambda i: torch.matmul(A, weight.T, out=alone), alone)
-        contenders.append(Contender("torch alone", ALONE, multiply, alone))
-        kernel = importlib.import_module("examples.all_scatter.bulk_synchronous").product_kernel
-        ours = case.out[:, self.columns]
-        contenders.append(
-            Contender("tiles alone", ALONE, _returning(lambda i: kernel[case.grid()](**case.args()), ours), ours)
-        )
-        return contenders
-
-    def poison(self, contender: Contender) -> None:
-        contender.out.fill_(float("nan"))
-        self.team.synchronize()
-        self.team.barrier()
-        self.team.synchronize()
-
-    def error(self, contender: Contender) -> float:
-        """Return the largest error in units of what is allowed; infinite where nothing was written."""
-        self.team.synchronize()
-        self.team.barrier()
-        expected = self.expected[:, self.columns] if contender.kind == ALONE else self.expected
-        worst = ((contender.out.float() - expected).abs().max() / self.allowed).item()
-        return worst if worst == worst else float("inf")
-
-
-def _returning(call: Callable[[int], object], out: torch.Tensor) -> Callable[[int], torch.Tensor]:
-    def returning(i: int) -> torch.Tensor:
-        call(i)
-        return out
-
-    return returning
+    whole[f"torch + {'NCCL' if team.cuda else 'gloo'}"] = Contender(separate, usual)
+    kernel = importlib.import_module("examples.all_scatter.bulk_synchronous").product_kernel
+    ours = case.out[:, team.rank * case.N : (team.rank + 1) * case.N]
+    alone = A.new_empty(case.M, case.N)
+    products = {
+        "torch alone": Contender(lambda: torch.matmul(A, weight.T, out=alone), alone),
+        "tiles alone": Contender(lambda: kernel[case.grid()](**case.args()), ours),
+    }
+    return whole, products
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
@@ -146,10 +91,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             measured["left_out"].append(",".join(map(str, shape)))
             continue
-        row, reason = team.attempt(lambda shape=shape: Inputs(team, ctx, *shape, dtype, variants))
-        if reason:
-            raise RuntimeError(f"{shape}: no inputs: {reason}")
-        measured["rows"].append(run_row(team, row, shape, args))
+        measured["rows"].append(run_row(team, ctx, shape, dtype, variants))
         team.say(f"[{time.monotonic() - begin:4.0f} s] {shape}")
         if team.rank == 0:
             report.write(measured, args)
@@ -160,64 +102,27 @@ def run(team: Team, args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def run_row(team: Team, inputs: Inputs, shape: tuple[int, int, int], args: argparse.Namespace) -> dict:
-    results: dict[str, dict] = {}
-    ready: dict[str, Contender] = {}
-    estimates: dict[str, float] = {}
-    for contender in inputs.contenders():
-        result = results[contender.name] = {"name": contender.name, "kind": contender.kind, "status": "ok"}
-        if right(team, inputs, contender, lambda contender=contender: contender.call(0), result):
-            local, reason = team.attempt(lambda c=contender: timing.estimate_us(team, c.call, 1))
-            if reason:
-                result["status"] = reason
-            else:
-                ready[contender.name], estimates[contender.name] = contender, team.slowest([local])[0]
-    budget = timing.INTERPRETED if not team.cuda else timing.QUICK if args.quick else timing.Budget()
-    for mode in ("eager", "graph") if team.cuda else ("eager",):
-        batches: dict[str, timing.Batch] = {}
-        for name, contender in ready.items():
-            calls = budget.calls_for(estimates[name], 1)
-            if mode == "eager":
-                batches[name] = timing.eager_batch(contender.call, calls, 1)
-                continue
-            captured, reason = team.attempt(lambda c=contender, n=calls: timing.graph_batch(c.call, n, 1))
-            if reason:
-                results[name]["note"] = f"no CUDA graph ({reason})"
-            elif right(team, inputs, contender, captured[0].run, results[name]):
-                batches[name] = captured[0]
-        repeats = budget.repeats_for(
-            sum(estimates[name] * b.calls for name, b in batches.items()), max(1, len(batches))
-        )
-        timings, failed = timing.interleave(team, batches, repeats)
-        for name, reason in failed.items():
-            results[name]["status"] = reason
-        for name, taken in timings.items():
-            results[name][f"{mode}_us"] = taken.call_us
+def run_row(
+    team: Team, ctx: iris.Iris, shape: tuple[int, int, int], dtype: torch.dtype, variants: tuple[str, ...]
+) -> dict:
     M, N, K = shape
-    link_us = (team.world - 1) * M * N // team.world * inputs.A.element_size() / LINK_GB_S / 1e3
-    alone = [us(r) for r in results.values() if r["kind"] == ALONE and us(r)]
-    gemm_us = min(alone, default=None)
+    generator = torch.Generator(team.device).manual_seed(M + N + K)  # all ranks draw all, alike
+    A, weights = (torch.randn(*size, device=team.device, generator=generator).to(dtype) for size in ((M, K), (N, K)))
+    own = weights.chunk(team.world)[team.rank].contiguous()
+    case = Case(ctx, A, own, Blocks() if team.cuda else SMALL)
+    results: list[dict] = []
+    for kind, contenders in zip(("variant", ALONE), contenders_of(team, ctx, case, variants), strict=True):
+        exact = A.double() @ (weights if kind != ALONE else own).double().T
+        taken = timed(team, contenders, exact, ALLOWED)
+        for name in contenders:
+            figures = {"graph_us" if team.cuda else "eager_us": taken["us"][name]} if name in taken["us"] else {}
+            status = taken["failed"].get(name, "ok")
+            results.append({"name": name, "kind": kind, "status": status, "notes": [], **figures})
+    link_us = (team.world - 1) * M * N // team.world * A.element_size() / LINK_GB_S / 1e3
+    gemm_us = min((report.time_of(r) for r in results if r["kind"] == ALONE and report.time_of(r)), default=None)
     floor_us = max(gemm_us, link_us) if gemm_us else None
-    return {"M": M, "N": N, "K": K, "link_us": link_us, "gemm_us": gemm_us, "floor_us": floor_us} | {
-        "results": list(results.values())
-    }
-
-
-def right(team: Team, inputs: Inputs, contender: Contender, act: Callable[[], object], result: dict) -> bool:
-    """Run `act` into poisoned output; return whether all ranks hold the product; else the result has the reason."""
-
-    def step() -> float:
-        inputs.poison(contender)
-        act()
-        return inputs.error(contender)
-
-    error, reason = team.attempt(step)
-    worst = team.slowest([error or 0.0])[0]
-    if reason or worst > 1:
-        result["status"] = reason or f"wrong: {worst:.3g} times the allowed error"
-        return False
-    result["error"] = worst
-    return True
+    sizes = {"M": M, "N": N, "K": K, "link_us": link_us, "gemm_us": gemm_us, "floor_us": floor_us}
+    return sizes | {"results": results}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ all_gather; so bytes on the link are 2 (w - 1) / w of them for all_reduce and (w
 
 Every contender of a row is checked, poisoned output first, before it is timed, and graphs once more by a replay, but
 those of contenders that sum in place.
-One that raises or is wrong is named and not timed. Prints the tables of `tables/ccl_table.py` and writes
+One that raises or is wrong is named and not timed. Prints the tables of `tables/every_row.py` and writes
 ccl_<gpu>_x<ranks>.json after every row. `--sweep` times our variants instead, over programs and blocks, and what the
 plan would have taken.
 """
@@ -24,8 +24,9 @@ from benchmarks.cases.ccl_case import COPIES, Case, Contender, Ours
 from benchmarks.cases.ccl_rivals import symmetric_memory, torch_distributed
 from benchmarks.cases.ccl_sweep import sweep
 from benchmarks.measuring import report
+from benchmarks.measuring.tables import size_name
 from benchmarks.ops import captured_batch
-from benchmarks.tables import ccl_table
+from benchmarks.tables import every_row
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KIB, MIB = 1 << 10, 1 << 20
@@ -81,11 +82,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
             else:
                 measure(case, contenders, row, args)
             measured["rows"].append(row)
-            shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in row["results"][:8])
-            team.say(f"[{elapsed:4.0f} s] {op} {ccl_table.size_name(nbytes)}: {shown}")
+            results = sorted(row["results"], key=lambda r: report.time_of(r) or 1e9) if args.sweep else row["results"]
+            shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in results[:8])
+            team.say(f"[{elapsed:4.0f} s] {op} {size_name(nbytes)}: {shown}")
             if team.rank == 0:
                 report.write(measured, args)
-    team.say("\n" + ccl_table.render(report.rounded(measured)))
+    if not args.sweep:  # whose fastest settings stand above
+        team.say("\n" + every_row.render(report.rounded(measured)))
     team.synchronize()
     ours.ctx.close()
 

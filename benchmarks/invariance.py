@@ -6,15 +6,12 @@ Two halves, both with a context that promises them and one that promises nothing
             `out` on the heap or not: how many numbers differ from those of the first call (`invariance_case.py`)
     times   the ops of a sample of rows, and layers' products without an exchange against torch's, in CUDA graphs
 
-Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not. With `--model` it
-only predicts, by the planner, what the promise costs, over all rows of the benchmarks; that needs no GPU.
+Writes the results, case by case, to a JSON file. Exits with 1 where a bit differs that must not.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import islice
-import json
-from pathlib import Path
 import random
 import sys
 import time
@@ -23,7 +20,7 @@ import iris
 from iris.machines import machine_named
 from iris_ops.local import matmul
 from iris_ops.planning.plan import plan
-from iris_ops.problem import part_of
+from iris_ops.problem import Problem, Request, part_of, requested_problem
 from iris_tp.bench.rows import CALLS, Row
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import QUICK, graph_batch, interleave
@@ -32,11 +29,11 @@ from torch import distributed
 from torch.nn import functional as F
 
 from benchmarks.cases.invariance_case import Case, describe_random, product_of, random_case
-from benchmarks.cases.invariance_costs import LEVELS, expected, problem
 from benchmarks.measuring import models, report, shapes
 from benchmarks.measuring.ahead import compile_ahead
 from benchmarks.measuring.tables import geometric_mean
 
+LEVELS = (None, "batch")
 NUMBERS = (1, 3, 16, 17, 64, 100, 128, 200, 512, 1000)
 # Of which each random product has ten.
 ANY = {
@@ -57,38 +54,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--random", action="store_true", help="random sizes from the first on, at random numbers of rows"
     )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="counts on from what a file of this command holds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", metavar="GPU", help="what the planner expects, for a GPU by name; needs none")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="prints what a file holds, as rows of a table")
     args = parser.parse_args(argv)
     report.settle(args, argv, "invariance_random" if args.random else "invariance", module="invariance")
     return args
-
-
-def print_expected(gpu: str, world: int) -> None:
-    expected_rows = expected(gpu, world)
-    for op in CALLS:
-        costs = [each["cost"] for each in expected_rows if each["op"] == op]
-        print(f"{op}: {len(costs)} rows, {geometric_mean(costs):.4f} in the geometric mean, {max(costs):.3f} at most")
-    costs = [each["cost"] for each in expected_rows]
-    over = sum(cost > 1.05 for cost in costs)
-    print(f"all: {len(costs)} rows, {geometric_mean(costs):.4f}, {max(costs):.3f} at most, {over} above 1.05")
-    for each in sorted(expected_rows, key=lambda each: -each["cost"])[:10]:
-        print(f"  {each['cost']:.3f}  {each['row']}  {' -> '.join(each['kernels'])}")
-
-
-def print_table(record: dict) -> None:
-    """Print the rows of `docs/concepts/determinism.md`: what was measured, and what the promise cost."""
-    versions = ", ".join(
-        f"{name} {version}" for name, version in record["versions"].items() if name in ("torch", "triton")
-    )
-    print(f"{record['world']} {record['gpu']}, {record['date']}, {versions}: {record['products']} products at")
-    print(f"{len(NUMBERS)} numbers of rows each, numbers that differ: {record['differing']}\n")
-    print("| call | None, us | batch, us | cost |\n|---|---:|---:|---:|")
-    for each in record.get("times", []):
-        free, alike = float(each["us"]["None"]), float(each["us"]["batch"])
-        print(f"| {each['row']} | {free:.1f} | {alike:.1f} | {alike / free:.3f} |")
 
 
 def drawn(args: argparse.Namespace, team: Team) -> Iterator[Case]:
@@ -175,6 +144,11 @@ def count_differing(team: Team, contexts: dict, cases: list[Case], unpromised: i
     record["beside"] += max(0, min(len(cases), unpromised))
 
 
+def problem(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
+    form = None if row.op == "ar" else row.form
+    return requested_problem(Request(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level))
+
+
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:
     """Return microseconds of each op in a graph: with the promise and without."""
     rows = [row for row in shapes.select(SAMPLE, list(CALLS), team.world) if row.supports(team.world) and row.M <= 4096]
@@ -250,9 +224,6 @@ def run(team: Team, args: argparse.Namespace) -> None:
     written |= {"products": 0, "beside": 0, "differing": dict.fromkeys(map(str, LEVELS), 0), "counted": {}, "bits": []}
     written["numbers_of_rows"] = ANY[team.device.type] if args.random else NUMBERS
     written["drawn"] = describe_random(team.world, team.device.type, args.random)
-    if args.resume:
-        before = json.loads(args.resume.read_text())
-        written |= {name: before[name] for name in ("products", "beside", "differing", "counted", "bits")}
 
     def write() -> None:
         if team.rank == 0:
@@ -280,12 +251,6 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.table:
-        print_table(json.loads(args.table.read_text()))
-        return 0
-    if args.model:
-        print_expected(args.model, args.ranks)
-        return 0
     return launch(run, args, limit_s=args.seconds + args.time_seconds + 120)
 
 

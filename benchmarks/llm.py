@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.cases import engines, mixtures, truth, vllm_engine, whole_models
 from benchmarks.measuring import report
-from benchmarks.tables.llm_table import render, summary
+from benchmarks.tables.every_row import render
 
 EAGER_STEPS = 4
 WARM_S, MOST_WARM = 1.0, 8  # of prompts before the one that is timed, after a first one: after a change a chip hunts
@@ -144,6 +144,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if contender.key in engines.PROMISING:
             contender.context.close()
     ctx.close()
+
+
+def summary(result: dict) -> str:
+    if result["status"] != "ok":
+        return f"{result['name']} {result['status']} ({result['notes'][-1]})"
+    first, step = (result.get(f"{key}_graph_ms", result.get(f"{key}_eager_ms", 0)) for key in ("first", "step"))
+    return f"{result['name']} first {first:.1f} ms, step {step:.2f} ms"
 
 
 def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:

@@ -28,7 +28,7 @@ from benchmarks import ops
 from benchmarks.measuring import models, report
 from benchmarks.rivals import everyone, of_flashinfer, of_nccl, of_vllm
 from benchmarks.rivals.contender import OURS, RIVAL, Contender
-from benchmarks.tables import ops_table
+from benchmarks.tables import every_row
 
 EPS = 1e-5
 ROWS = (1, 6, 16, 64, 128, 256, 512)
@@ -97,7 +97,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {shown}")
         if team.rank == 0:
             report.write(measured, args)
-    team.say("\n" + ops_table.render(report.rounded(measured), args.modes))
+    team.say("\n" + every_row.render(report.rounded(measured)))
     for heap in heaps:
         heap.close()
 

@@ -30,7 +30,7 @@ from benchmarks import moe
 from benchmarks.measuring import report, shapes
 from benchmarks.rivals import everyone
 from benchmarks.rivals.contender import GEMM, Contender
-from benchmarks.tables import ops_table
+from benchmarks.tables import every_row
 
 MIXTURES = "moe"  # among --shapes: the ops of mixtures of experts, in place of the four
 
@@ -130,7 +130,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {number}/{len(rows)} {row}: {' | '.join(shown)}")
         if team.rank == 0:
             report.write(measured, args)
-    team.say("\n" + ops_table.render(report.rounded(measured), args.modes))
+    team.say("\n" + every_row.render(report.rounded(measured)))
     for heap in heaps:
         heap.close()
 

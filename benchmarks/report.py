@@ -71,12 +71,11 @@ def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
         ccl_plots,
         llm_plots,
         ops_plots,
-        rma_plots,
         step_plots,
         timeline_plots,
     )
 
-    drawers = {"ops": ops_plots.draw, "llm": llm_plots.draw, "rma": rma_plots.draw, "step": step_plots.draw}
+    drawers = {"ops": ops_plots.draw, "llm": llm_plots.draw, "step": step_plots.draw}
     drawers |= {"ccl": ccl_plots.draw, "all_scatter": all_scatter_plots.draw, "timeline": timeline_plots.draw_all}
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.cases import contenders
 from benchmarks.cases.contenders import Contender
 from benchmarks.measuring import report
+from benchmarks.tables import every_row
 
 OPS = ("broadcast", "gather", "scatter", "reduce", "send", "sendrecv", "batch")
 NAMES = ("ctx.ccl", "torch")
@@ -57,7 +58,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
             written["rows"].append({"what": op, "size": f"{nbytes} bytes", **result})
             if team.rank == 0:
                 report.write(written, args)
-    team.say("\n" + contenders.render(report.rounded(written), "ctx.ccl", NAMES))
+    team.say("\n" + every_row.render(report.rounded(written)))
     ctx.close()
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.measuring import report
-from benchmarks.tables import step_table
+from benchmarks.tables import every_row
 
 ROTATED_BYTES, MOST_COPIES = 256 << 20, 96
 ALLOWED = 0.01  # relative, of the whole result in bf16
@@ -73,7 +73,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"{kind} {size}: " + ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items()))
     if team.rank == 0:
         report.write(written, args)
-    team.say("\n" + step_table.render(report.rounded(written)))
+    team.say("\n" + every_row.render(report.rounded(written)))
     if any(row["wrong"] or row["failed"] for row in written["rows"]):
         team.say("WRONG: " + str([row for row in written["rows"] if row["wrong"] or row["failed"]]))
         sys.exit(1)

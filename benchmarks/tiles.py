@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from benchmarks.cases import contenders
 from benchmarks.cases.contenders import Contender
 from benchmarks.measuring import report
+from benchmarks.tables import every_row
 from examples import tile_all_reduce_hopper
 from examples.tile_all_reduce import tile_matmul_kernel
 
@@ -124,7 +125,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         written["rows"].append(row())
         if team.rank == 0:
             report.write(written, args)
-    team.say("\n" + contenders.render(report.rounded(written), "tiles", NAMES))
+    team.say("\n" + every_row.render(report.rounded(written)))
     ctx.close()
 
 
@@ -150,7 +151,7 @@ def products(
     def tiles(out: torch.Tensor, **options: bool) -> None:
         tile_matmul_kernel[grid](
             ctx.get_device_context(), space, *described, out, M, N, K, *tile[:3], w, ONE_TILE=number == grid[0],
-            **options, num_warps=tile.warps, num_stages=tile.stages, **platform.beside(ctx.device),
+            **options, num_warps=tile.warps, num_stages=tile.stages, **platform.pdl_options(ctx.device),
         )  # fmt: skip
 
     def torchs() -> None:
@@ -203,7 +204,7 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
     def tiles() -> None:
         move_tiles_kernel[grid](
             ctx.get_device_context(), space, given, outs["tiles"], M, N, ROWS, N, exchange, w, num_warps=4,
-            **platform.beside(ctx.device),
+            **platform.pdl_options(ctx.device),
         )  # fmt: skip
 
     def ours() -> None:

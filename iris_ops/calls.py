@@ -247,7 +247,7 @@ class Calls:
         check_tensors(op, out, A, B, bias, scale, ctx.device)
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
-        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
+        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks, scale)
         problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
         k_per_rank = problem.sums.k_per_rank
         if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:

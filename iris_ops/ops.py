@@ -21,7 +21,7 @@ from .outputs import NewOutputs
 from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.requests import requested
-from .planning.weights import BY_FLAG
+from .planning.weights import named_format
 from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
 from .workspace import Workspace
 
@@ -61,9 +61,12 @@ class Ops(MixtureOps):
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
-        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
-        room for; it holds numbers only. Each rank has its own. Up to 16 rows of bf16, of magnitudes from 2**-61 to
-        2**63 or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
+        With `scale`, B is quantised: the transpose of a stored weight, whose K and scales are as
+        `iris_ops/quantised/packing.py` stores them. It stands for numbers that A's dtype must have room for; it holds
+        numbers only. Each rank has its own. Up to 16 rows of bf16, in fp8 and MXFP4 of magnitudes from 2**-61 to 2**63
+        or 0, are multiplied as they are by the stored weight. With `torch.float8_e4m3fn` and one float32 scale a
+        column more rows are rounded to eight bits, where the GPU multiplies those. In the other formats B is converted
+        to A's dtype in each call for more rows, and on GPUs other than Hopper.
 
         `k_per_rank`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's
         part of K ends within a leaf (`iris_ops/sum_tree.py`), and lists the parts that are possible.
@@ -150,21 +153,23 @@ class Ops(MixtureOps):
         experts: int | None = None,
         top_k: int | None = None,
         k_per_rank: Sequence[int] | None = None,
+        weights: str | None = None,
     ) -> FusedConfig:
         """Return the configuration of such a call, with kernel, reasons and predicted time; launch nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
-        longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
-        compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
-        begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1): of the ops of a
-        mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `k_per_rank`: as
-        the op takes it.
+        longer than the choice. `fp8`: whether B is in fp8, with a scale a column. `algorithm`: the best of that one
+        (`FusedConfig`), to compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows
+        of A, B and `out` begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1):
+        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
+        `k_per_rank`: as the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32),
+        "int4/128", "int4/channel" or "mxfp4".
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        weights = BY_FLAG[bool(fp8)]
-        request = Request(op, M, N, K, ranks, dtype, form, weights, level, experts, top_k, k_per_rank)
+        stored = named_format(weights, fp8)
+        request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
         problem = requested(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)

@@ -195,7 +195,7 @@ def requested_problem(request: Request) -> Problem:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if weights is not PLAIN and not operation.scaled:
-        raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {', '.join(SCALED)}")
+        raise ArgumentError(f"{weights.request} for {op}; expected {weights.no_request}, or one of {', '.join(SCALED)}")
     sizes = request.M, N, request.K, request.world_size
     problem = Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
     return promised(problem, request.invariant, request.k_per_rank)
@@ -214,16 +214,18 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
     return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
 
 
-def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
+def describe(
+    op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int,
+    scale: torch.Tensor | None = None,
+) -> Problem:  # fmt: skip
     """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
-    operation = operations.BY_NAME[op]
-    shapes = Shapes(tuple(A.shape), tuple(B.shape), tuple(out.shape), lambda size: part_of(size, world_size, rank))
-    fitting = operation.fits(shapes)
+    operation, weights = operations.BY_NAME[op], format_of(B, scale)
+    stored = weights.depth(B.shape[0], A.shape[1]), B.shape[1]
+    shapes = Shapes(tuple(A.shape), stored, tuple(out.shape), lambda size: part_of(size, world_size, rank))
+    fitting = operation.matching_form(shapes)
     if fitting is None:
         raise ShapeError(
             f"{op}: A is {shapes.A}, B is {shapes.B}, out is {shapes.out} on rank {rank}; expected"
             f" {operation.expects(shapes)} with w = {world_size} ranks, parts as torch.chunk splits them"
         )
-    return Problem(
-        operation.base or op, *fitting, world_size, A.dtype, format_of(B.dtype), operation.epilogue
-    )  # fmt: skip
+    return Problem(operation.base or op, *fitting, world_size, A.dtype, weights, operation.epilogue)

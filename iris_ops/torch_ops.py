@@ -146,24 +146,26 @@ def _run(
     if k_per_rank:
         out, more["k_per_rank"] = A.new_empty(size), k_per_rank  # peers write no such result
     else:
-        config = None if mean is None else _config(op, ctx, A, B, size, mean)
+        config = None if mean is None else _config(op, ctx, A, B, size, mean, scale)
         out = ctx.ops.outputs.new(op, A, B, size, config, scale)
     getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
     return out
 
 
 def _config(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int
-) -> FusedConfig | None:
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int,
+    scale: torch.Tensor | None,
+) -> FusedConfig | None:  # fmt: skip
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     operation = BY_NAME[op]
     if not operation.sums and operation.shared != "K":
         return None
+    weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
     if operation.shared == "K":
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, B.shape[0]
-    ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
+        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
+    ranks, level = ctx.num_ranks, ctx.invariant
     return ctx.ops._calls.plan(requested(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
 
 
@@ -197,7 +199,7 @@ for _op in BY_NAME:
 def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     A, B, bias, residual, weight, group, mean_part, scale, depths = given
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    config = None if depths or mean_part is None else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
+    config = None if depths or mean_part is None else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part, scale)
     out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)

@@ -50,7 +50,7 @@ class Workspace:
         self.products = relaunch.Calls(4)  # of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
-        self.meet()  # so that it is compiled before it is captured
+        self.rendezvous()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
         """Make room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
@@ -105,7 +105,7 @@ class Workspace:
         self.views[problem] = views
         return views
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """A barrier of all ranks in the current stream, apart from those that the user has under way."""
         self.barrier(tuple(range(self.ctx.num_ranks)))
         self.ctx.check()

@@ -108,7 +108,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris.machines import machine_named
     from iris_ops.planning.plan import plan
     from iris_ops.planning.requests import requested
-    from iris_ops.planning.weights import BY_FLAG
+    from iris_ops.planning.weights import named_format
     from iris_ops.problem import Request
     import torch
 
@@ -119,7 +119,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        weights, mixture = BY_FLAG[args.fp8], (args.experts, args.top_k)
+        weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
         request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
         chosen = plan(requested(request), machine, algorithm=args.algorithm)
     except ArgumentError as error:

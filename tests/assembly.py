@@ -18,7 +18,6 @@ import tempfile
 from typing import Any
 
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
-UNTRACED = "sm_90 without tracing"
 FUSED = ("reduce_scatter", "all_reduce", "matmul_all_gather", "all_gather_matmul")
 # Whose data says itself whether it has arrived: reductions, in which all ranks sum the same, and gathers.
 REDUCTIONS = ("lamport_all_turns", "lamport_owners", "lamport_scatter")

@@ -20,10 +20,9 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.assembly import UNTRACED, Kernel, Kernels
+from tests.assembly import Kernel, Kernels
 from tests.bare import bare
 from tests.processes import ROOT, patient, python_path
-from tests.untraced import copy_untraced
 
 RECORDS = Path(__file__).with_name("compiled")
 WRITING = "IRIS_TEST_WRITE_COMPILED" in os.environ
@@ -44,23 +43,20 @@ def recorded(target: str) -> dict[str, dict[str, Any]]:
 
 
 class CompiledKernel(Kernel):
-    """A kernel that answers from the record, if there is an answer and its code was not compiled in this run."""
+    """A kernel that answers from the record, unless its code was compiled in this run."""
 
-    def __init__(self, name: str, key: str, text: str | None, shared: int, answers: dict[str, Any]) -> None:
-        super().__init__(name, text or "", shared)
-        self.key, self.compiled, self.answers = key, text is not None, answers
-        self.asked: dict[str, Any] = {}
-        self.compile: Callable[[], str] = lambda: ""
-
-    @property
-    def text(self) -> str:
-        if not self.compiled:
-            self._text, self.compiled = self.compile(), True
-        return self._text
+    def __init__(self, path: Path, kept: dict[str, Any]) -> None:
+        texts = [path.with_suffix(suffix) for suffix in (".ptx", ".amdgcn")]
+        text = next((each.read_text() for each in texts if each.exists()), None)
+        self.key, self.compiled, self.asked = path.read_text(), text is not None, dict[str, Any]()
+        self.answers = kept.get("answers", {}) if kept.get("key") == self.key else {}
+        shared = int(path.with_suffix(".shared").read_text()) if self.compiled else kept.get("shared", 0)
+        super().__init__(path.stem, text or "", shared)
 
     def ask(self, question: str, work: Callable[[Kernel], Any]) -> Any:
         known, answer = question in self.answers, self.answers.get(question)
-        if not known or self.compiled:
+        assert known or self.compiled, f"{self.name}, {question}: not recorded: make compiled"
+        if self.compiled:
             fresh = json.loads(json.dumps(work(self)))
             assert not known or fresh == answer or WRITING, f"{question}: {fresh}, recorded is {answer}: make compiled"
             answer = fresh
@@ -69,13 +65,12 @@ class CompiledKernel(Kernel):
 
 
 class Compilation:
-    """Of a target's name, its kernels by name; those of `UNTRACED` are without any call that records events.
+    """Of a target's name, its kernels by name.
 
     Test processes that share `folder` compile for a target once. `whole`: kernels that are recorded are compiled, too.
     """
 
     def __init__(self, folder: Path, whole: bool) -> None:
-        self.whole = whole
         self._pattern = os.environ.get(ENV_KERNELS, "")
         self._anew = whole or WRITING or bool(self._pattern)
         self._folder, self._processes = folder, list[subprocess.Popen]()
@@ -92,48 +87,29 @@ class Compilation:
         return self._found[target].result()
 
     def _compiled(self, target: str) -> Kernels:
-        known, kernels, folder = recorded(target), Kernels(), self._folder / target.replace(" ", "_")
-        keys = [] if self._anew else [each["key"] for each in known.values()]
-        self._compile(target, folder, self._pattern, keys)
-        for path in sorted(folder.glob("*.key")):
-            name, key, text = path.stem, path.read_text(), _text(path)
-            kept = known.get(name, {})
-            kept = kept if kept.get("key") == key else {"shared": 0, "answers": {}}
-            shared = kept["shared"] if text is None else int(path.with_suffix(".shared").read_text())
-            kernels[name] = kernel = CompiledKernel(name, key, text, shared, kept["answers"])
-            kernel.compile = lambda path=path: self._alone(target, path)
-        return kernels
-
-    def _alone(self, target: str, path: Path) -> str:
-        """The text of a kernel that is asked what the record does not say."""
-        folder = path.with_suffix("")
-        self._compile(target, folder, f"^{path.stem}$", [])
-        return _text(folder / path.name)
-
-    def _compile(self, target: str, folder: Path, pattern: str, keys: list[str]) -> None:
+        known, folder = recorded(target), self._folder / target
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with its process
             if not (folder / "complete").exists():
-                (folder / "keys").write_text("\n".join(keys))
-                self._run(target, folder, [str(folder), pattern, str(folder / "keys")], processes=1 if keys else 2)
+                for begun in folder.glob("*.key"):  # by processes that were ended
+                    begun.unlink()
+                (folder / "keys").write_text("\n".join(each["key"] for each in known.values() if not self._anew))
+                self._run(target, folder, processes=2 if self._anew else 1)
                 (folder / "complete").touch()
+        paths = sorted(folder.glob("*.key"))
+        return {path.stem: CompiledKernel(path, known.get(path.stem, {})) for path in paths}
 
-    def _run(self, target: str, folder: Path, arguments: list[str], processes: int) -> None:
-        name, source = target, ROOT
-        if target == UNTRACED:
-            name, source = "sm_90", folder / "source"
-            copy_untraced(source)
-        command = [sys.executable, "-m", "tests.compile_kernels", name, *arguments]
+    def _run(self, target: str, folder: Path, processes: int) -> None:
+        command = [sys.executable, "-m", "tests.compile_kernels", target, folder, self._pattern, folder / "keys"]
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
-        for begun in folder.glob("*.begun"):  # by processes that were ended
-            begun.unlink()
         with (folder / "errors").open("w") as errors:
-            for _ in range(processes):
-                self._processes.append(
-                    subprocess.Popen(command, cwd=source, env=environment, stdout=errors, stderr=subprocess.STDOUT)
-                )
-            wrong = [process.wait(patient(_LIMIT_S)) for process in self._processes[-processes:]]
+            started = [
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=errors, stderr=subprocess.STDOUT)
+                for _ in range(processes)
+            ]
+            self._processes += started
+            wrong = [process.wait(patient(_LIMIT_S)) for process in started]
         assert not any(wrong), f"{target}: {(folder / 'errors').read_text()[-4000:]}"
 
     def write(self) -> None:
@@ -149,9 +125,3 @@ class Compilation:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
-
-
-def _text(path: Path) -> str | None:
-    """The assembly beside a kernel's key, if the kernel was compiled."""
-    paths = (path.with_suffix(kind) for kind in (".ptx", ".amdgcn"))
-    return next((each.read_text() for each in paths if each.exists()), None)

@@ -24,117 +24,95 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 
 import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import jit  # noqa: E402
 
 from tests.bare import bare  # noqa: E402
 
 _Function = getattr(jit, "JITCallable", jit.JITFunction)
+_init = _Function.__init__
 
 
-def read_bare_sources() -> None:
-    """Has triton read kernels without comments and docstrings, as if each stood in line 0, and so know them by that."""
-    made = _Function.__init__
-
-    def init(self: Any, *args: Any, **named: Any) -> None:
-        made(self, *args, **named)
-        self._src = bare(self._src)
-
-    _Function.__init__ = init
-    _Function.starting_line_number = property(lambda self: 0, lambda self, line: None)
+def _read_bare_source(self: Any, *args: Any, **named: Any) -> None:
+    _init(self, *args, **named)
+    self._src = bare(self._src)
 
 
-read_bare_sources()  # before the library makes functions
+# Before the library makes functions: kernels have no comments and docstrings, and each stands in line 0.
+_Function.__init__ = _read_bare_source
+_Function.starting_line_number = property(lambda self: 0, lambda self, line: None)
 
 from tests import fake_gpu  # noqa: E402
 
 
-class Launches:
-    """What is launched from now on: nothing runs, and nothing is compiled before it is asked for."""
+def record_launches(sources: list[tuple[Any, Any, dict]]) -> None:
+    """Add to `sources` what the compiler would be given for each launch from now on. Nothing is compiled or runs."""
+    run, whole = jit.JITFunction.run, triton.compiler.compile
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, tuple, dict]] = []
-        self._run, launches = jit.JITFunction.run, self
+    def stop(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
+        sources.append((source, target, options))
+        return SimpleNamespace()
 
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-            launches.seen.append((kernel, args, named))
-
-        jit.JITFunction.run = run
-
-    def source(self, number: int, kernel: str = "") -> tuple[Any, GPUTarget, dict]:
-        """What the compiler would be given for one of the launches, or the last of `kernel`; forgets them all."""
-        seen = [each for each in self.seen if not kernel or each[0].fn.__name__ == kernel]
-        (function, args, named), found = seen[number], []
-        self.seen.clear()
-
-        def stop(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
-            found.append((source, target, options))
-            return SimpleNamespace()
-
-        kept, triton.compiler.compile = triton.compiler.compile, stop
-        function.device_caches.clear()
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        triton.compiler.compile = stop
+        kernel.device_caches.clear()
         try:
-            self._run(function, *args, grid=(1, 1, 1), warmup=True, **named)
+            run(kernel, *args, grid=(1, 1, 1), warmup=True, **named)
         finally:
-            triton.compiler.compile = kept
-            function.device_caches.clear()
-        return found[0]
+            triton.compiler.compile = whole
+            kernel.device_caches.clear()
+
+    jit.JITFunction.run = record
 
 
-def key_of(source: Any, target: GPUTarget, options: dict) -> str:
+def key_of(source: Any, target: Any, options: dict) -> str:
     """A digest of all that decides the kernel's code."""
     from iris import platform, triton_private
 
+    def known(given: Any) -> Any:
+        """Constants, with keys in place of functions."""
+        return (
+            [known(each) for each in given] if isinstance(given, tuple | list) else getattr(given, "cache_key", given)
+        )
+
     backend = triton.compiler.make_backend(target)
     changed = [bare(inspect.getsource(module)) for module in (triton_private, platform)]  # outside of kernels
-    constants = repr(_known(sorted(source.constants.items())))
-    parts = (
-        triton.__version__,
-        backend.hash(),
-        backend.parse_options(options).hash(),
-        source.hash(),
-        constants,
-        *changed,
-    )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
-
-
-def _known(given: Any) -> Any:
-    """Constants, with keys in place of functions."""
-    return [_known(each) for each in given] if isinstance(given, tuple | list) else getattr(given, "cache_key", given)
+    parts = triton.__version__, backend.hash(), backend.parse_options(options).hash(), source.hash()
+    digested = "\n".join([*parts, repr(known(sorted(source.constants.items()))), *changed])
+    return hashlib.sha256(digested.encode()).hexdigest()[:20]
 
 
 def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
     os.nice(5)  # other tests run meanwhile
-    mode = fake_gpu.pretend(name)
+    mode, wrong = fake_gpu.pretend(name), 0
     if fake_gpu.TARGETS[name].backend == "hip":
         os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"
     from tests import kernel_cases
 
-    known = set(Path(keys).read_text().split()) if keys else set()
-    launches, wrong = Launches(), 0
+    known = Path(keys).read_text().split() if keys else ()
+    sources: list[tuple[Any, Any, dict]] = []
+    record_launches(sources)
     for case, call, kind in kernel_cases.cases(fake_gpu.TARGETS[name]):
+        path = Path(folder, f"{case}.key")
         if not re.search(pattern, case):
             continue
         try:
-            Path(folder, f"{case}.begun").touch(exist_ok=False)
-        except FileExistsError:
+            path.touch(exist_ok=False)
+        except FileExistsError:  # another process has it
             continue
-        print(case, flush=True)
         number, kernel = kind.pop("launch", -1), kind.pop("kernel", "")
         try:
             with mode:
                 rank = fake_gpu.fake_rank(**kind)
-                launches.seen.clear()
+                sources.clear()
                 call(rank)
-                source, target, options = launches.source(number, kernel)
+                source, target, options = [each for each in sources if kernel in each[0].fn.fn.__name__][number]
                 key = key_of(source, target, options)
-            Path(folder, f"{case}.key").write_text(key)
+            path.write_text(key)
             if key not in known:
                 compiled = triton.compile(source, target=target, options=options)
-                kind = "ptx" if target.backend == "cuda" else "amdgcn"
-                Path(folder, f"{case}.shared").write_text(str(compiled.metadata.shared))
-                Path(folder, f"{case}.{kind}").write_text(compiled.asm[kind])
+                suffix = ".ptx" if target.backend == "cuda" else ".amdgcn"
+                path.with_suffix(".shared").write_text(str(compiled.metadata.shared))
+                path.with_suffix(suffix).write_text(compiled.asm[suffix[1:]])
         except Exception:
             wrong += 1
             print(case, traceback.format_exc(), file=sys.stderr)

@@ -17,18 +17,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
+    "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
+}  # fmt: skip
 # Name, multiprocessors, shared memory of a program.
 _GPUS = {
-    "sm_90": ("NVIDIA H200", 132, 227 << 10),
-    "sm_100": ("NVIDIA B200", 148, 227 << 10),
-    "gfx942": ("AMD Instinct MI300X", 304, 64 << 10),
-    "gfx950": ("AMD Instinct MI350X", 256, 160 << 10),
-}
+    "sm_90": ("NVIDIA H200", 132, 227 << 10), "sm_100": ("NVIDIA B200", 148, 227 << 10),
+    "gfx942": ("AMD Instinct MI300X", 304, 64 << 10), "gfx950": ("AMD Instinct MI350X", 256, 160 << 10),
+}  # fmt: skip
 _addresses: dict[int, tuple[int, Any]] = {}  # of storages, which stay
 
 
@@ -94,16 +90,10 @@ def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None
     rank.cur_rank, rank.num_ranks, rank.group_name, rank.heap_size = number, world_size, "fake", size
     rank.device, rank.gpu_id, rank.heap, rank._segment = memory.device, 0, Heap(segment), segment
     rank.hosts = SimpleNamespace(members=lambda group: ranks, rank=number, size=world_size)
-    rank.agreement, rank.invariant, rank.recording, rank._handed_out, rank._pool = (
-        None,
-        invariant,
-        recording,
-        1 << 60,
-        None,
-    )
-    rank._context_tensor = torch.tensor(
-        pack(number, bases, size, bases, 0, 0, 1), dtype=torch.int64, device=rank.device
-    )
+    rank.agreement, rank.invariant, rank.recording = None, invariant, recording
+    rank._handed_out, rank._pool = 1 << 60, None
+    fields = pack(number, bases, size, bases, 0, 0, 1)
+    rank._context_tensor = torch.tensor(fields, dtype=torch.int64, device=rank.device)
     rank.heap_bases = rank._context_tensor[HEADER.value : HEADER.value + world_size].view(torch.uint64)
     counts = rank.heap.reserve((DeviceBarrier.WORDS * world_size,), torch.int32)
     rank._barrier = DeviceBarrier(rank.device, rank._context_tensor, world_size, counts)

@@ -1,4 +1,4 @@
-"""The calls whose kernels are compiled ahead of time: `CASES` has a call for each form that a kernel takes.
+"""The calls whose kernels are compiled ahead of time: `cases` has a call for each form that a kernel takes.
 
 A call is the library's own on the tensors of a fake GPU (`tests/fake_gpu.py`), so the library chooses kernel, constants
 and signature. A case bears the name of the last kernel that its call launches.
@@ -13,9 +13,10 @@ from typing import Any
 from iris import platform
 from iris.ccl import Config
 from iris_ops import FusedConfig
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
+from iris_ops.quantised import packing, scaled_matmul
+from iris_tp.bench.rows import CALLS, Row
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -31,17 +32,9 @@ WORLD_SIZE = 4
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 # Of a portable tile, the stages for which shared memory has room: block_m, block_n, block_k, warps.
 TILES = {
-    (16, 64, 128, 4): 5,
-    (128, 256, 64, 8): 3,
-    (16, 64, 256, 4): 5,
-    (64, 64, 128, 4): 6,
-    (64, 64, 128, 8): 6,
-    (64, 32, 128, 4): 8,
-    (32, 64, 256, 4): 4,
-    (128, 128, 64, 8): 6,
-    (32, 64, 128, 4): 8,
-    (128, 64, 128, 4): 4,
-}
+    (16, 64, 128, 4): 5, (128, 256, 64, 8): 3, (16, 64, 256, 4): 5, (64, 64, 128, 4): 6, (64, 64, 128, 8): 6,
+    (64, 32, 128, 4): 8, (32, 64, 256, 4): 4, (128, 128, 64, 8): 6, (32, 64, 128, 4): 8, (128, 64, 128, 4): 4,
+}  # fmt: skip
 SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 
 
@@ -57,39 +50,21 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = BF16, transposed: bool = F
 
 
 def fused(
-    op: str,
-    M: int = 4096,
-    N: int = 4096,
-    K: int = 4096,
-    form: str = "rows",
-    pad: int = 0,
-    config: Any = None,
-    transposed: bool = True,
-    biased: bool = True,
-    fp8: bool = False,
-    normed: bool = False,
-    dtype: Any = BF16,
-    **options: Any,
-) -> Callable[[Any], None]:
-    """A call of `ctx.ops.<op>`. M, N, K: as in `iris_ops.problem.Problem`."""
+    op: str, M: int = 4096, N: int = 4096, K: int = 4096, form: str = "rows", pad: int = 0, config: Any = None,
+    transposed: bool = True, fp8: bool = False, dtype: Any = BF16, **options: Any,
+) -> Callable[[Any], None]:  # fmt: skip
+    """A call of `ctx.ops.<op>`. M, N, K: as in `iris_tp.bench.rows.Row`."""
+    row = Row(next(short for short, name in CALLS.items() if op.startswith(name)), M, N, K, form)
 
     def call(ctx: Any) -> None:
-        w, m, n, k, rows, cols = ctx.num_ranks, M, N, K, M, N
-        if op.startswith("all_gather_matmul"):
-            m, k = (M // w, K) if form == "rows" else (M, K // w)
-            cols = N // 2 if "gated" in op else N
-        elif op == "matmul_all_gather":
-            m, n = (M // w, N) if form == "rows" else (M, N // w)
-        elif op == "matmul_reduce_scatter":
-            rows, cols = (M // w, N) if form == "rows" else (M, N // w)
-        depth = K if op.startswith("all_gather_matmul") else k
-        out, A, B = new(rows, cols, dtype=dtype), matrix(m, k, dtype, pad=pad), matrix(depth, n, dtype, transposed, pad)
-        if fp8:
-            B, options["scale"] = matrix(depth, n, FP8, True), new(n, dtype=FP32)
-        bias = new(n, dtype=dtype) if biased else None
-        tensors = [A, B, new(M, N), new(N)] if normed else [A, B]
-        first = [new(M, N), new(-(-N // 64), M, dtype=FP32)] if normed else []
-        getattr(ctx.ops, op)(out, *first, *tensors, bias, config=config, **options)
+        n, depth = row.w_shape(ctx.num_ranks)
+        rows, cols = row.out_shape(0, ctx.num_ranks)
+        out, A = new(rows, cols // (1 + ("gated" in op)), dtype=dtype), row.a_shape(0, ctx.num_ranks)
+        tensors = [matrix(*A, dtype, pad=pad), matrix(depth, n, FP8 if fp8 else dtype, transposed, pad)]
+        scale = dict(scale=new(n, dtype=FP32)) if fp8 else {}
+        if op.endswith("norm"):
+            tensors = [new(M, N), new(-(-N // 64), M, dtype=FP32), *tensors, new(M, N), new(N)]
+        getattr(ctx.ops, op)(out, *tensors, new(n, dtype=dtype), config=config, **scale, **options)
 
     return call
 
@@ -102,11 +77,8 @@ def tile(target: GPUTarget, m: int, n: int, k: int, warps: int, algorithm: str =
 
 
 def cases(target: GPUTarget) -> Iterator[Case]:
-    for group in (overlapped, few_rows, local, mixtures, collectives, users):
+    for group in (overlapped, few_rows, local, mixtures, collectives, users, hopper):
         for name, call, *rank in group(target):
-            yield name, call, dict(*rank)
-    if target.arch == 90:
-        for name, call, *rank in hopper():
             yield name, call, dict(*rank)
 
 
@@ -139,14 +111,14 @@ def few_rows(target: GPUTarget) -> Iterator[Any]:
     reduce, scatter, gather = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_gather"
     low, owners = one(16, 64, 256, 4), two(64, 64, 128, 8)
     yield "lamport_all", fused(reduce, M=16, config=low)
-    yield "lamport_all_norm", fused("matmul_all_reduce_norm", M=16, normed=True, config=low)
+    yield "lamport_all_norm", fused("matmul_all_reduce_norm", M=16, config=low)
     yield "lamport_all_turns", fused(reduce, M=64, N=16384, config=low)
     yield "lamport_owners", fused(reduce, M=256, config=owners)
     yield "lamport_scatter", fused(scatter, M=256, config=one(64, 64, 128, 4))
     yield "lamport_gather", fused(gather, M=128, config=one(32, 64, 256, 4))
     yield "lamport_gather_first", fused("all_gather_matmul", M=256, config=low)
     yield "lamport_narrow_of_two", fused(reduce, M=64, N=2048, config=one(64, 32, 128, 4)), dict(world_size=2)
-    yield "first_half", fused("matmul_all_reduce_norm", M=4096, normed=True, config=tile(target, 128, 256, 64, 8))
+    yield "first_half", fused("matmul_all_reduce_norm", M=4096, config=tile(target, 128, 256, 64, 8))
     for name, op, M, config, ranks in (
         ("all", reduce, 16, low if target.backend == "cuda" else one(32, 64, 256, 4), 2),
         ("narrow", reduce, 64, one(64, 32, 128, 4), 2),
@@ -239,39 +211,29 @@ def _down(op: str, tokens: int, ctx: Any, **options: Any) -> None:
 
 
 def collectives(target: GPUTarget) -> Iterator[Any]:
-    def call(op: str, rows: int, cols: int, dtype: torch.dtype = BF16, gap: int = 0, **config: Any) -> Callable:
+    def call(op: str, rows: int, dtype: torch.dtype = BF16, gap: int = 0, block: int = 0, **config: Any) -> Callable:
         def made(ctx: Any) -> None:
-            w = ctx.num_ranks
-            shapes = {"all_reduce": (1, 1, 1, 1), "reduce_scatter": (1, 1, w, 1), "all_gather": (w, 1, 1, 1)}
-            a, b, c, d = shapes.get(op, (1, 1, 1, 1))
-            out, inp = matrix(a * rows, b * cols, dtype, pad=gap), matrix(c * rows, d * cols, dtype, pad=gap)
-            getattr(ctx.ccl, op)(out, inp, config=Config(**config))
+            out = matrix(rows * (ctx.num_ranks if op == "all_gather" else 1), 4096, dtype, pad=gap)
+            inp = matrix(rows * (ctx.num_ranks if op == "reduce_scatter" else 1), 4096, dtype, pad=gap)
+            given = dict(block_size_m=1, block_size_n=block) if block else {}
+            getattr(ctx.ccl, op)(out, inp, config=Config(**given, **config))
 
         return made
 
-    def lamport(block: int) -> dict:
-        return dict(protocol="lamport", block_size_m=1, block_size_n=block)
-
-    def flags(block: int) -> dict:
-        return dict(protocol="flags", block_size_m=1, block_size_n=block)
-
-    yield "ccl_lamport_one_shot", call("all_reduce", 64, 4096, **lamport(1024), all_reduce_variant="one_shot")
-    yield "ccl_lamport_two_shot", call("all_reduce", 64, 4096, gap=64, **lamport(1024), all_reduce_variant="two_shot")
-    two = dict(world_size=2)
-    yield (
-        "ccl_lamport_one_shot_of_two",
-        call("all_reduce", 64, 4096, **lamport(2048), all_reduce_variant="one_shot"),
-        two,
-    )
-    yield "ccl_lamport_scatter_of_two", call("reduce_scatter", 64, 4096, **lamport(2048)), two
-    yield "ccl_flags_two_shot", call("all_reduce", 4096, 4096, gap=64, **flags(8192), all_reduce_variant="two_shot")
-    yield "ccl_flags_scatter", call("reduce_scatter", 4096, 4096, **flags(8192))
-    yield "ccl_flags_gather", call("all_gather", 4096, 4096, **flags(8192))
-    yield "ccl_flags_gather_bytes", call("all_gather", 4096, 4096, torch.uint8, **flags(16384))
-    yield "ccl_flags_exchange", call("all_to_all", 4096, 4096, gap=64, **flags(8192))
-    yield "ccl_ring", call("all_reduce", 4096, 4096, all_reduce_variant="ring", all_reduce_num_rings=2)
-    yield "ccl_atomic", call("all_reduce", 64, 4096, all_reduce_variant="atomic")
-    yield "ccl_spinlock", call("all_reduce", 64, 4096, all_reduce_variant="spinlock")
+    reduce, scatter, one, two = "all_reduce", "reduce_scatter", dict(all_reduce_variant="one_shot"), "two_shot"
+    lamport, flags, of_two = dict(protocol="lamport"), dict(protocol="flags"), dict(world_size=2)
+    yield "ccl_lamport_one_shot", call(reduce, 64, block=1024, **lamport, **one)
+    yield "ccl_lamport_two_shot", call(reduce, 64, gap=64, block=1024, **lamport, all_reduce_variant=two)
+    yield "ccl_lamport_one_shot_of_two", call(reduce, 64, block=2048, **lamport, **one), of_two
+    yield "ccl_lamport_scatter_of_two", call(scatter, 64, block=2048, **lamport), of_two
+    yield "ccl_flags_two_shot", call(reduce, 4096, gap=64, block=8192, **flags, all_reduce_variant=two)
+    yield "ccl_flags_scatter", call(scatter, 4096, block=8192, **flags)
+    yield "ccl_flags_gather", call("all_gather", 4096, block=8192, **flags)
+    yield "ccl_flags_gather_bytes", call("all_gather", 4096, torch.uint8, block=16384, **flags)
+    yield "ccl_flags_exchange", call("all_to_all", 4096, gap=64, block=8192, **flags)
+    yield "ccl_ring", call(reduce, 4096, all_reduce_variant="ring", all_reduce_num_rings=2)
+    for variant in ("atomic", "spinlock"):
+        yield f"ccl_{variant}", call(reduce, 64, all_reduce_variant=variant)
     yield "ccl_messages", lambda ctx: ctx.ccl.broadcast(new(64, 4096, dtype=torch.int32), src=1)
     yield "ccl_reduce", lambda ctx: ctx.ccl.reduce(new(64, 4096), dst=1)
     yield "device_barrier", lambda ctx: ctx.device_barrier()
@@ -281,31 +243,14 @@ def users(target: GPUTarget) -> Iterator[Any]:
     """Kernels of tests, examples and benchmarks, as users write them."""
     lane = target.warp_size
 
-    def launch(
-        kernel: Any, ctx: Any, *, dtype: torch.dtype = BF16, number: torch.dtype = torch.int32, **options: Any
-    ) -> None:
-        known = dict(
-            src=new(1 << 16, dtype=dtype),
-            dst=new(1 << 16, dtype=dtype),
-            inp=new(1 << 16),
-            out=new(1 << 16, dtype=FP32),
-            flags=new(1 << 12, dtype=number),
-            sums=new(64, dtype=torch.int64),
-            ctx_ptr=ctx.get_device_context(),
-            rank=2,
-            peer=3,
-            n=4096,
-            num_tiles=16,
-            rows=64,
-            first_owner=0,
-            owners=4,
-            heap_bases=ctx.get_heap_bases(),
-            WORLD_SIZE=WORLD_SIZE,
-        )
+    def launch(kernel: Any, ctx: Any, *, dtype: torch.dtype = BF16, **options: Any) -> None:
+        known = dict(src=new(1 << 16, dtype=dtype), dst=new(1 << 16, dtype=dtype), inp=new(1 << 16))
+        known |= dict(out=new(1 << 16, dtype=FP32), flags=new(1 << 12, dtype=torch.int32), rank=2, peer=3, n=4096)
+        known |= dict(sums=new(64, dtype=torch.int64), ctx_ptr=ctx.get_device_context(), num_tiles=16, rows=64)
+        known |= dict(first_owner=0, owners=4, heap_bases=ctx.get_heap_bases(), WORLD_SIZE=WORLD_SIZE)
         if "sync" in kernel.arg_names or "tiles" in kernel.fn.__name__:
             known["sync"] = known["flags"] = ctx.ccl.tile_space(16, 64 * 128, BF16)
-        wanted = {name: known[name] for name in kernel.arg_names if name in known}
-        kernel[(1,)](**wanted | options)
+        kernel[(1,)](**{name: known[name] for name in kernel.arg_names if name in known} | options)
 
     def gluon_tiles(ctx: Any, **options: Any) -> None:
         launch(gluon_kernels.gluon_tiles_kernel, ctx, out=new(1 << 16), **options)
@@ -317,12 +262,8 @@ def users(target: GPUTarget) -> Iterator[Any]:
     for op in ("store", "put"):
         options = benchmark.options(op, torch.device("cuda", 0))
         yield f"benchmark_{op}", partial(launch, benchmark.move_kernel, dtype=torch.int32, **options)
-    for name, block, per_thread in (
-        ("put_and_signal", 2048, 8),
-        ("copies", 2048, 8),
-        ("recorded_put", 2048, 8),
-        ("atomics", 128, 1),
-    ):
+    for name in ("put_and_signal", "copies", "recorded_put", "atomics"):
+        block, per_thread = (128, 1) if name == "atomics" else (2048, 8)
         layout = gl.BlockedLayout([per_thread], [lane], [4], [0])
         kernel = getattr(gluon_kernels, f"gluon_{name}_kernel")
         yield f"gluon_{name}", partial(launch, kernel, num_warps=4, BLOCK=block, LAYOUT=layout)
@@ -336,31 +277,22 @@ def users(target: GPUTarget) -> Iterator[Any]:
     yield "example_matmul", _example
     if target.arch == 90:
         yield "example_matmul_hopper", _example_hopper
-        yield (
-            "example_store_warp",
-            lambda ctx: fused_store_warp.all_scatter(
-                common.Case(ctx, new(4096, 4096), new(4096, 4096), common.Blocks())
-            ),
-        )
+        yield "example_store_warp", _example_store_warp
 
 
 def _example(ctx: Any) -> None:
     a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
-    tile_all_reduce.tile_matmul_kernel[(8,)](
+    space, numbers = ctx.ccl.tile_space(64, 4096), (512, 512, 512, 64, 64, 32, WORLD_SIZE)
+    kernel = tile_all_reduce.tile_matmul_kernel[(8,)]
+    kernel(
         ctx.get_device_context(),
-        ctx.ccl.tile_space(64, 4096),
+        space,
         a,
         b,
         new(512, 512),
-        512,
-        512,
-        512,
-        64,
-        64,
-        32,
-        WORLD_SIZE,
+        *numbers,
         ONE_TILE=True,
-        **platform.beside(ctx.device),
+        **platform.pdl_options(ctx.device),
     )
 
 
@@ -369,8 +301,14 @@ def _example_hopper(ctx: Any) -> None:
     tile_all_reduce_hopper.tile_matmul_hopper(ctx, space, new(4096, 4096), new(4096, 4096), new(4096, 4096))
 
 
-def hopper() -> Iterator[Any]:
-    """Warp-specialised kernels, and weights in eight bits."""
+def _example_store_warp(ctx: Any) -> None:
+    fused_store_warp.all_scatter(common.Case(ctx, new(4096, 4096), new(4096, 4096), common.Blocks()))
+
+
+def hopper(target: GPUTarget) -> Iterator[Any]:
+    """Warp-specialised kernels, and weights in fp8."""
+    if target.arch != 90:
+        return
     of, reduce, scatter = partial(FusedConfig, warp_specialised=True), "matmul_all_reduce", "matmul_reduce_scatter"
     wide, narrow = of(128, 256, 64, num_stages=3), of(128, 128, 64, num_stages=5, splits=2)
     yield "all_reduce_hopper_256", fused(reduce, config=wide)
@@ -397,13 +335,41 @@ def hopper() -> Iterator[Any]:
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
+    for name, (form, group) in STREAMED.items():
+        yield f"skinny_{name}", partial(_skinny_stored, form, group)
+        if name in STREAMED_BETWEEN_RANKS:
+            yield f"lamport_{name}", partial(_lamport_stored, form, group)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
-    yield (
-        "fp8_tiles",
-        lambda ctx: scaled_matmul.product(new(64, 4096), new(16384, 4096, dtype=FP8), new(16384, dtype=FP32), None),
-    )
+    yield "fp8_tiles", _fp8_tiles
+
+
+# Formats with scales of groups: packing, group.
+STREAMED = {
+    "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
+    "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
+    "mxfp4": (packing.MXFP4, 32),
+}  # fmt: skip
+STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
+
+
+def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
+    return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
+
+
+def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    weight, scale = _stored(form, group, 4096, 4096)
+    ctx.ops.matmul_all_reduce(new(8, 4096), new(8, 4096), weight.t(), scale=scale)
+
+
+def _skinny_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    weight, scale = _stored(form, group, 16384, 4096)
+    skinny_matmul.skinny_matmul(new(16, 4096), weight, new(16384), scale=scale)
 
 
 def _skinny_fp8(M: int, N: int, ctx: Any) -> None:
     skinny_matmul.skinny_matmul(new(M, 4096), new(N, 4096, dtype=FP8), new(N), scale=new(N, dtype=FP32))
+
+
+def _fp8_tiles(ctx: Any) -> None:
+    scaled_matmul.product(new(64, 4096), new(16384, 4096, dtype=FP8), new(16384, dtype=FP32), None)

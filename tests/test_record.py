@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.compilation import CompiledKernel, recorded
+from tests.compilation import recorded
 from tests.processes import ROOT, patient, python_path
 
 
@@ -41,16 +41,3 @@ def test_a_kernel_is_compiled_if_its_code_has_changed_and_only_then(tmp_path: Pa
     assert {path.stem for path in folder.glob("*.key")} == {"device_barrier", "gate", "norm"}
     compiled = {path.stem: path.read_text() for path in folder.glob("*.ptx")}
     assert compiled.keys() == {"device_barrier"} and after in compiled["device_barrier"]
-
-
-def test_a_kernel_answers_from_the_record_until_it_is_compiled() -> None:
-    text = ".target sm_90a\nst.global.b32 x;\nst.global.b32 y;\n"
-    stores = r"st\.global"
-    kernel = CompiledKernel("kernel", "", None, 0, {f"count {stores}": 7})
-    assert kernel.count(stores) == 7 and kernel.asked == {f"count {stores}": 7}
-    kernel.compile = lambda: text
-    assert kernel.count("st") == 2, "what is not recorded is asked of the code"
-    again = CompiledKernel("kernel", "", text, 0, {f"count {stores}": 7})
-    with pytest.raises(AssertionError, match="2, recorded is 7: make compiled"):
-        again.count(stores)
-    assert CompiledKernel("kernel", "", text, 0, {}).count(stores) == 2

@@ -12,12 +12,9 @@ from iris_ops.problem import Request, requested_problem
 import pytest
 import torch
 
-from benchmarks import again, ccl, invariance, llm, norms, ops, rma
+from benchmarks import again, ccl, llm, norms, ops, rma
 from benchmarks.measuring import freshness, report
-from benchmarks.report import main
-from benchmarks.tables import docs_tables, invariance_tables, marks, page_tables, pages
-
-KERNELS = "iris_ops/kernels"
+from benchmarks.tables import marks, page_tables, pages
 
 
 @pytest.fixture
@@ -71,16 +68,6 @@ def test_a_change_marks_what_was_made_by_it(tree: Path, file: str, text: str, ch
     assert freshness.changes(run) == changed
 
 
-def test_a_kernel_that_is_gone_has_changed_and_what_has_no_digest_is_unknown(tree: Path) -> None:
-    run = run_of()
-    assert freshness.changes(run) == [freshness.UNKNOWN] and marks.changed(run) == "unknown"
-    run["code"] = freshness.recorded(run)
-    (tree / KERNELS / "a_kernel.py").unlink()
-    forget()
-    assert freshness.changes(run) == ["a_kernel"]
-    assert marks.changed(run, run["rows"][0]) == "kernel" and marks.changed(run) == "kernels"
-
-
 def test_a_row_whose_plan_is_another_says_so() -> None:
     """Where files of the plans have changed, but the row is planned as before, nothing has."""
     sizes = dict(M=64, N=8192, K=2048)
@@ -95,15 +82,6 @@ def test_a_row_whose_plan_is_another_says_so() -> None:
         assert marks.changed(run, row) == mark
 
 
-def test_kernels_of_plans_are_found_in_the_tree() -> None:
-    names = ("hopper.lamport_pair_scatter", "lamport_matmul", "with_torch.sequential", "fp8.lamport_stream")
-    for name in names:
-        assert freshness._file(freshness.module_of(name)), name
-    # torch's product is followed by a collective of the context
-    assert "iris.ccl.lamport" in freshness._reached(freshness.beginnings_of("with_torch.sequential"))
-    assert "iris.ccl.lamport" not in freshness._reached(freshness.beginnings_of("lamport_matmul"))
-
-
 def test_results_keep_digests_and_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IRIS_COMMIT", "abc")
     assert freshness.commit() == "abc"
@@ -116,11 +94,6 @@ def test_a_table_without_a_place_is_told() -> None:
     name, page, _ = pages.TARGETS[0]
     with pytest.raises(LookupError, match=f"{page}: expected <!-- {name} -->"):
         pages.rendered(page, "a page without it")
-
-
-def test_a_rival_that_is_newly_ahead_is_in_the_table_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs_tables, "_REASONS", {})
-    assert docs_tables.UNEXPLAINED in docs_tables.lost(of_current=True)
 
 
 def test_a_sentence_with_figures_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,34 +155,6 @@ def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) 
     assert [row[1] for row in cells_of(page_tables.summary(""))] == ["2 x H100", "2 x H100", "2 x H200"]
 
 
-def test_without_digests_the_newest_run_of_a_model_stands_alone(results: Path) -> None:
-    ours = {"ours": 2.0, "nccl": 3.0}
-    measure_llm(results, "h100", 2, {(1, 128): ours}, code=False)
-    measure_llm(results, "h200", 1, {(1, 128): ours, (16, 128): ours | {"vllm": 1.0}}, code=False)
-    assert cells_of(page_tables.models(2, "")) == [
-        ["Llama-3-8B", "1 x 128", "2.00", "3.00 (1.50x)", "1.00", "1.50 (1.50x)"]
-    ]
-
-
-def test_what_a_promise_costs_names_the_gpus_of_each_row(results: Path) -> None:
-    promised = {"ours": 2.0, "ours-batch": 2.1, "ours-ranks": 2.2}
-    measure_llm(results, "h100", 2, {(1, 128): promised, (16, 128): promised | {"ours-batch": 2.12}}, code=True)
-    measure_llm(results, "h200", 1, {(1, 128): promised | {"vllm": 4.0, "vllm-batch": 8.0}}, code=True)
-    first = cells_of(invariance_tables.models(""))[0]
-    assert first[:2] + first[4:] == [
-        *("llama-3-8b, H100", "32", "2.00", "2.10 (1.05)", "2.20 (1.10)", "H200: 4.00", "H200: 8.00 (2.00)"),
-    ]
-    told = 'On 2 x H100 a decode step takes 5 to 6 % longer with `"batch"` and 10 % longer with `"ranks"`.'
-    assert invariance_tables.step_costs("") == told
-
-
-def test_a_recorded_command_is_one_that_runs(tmp_path: Path) -> None:
-    """The module's name, where a benchmark's is another."""
-    place = ["--device", "cpu", "--out", str(tmp_path)]
-    for module, option in ((invariance, "--random"), (ccl, "--sweep")):
-        assert module.parse([option, *place]).command == f"python -m {module.__name__} {option} --device cpu"
-
-
 @pytest.mark.parametrize("step", again.STEPS, ids=lambda step: step.key)
 def test_every_step_of_measuring_anew_is_a_command(step: again.Step, tmp_path: Path) -> None:
     line = again.line_of(step, "h100", 2, tmp_path, 30)
@@ -219,9 +164,3 @@ def test_every_step_of_measuring_anew_is_a_command(step: again.Step, tmp_path: P
         options[options.index("--modes") + 1] = "eager"  # for CPUs have no graphs
     args = parsers[line[2].partition(".")[2]].parse(options)
     assert args.ranks == 2 and args.out == tmp_path and args.name.endswith("h100_x2")
-
-
-def test_what_has_no_table_is_told(tmp_path: Path) -> None:
-    (tmp_path / "soak.json").write_text('{"benchmark": "soak"}')
-    with pytest.raises(SystemExit, match="benchmark is soak; expected one of ops, "):
-        main([str(tmp_path / "soak.json")])

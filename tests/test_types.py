@@ -45,11 +45,6 @@ def test_functions_are_annotated(package):
     assert not found
 
 
-def test_an_unannotated_function_is_found():
-    source = "class A:\n    def f(self, x): ...\n\n@triton.jit\ndef kernel(x): ...\n\ndef g(x: int): ...\n"
-    assert unannotated(ast.parse(source), "a.py") == ["a.py:2 f", "a.py:7 g"]
-
-
 RIGHT = """
     import iris
     from iris import ccl

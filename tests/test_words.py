@@ -1,4 +1,4 @@
-"""The words of the documentation: none that was retired, and the length of its sentences, printed and not judged.
+"""The words of the documentation: none of them is retired.
 
 `RETIRED` has the retired words, each with the field's word for it. Pages of `docs/lab` are a record of experiments and
 keep the words of their time.
@@ -69,25 +69,7 @@ def retired(text: str) -> list[str]:
     return found
 
 
-def sentences(text: str) -> list[int]:
-    """Return the number of words of each sentence outside tables, code and headings."""
-    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "code", prose(text)))
-    lines = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[|:::|<)", line)]
-    parts = re.split(r"(?<=[.!?:;])\s+|\n\s*\n|(?:^|\n)\s*(?:[-*]|\d+\.)\s", "\n".join(lines))
-    return [words for part in parts if (words := len(re.findall(r"\w\S*", part))) > 2]
-
-
-UNREVISED: tuple[str, ...] = ()
-"""Pages that still have some. A page without any leaves this list."""
-
-
-def _parameter(page: Path) -> object:
-    name = str(page.relative_to(ROOT))
-    marks = pytest.mark.xfail(reason="not revised yet") if name in UNREVISED else ()
-    return pytest.param(page, id=name, marks=marks)
-
-
-@pytest.mark.parametrize("page", map(_parameter, PAGES))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_has_a_retired_word(page: Path) -> None:
     assert retired(page.read_text()) == []
 
@@ -96,21 +78,3 @@ def test_retired_words_are_found_in_prose_only() -> None:
     text = "The rank is told so.\n\n```python\ntold = 1\n```\n\nStand-ins run.\n"
     assert [each.split(" ")[0] for each in retired(text)] == ["'told'", "'Stand-ins'"]
     assert retired("A kinder, retold story about `timeline_roles_h200_x4`.") == []
-
-
-def test_sentences_are_counted() -> None:
-    text = "# A title\n\nOne two three. Four five six seven; eight nine ten.\n\n- one two three\n- four five six\n"
-    assert sentences(text) == [3, 4, 3, 3, 3]
-
-
-def test_lengths_of_sentences(capsys: pytest.CaptureFixture) -> None:
-    """Prints the mean and the longest sentence of each page, the longest first."""
-    counted = {page: sentences(page.read_text()) for page in PAGES}
-    rows = sorted(
-        ((max(found), sum(found) / len(found), page) for page, found in counted.items() if found), reverse=True
-    )
-    assert rows
-    with capsys.disabled():
-        print("\nwords in a sentence: longest, mean")
-        for longest, mean, page in rows:
-            print(f"{longest:4} {mean:6.1f}  {page.relative_to(ROOT)}")

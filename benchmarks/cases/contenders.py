@@ -9,9 +9,6 @@ from iris_tp.bench import timing
 from iris_tp.bench.team import Team
 import torch
 
-from benchmarks.measuring import report
-from benchmarks.measuring.tables import markdown
-
 CALLS, ROUNDS = 20, 9
 POISON = 1e4  # far from every right value
 
@@ -77,18 +74,3 @@ def _refuted(team: Team, contender: Contender, act: Callable, exact: torch.Tenso
         worst = team.slowest([off])[0]
         reason = None if worst <= allowed else f"wrong result, off by {worst:.3g} of the largest value"
     return reason
-
-
-def render(written: dict, ours: str, names: tuple[str, ...]) -> str:
-    """Return the rows as a table: what `ours` takes, and in the last column the best of the other `names` over it."""
-    lines, notes = [], []
-    for row in written["rows"]:
-        us, mine = row["us"], row["us"].get(ours)
-        best = min((us[name] for name in names if name in us and name != ours), default=None)
-        ratio = f"{best / mine:.2f}" if best and mine else ""
-        lines.append([row["what"], row["size"], *(f"{us[k]:.1f}" if k in us else "" for k in names), ratio])
-        notes += [f"- {row['what']}, {row['size']}, {name}: {reason}" for name, reason in row["failed"].items()]
-    head = ["what", "size", *(f"{name}, µs" for name in names), f"the best other / {ours}"]
-    skipped = [f"- left out, for time: {', '.join(written['left_out'])}"] if written.get("left_out") else []
-    table = f"{report.headline(written)} `{written['command']}`\n\n{markdown(head, lines)}"
-    return "\n".join([table, *notes, *skipped])

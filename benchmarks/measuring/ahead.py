@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import copy
+import copyreg
+from dataclasses import dataclass
 from functools import cache
 import importlib
 from multiprocessing import get_context
@@ -35,6 +37,8 @@ from iris_tp.bench.team import Team
 import torch
 from torch import distributed
 import triton
+from triton import JITFunction
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,15 @@ def compile_ahead(team: Team, contexts: Iterable[iris.Iris], calls: Callable[[],
     return count
 
 
+def _function(module: str, name: str) -> Any:
+    """Return a function of kernels by its name, under which it is pickled: as an argument, and within one."""
+    return getattr(importlib.import_module(module), name)
+
+
+for _kind in JITFunction, GluonJITFunction:
+    copyreg.pickle(_kind, lambda function: (_function, (function.fn.__module__, function.fn.__qualname__)))  # type: ignore[arg-type]
+
+
 def _collect(forms: _Forms, contexts: Iterable[iris.Iris], calls: Callable[[], None]) -> None:
     """Make `calls`, which launch nothing."""
 
@@ -151,8 +164,23 @@ def _described(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return _Tensor(value.dtype, value.data_ptr() % relaunch.ALIGNMENT == 0)
     if isinstance(value, (TensorDescriptor, GluonDescriptor)):
-        return replace(value, base=_Base(value.base.dtype))
-    return value
+        same: Any = copy.copy(value)  # which checks nothing, as Triton would words of 64 bits
+        object.__setattr__(same, "base", _Base(value.base.dtype))
+        return same
+    return _each(_described, value)
+
+
+def _rebuilt(value: object) -> Any:
+    """Return what `_described` was given, without memory."""
+    return value.tensor() if isinstance(value, _Tensor) else _each(_rebuilt, value)
+
+
+def _each(change: Callable[[object], object], value: object) -> object:
+    """Return `value`, if it is a tuple of any type with its entries changed."""
+    if not isinstance(value, tuple):
+        return value
+    changed = map(change, value)
+    return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
 
 
 @dataclass(frozen=True)
@@ -166,6 +194,4 @@ class _Base:
 
 
 def _compile(module: str, name: str, described: dict[str, object]) -> None:
-    kernel = getattr(importlib.import_module(module), name)
-    given = {key: value.tensor() if isinstance(value, _Tensor) else value for key, value in described.items()}
-    kernel.warmup(grid=(1, 1, 1), **given)
+    _function(module, name).warmup(grid=(1, 1, 1), **{key: _rebuilt(value) for key, value in described.items()})

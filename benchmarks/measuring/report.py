@@ -171,6 +171,11 @@ def summary(result: dict) -> str:
     return " / ".join(f"{result[key]:.1f}" if key in result else "-" for key in ("graph_us", "eager_us"))
 
 
+def time_of(result: dict) -> float | None:
+    """Return the time in a CUDA graph, else eager."""
+    return result.get("graph_us") or result.get("eager_us")
+
+
 def write(report: dict, args: argparse.Namespace) -> None:
     """Write the JSON file of a run so far, with the digests of its code."""
     report["code"] = freshness.recorded(report)

@@ -23,3 +23,17 @@ def mean_of(ratios: list[float], rows: int, unit: str = "") -> str:
     if not ratios:
         return "-"
     return f"{geometric_mean(ratios):.2f}{unit}" + (f" ({len(ratios)} of {rows})" if len(ratios) < rows else "")
+
+
+def size_name(nbytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
+
+
+def figure(value: float | None) -> str:
+    """Return a figure with three digits, or as a whole number; nothing for None."""
+    return (
+        "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    )

@@ -7,9 +7,10 @@ product alone and the bytes over the link.
 import json
 from pathlib import Path
 
+from benchmarks.measuring.report import time_of
 from benchmarks.plots.colours import colour
 from benchmarks.plots.pictures import plt, save, sign
-from benchmarks.tables.all_scatter_table import ALONE, us
+from benchmarks.tables.every_row import ALONE
 
 
 def bars(measured: dict) -> plt.Figure:
@@ -19,7 +20,7 @@ def bars(measured: dict) -> plt.Figure:
     width = 0.85 / max(1, len(names))
     for place, name in enumerate(names):
         for number, row in enumerate(rows):
-            taken = next((us(r) for r in row["results"] if r["name"] == name), None)
+            taken = next((time_of(r) for r in row["results"] if r["name"] == name), None)
             if taken:
                 x, height = number + (place - (len(names) - 1) / 2) * width, taken / row["floor_us"]
                 axes.bar(x, height, width, color=colour(name), label=name if number == 0 else None)

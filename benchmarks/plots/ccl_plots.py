@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from benchmarks.measuring.tables import size_name
 from benchmarks.plots.pictures import legend_above, plt, save, sign, style
-from benchmarks.tables.ccl_table import size_name
 
 
 def draw(file: Path, folder: Path) -> list[Path]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.plots.pictures import legend_above, plt, save, sign, style
-from benchmarks.tables.step_table import TITLES, gb_s
+
+TITLES = {"product": "Products", "gated": "Products with a gate", "attention": "Attention of a step"}
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
@@ -19,7 +20,11 @@ def draw(file: Path, folder: Path) -> list[Path]:
     for axes, kind in zip(panels[0], kinds, strict=True):
         rows = [row for row in report["rows"] if row["kind"] == kind]
         for name in dict.fromkeys(name for row in rows for name in row["us"]):
-            points = [(row["moved_bytes"] / 1e6, gb_s(row, name)) for row in rows if name in row["us"]]
+            points = [
+                (row["moved_bytes"] / 1e6, row["moved_bytes"] / row["us"][name] / 1e3)
+                for row in rows
+                if name in row["us"]
+            ]
             axes.plot(*zip(*sorted(points), strict=True), linestyle="", marker=".", label=name, **style(name))
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))

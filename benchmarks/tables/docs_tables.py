@@ -16,10 +16,13 @@ from typing import Any
 from iris_ops.config import FusedConfig
 from iris_ops.planning.plan import way_for
 from iris_ops.problem import Problem
+from iris_tp.bench.rows import CALLS
 import torch
 
 from benchmarks.measuring.report import RESULTS
-from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, changed, current, header, newest, run_of
+from benchmarks.measuring.tables import size_name
+from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, changed, current, gpus, header, newest, run_of
+from benchmarks.tables.page_tables import us, versus
 
 KERNEL_PAGES = "docs/kernels"
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +55,6 @@ _REASONS = {
     ("all_reduce", "FlashInfer one-shot"): (_ONE_HOP, ""),
 }
 _OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its own
-_OPS = {"ar": "matmul_all_reduce", "rs": "matmul_reduce_scatter", "ag": "all_gather_matmul", "ga": "matmul_all_gather"}
 _PROTOCOLS = {"lamport": "ccl.lamport", "words": "ccl.lamport", "flags": "ccl.flags"}  # "words": in older files
 _MOST = 5  # rows of a table
 _NONE = "The benchmarks never ran this kernel, because the plan chose others on the GPUs that were measured."
@@ -87,7 +89,7 @@ def _kernel(run: dict[str, Any], row: dict[str, Any], plan: dict[str, Any]) -> s
         return "gone"  # the copy engines of earlier versions
     config = FusedConfig(**known | {"warp_specialised": plan.get("warp_specialised", plan.get("warp_roles", False))})
     form = row.get("form") or ("" if row["op"] == "ar" else "rows")
-    problem = Problem(_OPS[row["op"]], form, row["M"], row["N"], row["K"], run["world"], torch.bfloat16)
+    problem = Problem(CALLS[row["op"]], form, row["M"], row["N"], row["K"], run["world"], torch.bfloat16)
     return way_for(problem, config).kernel
 
 
@@ -106,11 +108,12 @@ def _table(rows: list[tuple[dict[str, Any], dict[str, Any]]], folder: str) -> st
     for run, row in chosen:
         ours = next(each["graph_us"] for each in row["results"] if each["kind"] == "ours")
         rivals = [each for each in row["results"] if each["kind"] == "rival" and each.get("graph_us")]
-        nccl = [each for each in rivals if each["name"] in ("NCCL", "cuBLAS + NCCL")]
-        other_rivals = sorted((each for each in rivals if each not in nccl), key=lambda each: each["graph_us"])
-        size = f"{row['M']}, {row['N']}, {row['K']}" if "M" in row else _bytes(row["bytes"])
-        op = f"`{_OPS.get(row['op'], row['op'])}`"
-        cells = [_gpus(run), op, size, _us(ours), _rival(nccl, ours, False), _rival(other_rivals, ours, True)]
+        times = {each["name"].replace("cuBLAS + ", ""): each["graph_us"] for each in rivals}
+        nccl = times.pop("NCCL", None)
+        best = min(times, key=times.__getitem__, default="")
+        size = f"{row['M']}, {row['N']}, {row['K']}" if "M" in row else size_name(row["bytes"])
+        op = f"`{CALLS.get(row['op'], row['op'])}`"
+        cells = [_gpus(run), op, size, us(ours), versus(nccl, ours), versus(times.get(best), ours, best)]
         lines.append(f"| {' | '.join([*cells, changed(run, row)])} |")
     return "\n".join(lines)
 
@@ -127,27 +130,11 @@ def _spread(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple
 
 
 def _order(row: dict[str, Any]) -> int:
-    return list(_OPS).index(row["op"]) if row["op"] in _OPS else 0
+    return list(CALLS).index(row["op"]) if row["op"] in CALLS else 0
 
 
 def _gpus(run: dict[str, Any]) -> str:
-    return f"{run['world']} x {run['gpu'].replace('NVIDIA ', '').split()[0]}, {run['date']}"
-
-
-def _bytes(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
-
-
-def _us(us: float) -> str:
-    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
-
-
-def _rival(rivals: list[dict[str, Any]], ours: float, named: bool) -> str:
-    if not rivals:
-        return ""
-    us, name = rivals[0]["graph_us"], rivals[0]["name"].replace("cuBLAS + ", "") + " " if named else ""
-    text = f"{name}{_us(us)} ({us / ours:.2f}x)"
-    return f"**{text}**" if us < ours else text
+    return f"{gpus(run)}, {run['date']}"
 
 
 def lost(of_current: bool) -> str:
@@ -196,7 +183,7 @@ def _timed(run: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[str, dict
 
 
 def _time(value: float, unit: str) -> str:
-    return _us(value) + unit if not unit or value >= 10 else f"{value:.2f}{unit}"
+    return us(value) + unit if not unit or value >= 10 else f"{value:.2f}{unit}"
 
 
 def _sizes(row: dict[str, Any]) -> tuple[int, ...]:
@@ -216,6 +203,6 @@ def _lost_row(run: dict[str, Any], row: dict[str, Any], called: str, times: tupl
         op, size = "`moe_gate_up`, `moe_down_all_reduce`", f"{row['shape']}, {row['T']} tokens"
     else:
         name = row.get("op", row.get("what"))
-        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{_OPS.get(name, name)}`"
-        size = ", ".join(map(str, _sizes(row))) or _bytes(row.get("bytes") or int(row["size"].split()[0]))
+        op = "`matmul_all_reduce_norm`" if run["benchmark"] == "norms" else f"`{CALLS.get(name, name)}`"
+        size = ", ".join(map(str, _sizes(row))) or size_name(row.get("bytes") or int(row["size"].split()[0]))
     return f"| {' | '.join([_gpus(run), op, size, called, *times, '{}', changed(run, row)])} |"

@@ -1,8 +1,6 @@
 """Tables of the page on the same bits: the cost of each guarantee, and the number of bits that differed.
 
 invariance            time of ops with the same bits at any number of rows over the time without, measured
-invariance predicted  the same by the planner's model, as it is now
-invariance accuracy   the error of a sum over ranks in the order of each level, computed here
 invariance ranks      row-parallel layers with the same bits on any number of ranks
 invariance costs      a sentence of the README: the cost of each level in a decode step of these models
 invariance models     steps and first tokens of a model at each level, and vLLM's with its own guarantee
@@ -11,17 +9,12 @@ invariance models     steps and first tokens of a model at each level, and vLLM'
 from __future__ import annotations
 
 from collections.abc import Sequence
-import functools
 import statistics
 from typing import Any
 
-from iris_ops import sum_tree
-import torch
-
-from benchmarks.cases.invariance_costs import expected
-from benchmarks.measuring.tables import geometric_mean
+from benchmarks.measuring.tables import figure, geometric_mean
 from benchmarks.tables.marks import CHANGED, by_age, changed, gpu_of, gpus, header, in_short, newest
-from benchmarks.tables.page_tables import figure, lines_of, us
+from benchmarks.tables.page_tables import lines_of, us
 
 _FEW = 64  # rows of a decode step, at most
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
@@ -40,56 +33,6 @@ def invariance(folder: str) -> str:
     text += " ".join(map(_compared, [run, *newest("invariance_random_{gpu}_x2")]))
     head = ["call", "rows", "geometric mean", "median", "worst row", CHANGED]
     return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 1)}"
-
-
-@functools.cache
-def predicted(folder: str) -> str:
-    """Return the cost of the same bits at every number of rows by the planner's model."""
-    rows = [predicted_row(gpu, ranks) for gpu in ("H100", "H200") for ranks in (2, 4, 8)]
-    head = ["GPU", "ranks", "rows", "geometric mean", "worst row", "rows above 1.05"]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * 5], *rows])
-
-
-def predicted_row(gpu: str, ranks: int) -> list[str]:
-    """Return the cells of a row of `predicted`: one or two seconds of arithmetic, for hundreds of plans."""
-    costs = [each["cost"] for each in expected(f"NVIDIA {gpu}", ranks)]
-    figures = f"{geometric_mean(costs):.3f}", f"{max(costs):.2f}", str(sum(cost > 1.05 for cost in costs))
-    return [gpu, str(ranks), str(len(costs)), *figures]
-
-
-@functools.cache
-def accuracy(folder: str) -> str:
-    """Return the error of sums relative to float64, in the order of each level."""
-    rows = []
-    for K in (4096, 14336):
-        random = torch.Generator().manual_seed(1)
-        A, B = (torch.randn(*size, generator=random).bfloat16().double() for size in ((256, K), (K, 256)))
-        exact = A @ B
-        sums = [_by_tree(A, B, 0, sum_tree.leaves_of(K))]
-        sums += [_rounded(sum(_parts(A, B, ranks))) for ranks in (1, 2, 4, 8)]
-        sums += [functools.reduce(lambda x, y: _rounded(x + y), _parts(A, B, ranks)) for ranks in (2, 4, 8)]
-        errors = [(each - exact).square().mean().div(exact.square().mean()).sqrt().item() for each in sums]
-        rows.append([str(K), *(f"{100 * each:.2f} %" for each in errors)])
-    head = ["K", '`"ranks"`', "`None`: 1 rank", "2 ranks", "4 ranks", "8 ranks", "ring as in NCCL: 2 ranks", "4 ranks"]
-    head.append("8 ranks")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---:"] * len(head), *rows])
-
-
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.float().bfloat16().double()
-
-
-def _parts(A: torch.Tensor, B: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Return each rank's partial sum, rounded."""
-    return [_rounded(a @ b) for a, b in zip(A.chunk(ranks, dim=1), B.chunk(ranks), strict=True)]
-
-
-def _by_tree(A: torch.Tensor, B: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    if last - first == 1:
-        leaf = slice(*(sum_tree.border(A.shape[1], leaf) for leaf in (first, last)))
-        return _rounded(A[:, leaf] @ B[leaf])
-    middle = first + (last - first + 1) // 2
-    return _rounded(_by_tree(A, B, first, middle) + _by_tree(A, B, middle, last))
 
 
 def models(folder: str) -> str:

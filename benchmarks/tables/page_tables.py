@@ -13,8 +13,7 @@ from typing import Any
 from iris_tp.bench.rows import CALLS
 
 from benchmarks.measuring import report
-from benchmarks.measuring.tables import geometric_mean
-from benchmarks.tables.ccl_table import size_name
+from benchmarks.measuring.tables import figure, geometric_mean, size_name
 from benchmarks.tables.marks import (
     CHANGED,
     FACTOR,
@@ -65,12 +64,6 @@ def lines_of(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: i
     """Return a table whose first `text_columns` columns are text, and the others figures."""
     rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns - 1) + ["---"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
-
-
-def figure(value: float | None) -> str:
-    return (
-        "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    )
 
 
 def us(value: float | None) -> str:

@@ -14,21 +14,15 @@ import os
 from pathlib import Path
 import re
 
-from benchmarks.cases import contenders
 from benchmarks.measuring import report
 from benchmarks.tables import (
     age_tables,
-    all_scatter_table,
-    ccl_table,
     docs_tables,
-    hosts_table,
+    every_row,
     invariance_tables,
-    llm_table,
-    ops_table,
     page_tables,
     rma_table,
     single_tables,
-    step_table,
     vllm_table,
 )
 
@@ -64,35 +58,19 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("tiles", "docs/benchmarks/collectives.md", single_tables.tiles),
     ("mixtures", "docs/benchmarks/mixtures.md", single_tables.mixtures),
     ("outputs", "docs/benchmarks/ops.md", single_tables.outputs),
-    ("invariance accuracy", "docs/benchmarks/determinism.md", invariance_tables.accuracy),
     ("invariance", "docs/benchmarks/determinism.md", invariance_tables.invariance),
-    ("invariance predicted", "docs/benchmarks/determinism.md", invariance_tables.predicted),
     ("invariance ranks", "docs/benchmarks/determinism.md", invariance_tables.invariance_ranks),
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
-    ("simulated steps", "docs/lab/several-hosts.md", hosts_table.steps),
-    ("simulated rates", "docs/lab/several-hosts.md", hosts_table.rates),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
 ]
 
 
-def _contenders(ours: str, run: dict) -> str:
-    return contenders.render(run, ours, tuple(dict.fromkeys(name for row in run["rows"] for name in row["us"])))
-
-
-EVERY_ROW: dict[str, Callable[[dict], str]] = {
-    "ops": partial(ops_table.render, modes=("graph", "eager")),
-    "norms": partial(ops_table.render, modes=("graph", "eager")),
-    "ccl": ccl_table.render,
-    "rma": rma_table.render,
-    "rooted": partial(_contenders, "ctx.ccl"),
-    "tiles": partial(_contenders, "tiles"),
-    "llm": llm_table.render,
-    "step": step_table.render,
-    "all_scatter": all_scatter_table.render,
-}
+EVERY_ROW: dict[str, Callable[[dict], str]] = dict.fromkeys(
+    ("ops", "norms", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
+) | {"rma": rma_table.render}
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
@@ -102,7 +80,7 @@ def pages() -> Iterator[tuple[Path, str, str]]:
         text = path.read_text()
         yield path, text, rendered(name, text)
     for path in sorted(report.RESULTS.glob("*.json")):
-        if rows := every_row(path):
+        if rows := page_of(path):
             page = path.with_suffix(".md")
             yield page, page.read_text() if page.exists() else "", rows
 
@@ -122,7 +100,7 @@ def rendered(page: str, text: str) -> str:
     return text
 
 
-def every_row(path: Path) -> str | None:
+def page_of(path: Path) -> str | None:
     """Return the page next to a result file, if a benchmark of `EVERY_ROW` made it; pages of older files are kept."""
     run = json.loads(path.read_text())
     make = maker_of(run, EVERY_ROW) if run.get("code") else None

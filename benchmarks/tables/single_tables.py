@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables.ccl_table import size_name
+from benchmarks.measuring.tables import size_name
 from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, by_age, changed, gpus, header, in_short, newest
 from benchmarks.tables.page_tables import lines_of, us, versus
 

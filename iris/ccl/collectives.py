@@ -400,7 +400,7 @@ class Collectives(RootedCalls):
             if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:
                 nbytes = out.numel() * out.element_size()
                 # kernels compare where results lie before they write them
-                grown |= workspace.reserve("results", 0, nbytes, meet=False)
+                grown |= workspace.reserve("results", 0, nbytes, rendezvous=False)
                 staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:

@@ -50,7 +50,7 @@ def multiply(
     if out.numel() == 0:
         return
     if scale is not None:
-        restored = named(format_of(B.dtype).fixed_product)(A, B.t(), scale, bias, out)
+        restored = named(format_of(B, scale).fixed_product)(A, B.t(), scale, bias, out)
         if restored is None:
             return
         B = restored.t()

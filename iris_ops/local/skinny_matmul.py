@@ -30,12 +30,14 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..fp8 import linear as fp8
-from ..fp8 import skinny_stream, weight_stream
 from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
 from ..operators import OPERATORS
+from ..planning.weights import format_of
+from ..planning.weights.fp8 import FP8_FORMAT
+from ..quantised import linear as quantised
+from ..quantised import skinny_stream, weight_stream
 from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
@@ -122,7 +124,17 @@ def is_faster(
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
-    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is None
+    kind = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        gated,
+        scale is not None and scale.shape,
+    )
     if kind not in _loaded:
         _loaded.add(kind)
         skinny_matmul(x, weight, bias, scale, gated, launch=_LOAD)
@@ -137,7 +149,7 @@ def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
         return False
     if scale is not None:
         few = is_eligible(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16
-        return few and weight_stream.streamable(1, weight.shape[1])
+        return few and format_of(weight.t(), scale).streamable(1, x.shape[-1])
     rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
     return x.dtype == weight.dtype and is_eligible(x, rows)
 
@@ -188,7 +200,7 @@ def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
     """Return whether products of few rows with a weight of `shape` in eight bits may be served here."""
-    return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.streamable(1, shape[1])
+    return platform.has_warp_specialisation(device) and shape[0] > 0 and FP8_FORMAT.streamable(1, shape[1])
 
 
 def is_eligible(x: torch.Tensor, rows: int) -> bool:
@@ -227,9 +239,9 @@ def skinny_matmul(
 ) -> torch.Tensor:  # fmt: skip
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
-    hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
-    rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias.
+    `scale`: the weight is quantised, as `iris_ops/quantised/packing.py` stores it; x is in bf16 then, and the format's
+    `streamable` must hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2].
+    `squares` [spans, rows]: rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias.
     """
     rows = x.reshape(row_count(x), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
@@ -265,7 +277,7 @@ def linear(
     """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in eight bits."""
     if is_faster(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
-    return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
+    return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)
 
 
 def gated(

@@ -53,7 +53,7 @@ class Steps:
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
         """Launch a kernel that begins by `arch.follow`."""
-        options |= platform.beside(self.ctx.device)
+        options |= platform.pdl_options(self.ctx.device)
         launched = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
         if launched is None:
             self._now = None

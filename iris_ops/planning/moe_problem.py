@@ -133,7 +133,7 @@ def requested_moe_problem(request: Request) -> MoeProblem:
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
     if weights is not PLAIN:
         raise ArgumentError(
-            f"{weights.flag} is True for {op}; expected False: experts are multiplied in the tokens' dtype"
+            f"{weights.request} for {op}; expected {weights.no_request}: experts are multiplied in the tokens' dtype"
         )
     return MoeProblem(
         op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"

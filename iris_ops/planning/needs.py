@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 
+# Of the stream of weights (`quantised/weight_stream.py`): rows of A at most, and elements along K that a warp takes.
+MOST_ROWS, LINE = 16, 128
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` lists the others.
@@ -24,14 +28,20 @@ class WeightFormat:
 
     name: str = "in A's dtype"
     """As messages and traces call it."""
-    flag: str = ""
-    """The argument of `ctx.ops.plan` that asks for it."""
+    request: str = ""
+    """What an error reports of the argument of `ctx.ops.plan` that requests it."""
+    no_request: str = ""
+    """The argument that requests none."""
     dtype: torch.dtype | None = None
     """Of B's elements as they lie in memory, packed or not. None: A's."""
-    packed: int = 1
-    """Numbers in an element of `dtype`."""
+    packing: str = "fp8"
+    """Its name in `quantised/packing.py`."""
     group: int = 0
     """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""
+    granule: int = 0
+    """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
+    by_rank: bool = True
+    """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
     """Bytes of a number as tensor cores multiply it, where rows of A are rounded to the same. 0: as A's."""
     operands: str = ""
@@ -41,7 +51,7 @@ class WeightFormat:
     fixed_product: str = ""
     """The same of one that gives a row the same bits at any number of rows."""
     widening: str = ""
-    """`module:object` of the policy by which kernels widen B in registers (`fp8/widening.py`)."""
+    """`module:object` of the policy by which kernels widen B in registers (`quantised/widening.py`)."""
 
     @property
     def rounds_rows(self) -> bool:
@@ -57,6 +67,26 @@ class WeightFormat:
     def row_text(self) -> str:
         """What an order of sums says of rows of A; "" where they stay as they are."""
         return f"rows {self.name}" if self.rounds_rows else ""
+
+    def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
+        """Return whether B [K, N], the transpose of a stored weight, is in this format."""
+        return B.dtype == self.dtype and (scale is None or scale.ndim == 1)
+
+    def depth(self, stored: int, K: int) -> int:
+        """Return how many numbers a stored row of so many elements holds; K if they are K and padding."""
+        return stored
+
+    def scale_of(self, N: int, stored: int) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+        """Return the shape of a weight's scale, and which dtypes it may have, of N rows of `stored` elements."""
+        return (N,), (torch.float32,)
+
+    def nbytes(self, N: int, K: int) -> int:
+        """Return the bytes of a stored weight and its scales."""
+        return N * K
+
+    def streamable(self, rows: int, K: int) -> bool:
+        """Return whether the stream of weights serves products of such shapes, on Hopper."""
+        return 0 < rows <= MOST_ROWS and self.granule > 0 and K > 0 and K % self.granule == 0
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""

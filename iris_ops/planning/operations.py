@@ -56,7 +56,7 @@ class Operation:
         """Return M, N and K if the shapes are those of `form`."""
         raise NotImplementedError
 
-    def fits(self, shapes: Shapes) -> tuple[str, int, int, int] | None:
+    def matching_form(self, shapes: Shapes) -> tuple[str, int, int, int] | None:
         """Return the form that fits the shapes, with M, N and K; None where none does.
 
         Both forms fit a whole of one element at most. It lies on rank 0 in either form. Other ranks, whose part is

@@ -60,7 +60,7 @@ class _Ranks(Level):
     """Keeps a row's bits on any number of ranks, too: sums over ranks are those of a tree (`sum_tree.py`)."""
 
     def refuses(self, problem: Any) -> str | None:
-        if problem.weights is PLAIN:
+        if problem.weights is PLAIN or not problem.weights.by_rank:
             return None
         return (
             f"B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks' expected weights in 16"

@@ -76,7 +76,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
 
     def again() -> bool:
         stream = streams.current(ctx.device)
-        workspace.meet()
+        workspace.rendezvous()
         entered.set(stream)
         first()
         with copies.instead_of(stream) as lane:

@@ -236,7 +236,7 @@ class _Backend:
         if name == "inductor":
             # The kernel that rotates the query and those that write keys and values become one.
             self.options["config_patches"] = {"combo_kernels": True}
-            if platform.beside(device):
+            if platform.pdl_options(device):
                 from . import inductor_waits  # it imports inductor
 
                 self.options["config_patches"] |= inductor_waits.patches()

@@ -7,20 +7,6 @@ import torch
 import torch.distributed as dist
 
 
-def gather_and_exchange():
-    shmem = iris.iris(1 << 22)
-    rank, n = shmem.cur_rank, shmem.num_ranks
-    inp, out = shmem.full((4, 8), float(rank)), shmem.zeros(4 * n, 8)
-    shmem.ccl.all_gather(output_tensor=out, input_tensor=inp)
-    shmem.barrier()
-    assert torch.equal(out.view(n, 32)[:, 5].cpu(), torch.arange(float(n)))
-    inp, out = shmem.zeros(4, 8 * n), shmem.zeros(4, 8 * n)
-    inp.copy_(torch.arange(n, device=inp.device).repeat_interleave(8)[None] + 10.0 * rank)
-    shmem.ccl.all_to_all(out, inp, config=Config(block_size_m=32, block_size_n=64, swizzle_size=4, comm_sms=8))
-    shmem.barrier()
-    assert out[1].view(n, 8)[:, 0].tolist() == [10.0 * i + rank for i in range(n)]
-
-
 def sums_by_every_variant():
     shmem = iris.iris(1 << 22)
     n = shmem.num_ranks
@@ -64,47 +50,6 @@ def tiles_of_a_sum():
             if owner == rank:
                 want[rows * m : rows * (m + 1), cols * k : cols * (k + 1)] = n
         assert torch.equal(out.cpu(), want), config
-    shmem.barrier()
-
-
-def fields_are_readable():
-    config = Config(block_size_m=32, block_size_n=64)
-    assert (config.block_size_m, config.block_size_n, config.swizzle_size) == (32, 64, 4)
-    assert (config.all_reduce_distribution, config.all_reduce_num_rings) == (1, 1)
-    assert config.reduce_scatter_variant == "two_shot"
-
-
-def from_and_to_one_rank():
-    shmem = iris.iris(1 << 22)
-    rank, n = shmem.cur_rank, shmem.num_ranks
-    root = n - 1
-    tensor = shmem.full((5, 3), rank, dtype=torch.int16)
-    shmem.ccl.broadcast(tensor, src=root)
-    assert (tensor == root).all()
-    part, whole = shmem.full((2, 3), rank + 0.5), shmem.zeros(2 * n, 3)
-    shmem.ccl.gather(whole, part, dst=root)
-    if rank == root:
-        assert whole[::2, 0].tolist() == [i + 0.5 for i in range(n)]
-    shmem.ccl.scatter(part, whole, src=root)
-    assert (part == rank + 0.5).all()
-    total = shmem.zeros(2, 3)
-    shmem.ccl.reduce(output_tensor=total, input_tensor=part, dst=root, op=ReduceOp.SUM)
-    assert (total == (n * n / 2 if rank == root else 0)).all()
-    shmem.barrier()
-
-
-def messages_round_a_ring():
-    shmem = iris.iris(1 << 23)
-    rank, n = shmem.cur_rank, shmem.num_ranks
-    shmem.ccl.init_p2p(max_numel=1000, dtype=torch.float32)
-    mine, theirs = shmem.full((100,), float(rank)), shmem.zeros(100)
-    shmem.ccl.sendrecv(mine, theirs, dst=(rank + 1) % n, src=(rank - 1) % n)
-    assert (theirs == (rank - 1) % n).all()
-    if n > 1 and rank == 0:
-        shmem.ccl.send(mine + 7, dst=1)
-    if n > 1 and rank == 1:
-        shmem.ccl.recv(theirs, src=0)
-        assert (theirs == 7).all()
     shmem.barrier()
 
 

@@ -36,42 +36,6 @@ def product_and_sum():
     _close(output, want)
 
 
-def gathered_depth_and_product():
-    shmem = iris.iris(1 << 24)
-    n, rank = shmem.num_ranks, shmem.cur_rank
-    M, N, K_local = 32, 32, 16
-    shards = [_random(M, K_local, seed=i) for i in range(n)]
-    B = _random(K_local * n, N, seed=50)
-    A_sharded = shmem.zeros((M, K_local), dtype=torch.float16)
-    A_sharded.copy_(shards[rank])
-    output = shmem.zeros((M, N), dtype=torch.float16)
-    shmem.barrier()
-    shmem.ops.all_gather_matmul(output, A_sharded=A_sharded, B=B.to(shmem.device))
-    shmem.barrier()
-    _close(output, torch.cat(shards, 1).double() @ B.double())
-
-
-def product_and_gather():
-    shmem = iris.iris(1 << 24)
-    n, rank = shmem.num_ranks, shmem.cur_rank
-    A, B = [_random(16, 32, seed=i) for i in range(n)], _random(32, 32, seed=50)
-    output = shmem.zeros((16 * n, 32), dtype=torch.float16)
-    ops.matmul_all_gather(shmem, output, A[rank].to(shmem.device), B.to(shmem.device))
-    shmem.barrier()
-    _close(output, torch.cat(A).double() @ B.double())
-
-
-def product_and_scattered_sum():
-    shmem = iris.iris(1 << 24)
-    n, rank = shmem.num_ranks, shmem.cur_rank
-    A, B = [_random(16, 32, seed=i) for i in range(n)], [_random(32, 16 * n, seed=50 + i) for i in range(n)]
-    output = shmem.zeros((16, 16), dtype=torch.float16)
-    shmem.ops.matmul_reduce_scatter(output, A[rank].to(shmem.device), B[rank].to(shmem.device))
-    shmem.barrier()
-    want = sum(x.double() @ y.double() for x, y in zip(A, B, strict=True))
-    _close(output, want[:, 16 * rank : 16 * (rank + 1)] if n > 1 else want)
-
-
 def arguments_by_position():
     from iris.ops.config import FusedConfig
 

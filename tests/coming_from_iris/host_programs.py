@@ -1,12 +1,9 @@
 """The host's side: constructors, barriers, broadcast, logging, timing, memory of peers."""
 
-import logging
-
 import iris
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from .device import DEVICE
 
@@ -65,30 +62,6 @@ def random_numbers():
     ctx.barrier()
 
 
-def what_a_context_says_of_itself():
-    ctx = iris.iris(heap_size=np.int64(1 << 20))
-    assert type(ctx.heap_size) is int and ctx.heap_size == 1 << 20
-    assert ctx.get_rank() == ctx.cur_rank == dist.get_rank()
-    assert ctx.get_num_ranks() == ctx.num_ranks == dist.get_world_size()
-    bases = ctx.get_heap_bases()
-    assert bases.shape == (ctx.num_ranks,) and bases.dtype == torch.uint64
-    assert ctx.zeros(4).device == ctx.get_device() and ctx.get_cu_count() >= 1 and ctx.get_device_id() == ctx.gpu_id
-    assert ctx.is_symmetric(ctx.zeros(4)) and not ctx.is_symmetric(torch.zeros(4, device=ctx.device))
-    ctx.barrier()
-
-
-def broadcast_of_values():
-    ctx = iris.iris(1 << 20)
-    last = ctx.num_ranks - 1
-    assert ctx.broadcast(42 if ctx.cur_rank == 0 else None, src=0) == 42
-    assert ctx.broadcast("text" if ctx.cur_rank == last else None, source_rank=last) == "text"
-    array = ctx.broadcast(np.arange(5) if ctx.cur_rank == 0 else None, 0)
-    np.testing.assert_array_equal(np.asarray(array), np.arange(5))
-    tensor = ctx.broadcast(torch.ones(3) * ctx.cur_rank, last)
-    assert np.asarray(tensor.cpu()).tolist() == [last] * 3
-    ctx.barrier()
-
-
 def a_peers_tensor():
     ctx = iris.iris(1 << 20)
     buf = ctx.full((8, 4), ctx.cur_rank, dtype=torch.int32)
@@ -104,29 +77,6 @@ def a_peers_tensor():
     ctx.barrier()
 
 
-def barriers():
-    ctx = iris.iris(1 << 20)
-    ctx.barrier()
-    ctx.device_barrier()
-    ctx.ccl.barrier()
-    ctx.barrier(group=dist.group.WORLD)
-    ctx.device_barrier(group=dist.group.WORLD)
-    if DEVICE == "cuda":
-        ctx.barrier(stream=torch.cuda.current_stream())
-
-
-def log_lines():
-    ctx = iris.iris(1 << 20)
-    before = iris.logger.level
-    iris.set_logger_level(iris.ERROR)
-    ctx.debug("not shown")
-    ctx.info("not shown")
-    ctx.warning("not shown")
-    iris.logger.setLevel(before)
-    assert iris.DEBUG < iris.INFO < iris.WARNING < iris.ERROR
-    ctx.barrier()
-
-
 def the_time_of_a_call():
     ctx = iris.iris(1 << 20)
     ms = iris.do_bench(lambda: ctx.zeros(10, 10), barrier_fn=ctx.barrier, n_warmup=1, n_repeat=3)
@@ -134,15 +84,6 @@ def the_time_of_a_call():
     times = iris.do_bench(lambda: None, ctx.barrier, lambda: None, 0, 3, return_mode="all")
     assert len(times) == 3
     assert len(iris.do_bench(lambda: None, n_warmup=0, n_repeat=3, quantiles=[0.5, 0.2, 0.8])) == 3
-
-
-def evenly_spaced_numbers_by_position():
-    ctx = iris.iris(1 << 20)
-    out = ctx.empty(5, dtype=torch.float64)
-    made = ctx.linspace(0, 10, 5, out, torch.float64)
-    assert made.data_ptr() == out.data_ptr() and made.tolist() == [0, 2.5, 5, 7.5, 10]
-    assert ctx.linspace(0, 6, 4, None, torch.int32).tolist() == [0, 2, 4, 6]
-    ctx.barrier()
 
 
 def what_the_heap_knows():
@@ -218,27 +159,6 @@ def wrong_copies_from_the_host():
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             call()
-    ctx.barrier()
-
-
-def records_of_the_log():
-    ctx = iris.iris(1 << 20)
-    records = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            records.append((record.iris_rank, record.iris_num_ranks, record.levelno))
-
-    handler, before = Handler(), iris.logger.level
-    iris.logger.addHandler(handler)
-    try:
-        iris.set_logger_level(iris.INFO)
-        ctx.info("one"), ctx.debug("none"), ctx.warning("two"), ctx.error("three")
-    finally:
-        iris.logger.removeHandler(handler)
-        iris.logger.setLevel(before)
-    own = ctx.cur_rank, ctx.num_ranks
-    assert records == [(*own, iris.INFO), (*own, iris.WARNING), (*own, iris.ERROR)]
     ctx.barrier()
 
 

@@ -7,40 +7,6 @@ import torch
 from .device import DEVICE
 
 
-def messages_with_a_state():
-    shmem = iris.iris(1 << 24)
-    rank = shmem.get_rank()
-    p2p = shmem.ccl.init_p2p(max_numel=4096, dtype=torch.bfloat16)
-    shmem.barrier()
-    if shmem.get_num_ranks() == 1:
-        return
-    for i in range(5):
-        if rank == 0:
-            shmem.ccl.send(torch.full((1024,), float(i), dtype=torch.bfloat16, device=DEVICE), dst=1, p2p_state=p2p)
-        elif rank == 1:
-            t = torch.zeros(1024, dtype=torch.bfloat16, device=DEVICE)
-            shmem.ccl.recv(t, src=0, p2p_state=p2p)
-            assert (t == i).all()
-    shmem.barrier()
-
-
-def a_message_and_its_echo():
-    shmem = iris.iris(1 << 24)
-    rank = shmem.get_rank()
-    p2p = shmem.ccl.init_p2p(max_numel=1024, dtype=torch.float32)
-    if shmem.get_num_ranks() > 1 and rank < 2:
-        data, echo = torch.arange(512.0, device=DEVICE), torch.zeros(512, device=DEVICE)
-        if rank == 0:
-            work = shmem.ccl.isend(data, dst=1, p2p_state=p2p)
-            work.wait()
-            shmem.ccl.irecv(echo, src=1, p2p_state=p2p).wait()
-            torch.testing.assert_close(echo, data)
-        else:
-            shmem.ccl.recv(echo, src=0, p2p_state=p2p)
-            shmem.ccl.send(echo, dst=0, p2p_state=p2p)
-    shmem.barrier()
-
-
 def messages_between_all_pairs():
     shmem = iris.iris(1 << 24)
     rank, n = shmem.get_rank(), shmem.get_num_ranks()

@@ -91,31 +91,6 @@ def test_a_name_is_what_the_page_says(name, given, here):
     _check(name, given, here)
 
 
-@pytest.mark.parametrize(
-    "name, given, here",
-    [
-        ("iris.load", "pointer", "AMD's own"),
-        ("iris.ops.matmul_all_reduce", "", "AMD's own"),
-        ("ctx.zeros", "", "AMD's own"),
-        ("ctx.ccl.broadcast", "", "AMD's own"),
-        ("DeviceContext.atomic_add", "", "AMD's own"),
-        ("iris.ccl.Config.block_size_m", "", "AMD's own"),
-        ("iris.nothing", "", "same"),
-        ("ctx.ccl.nothing", "", "alias: `ctx.ccl.broadcast`"),
-        ("DeviceContext.all_reduce", "", "different: by tiles"),
-        ("iris.ops.FusedConfig.nothing", "", "same"),
-        ("iris.ccl.Config.num_xcds", "", "same"),
-        ("iris.load", "pointer, nothing", "same"),
-        ("ctx.ccl.send", "tensor, dst, nothing", "different: waits"),
-        ("iris.ops.FusedConfig.block_size_m", "", "same"),
-    ],
-)
-def test_a_page_that_is_wrong_is_noticed(name, given, here):
-    """Both ways: what is there and called missing, and what is missing and said to be there."""
-    with pytest.raises(AssertionError):
-        _check(name, given, here)
-
-
 def test_exported_names_are_on_the_page():
     """What `iris` exports under a name of its own is on the page, or new here."""
     new = {"IrisError", "__version__", "tiles"}
@@ -185,11 +160,3 @@ def test_validate_validates(field, value, world_size, message):
         config = FusedConfig(**{field: value})
     with pytest.raises(ValueError, match=message):
         config.validate(world_size)
-
-
-def test_validate_takes_what_is_right():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for config in (FusedConfig(), FusedConfig(all_reduce_variant="ring", num_xcds=1), FusedConfig(num_sms=8)):
-            config.validate()
-            config.validate(4)

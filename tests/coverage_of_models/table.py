@@ -39,7 +39,8 @@ by a call on all tokens before it, without a cache.
   one call, because the model does not pass over padding. *No*: it refuses the type, and says so; the model's own
   `generate()` serves it.
 - **formats**: the [quantized layouts](guides/quantised.md) in which tests load the type. Every type that is split takes
-  any of them, by the same code.
+  any of them, by the same code. Linear layers keep fp8, MXFP4 and symmetric int4 at their bytes; experts, NVFP4, int8
+  and other int4 are widened.
 - **refused**: the message. The model is then as it was. A plan of your own, `plan={{name: style}}`, may still split it.
 - **not tried**: transformers cannot build or run the type by itself here.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from iris.errors import StyleError
-from layers.pipeline.cut import check_stages, cut
+from layers.pipeline.cut import check_stages
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -37,19 +37,3 @@ def test_a_layer_that_takes_more_is_refused() -> None:
     model.model.skips = True
     with pytest.raises(StyleError, match=r"layer 1 of LlamaForCausalLM takes outputs of the layers \[0, 0\]"):
         check_stages(model, 2)
-
-
-def test_an_index_is_counted_from_the_stage() -> None:
-    model: Any = models.build("plain")
-    config = model.config
-    part = cut(model, 1, 2)
-    assert part.local("model.layers.1.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
-    assert part.local("model.layers.0.mlp.up_proj.weight") is None and part.local("lm_head.weight") == "lm_head.weight"
-    assert part.whole("model.layers.0.mlp") == "model.layers.1.mlp"
-    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0]
-    assert model.config.num_hidden_layers == 1 and config.num_hidden_layers == 2
-    served = part.served({"plan": {"model.layers.*.mlp.up_proj": "colwise", "model.layers.0.mlp": "x", "lm_head": "y"}})
-    assert served["plan"] == {"model.layers.*.mlp.up_proj": "colwise", "lm_head": "y"}
-    seen: list[str] = []
-    part.served({"filter_fn": lambda name, module: seen.append(name)})["filter_fn"]("model.layers.0.mlp", model)
-    assert seen == ["model.layers.1.mlp"]

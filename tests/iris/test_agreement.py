@@ -7,18 +7,16 @@ import os
 import time
 
 import iris
-from iris import agreement
 from iris.ccl import Config
 from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError
 from iris_ops.problem import part_of
 import layers
-from layers.digests import digest
 import pytest
 import torch
 
 from tests.harness import UNDER_TORCHRUN
 from tests.layers import models
-from tests.processes import patient, run_apart, run_fresh
+from tests.processes import patient, run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 
@@ -77,48 +75,6 @@ def test_prompts_that_differ_are_named() -> None:
 
 def test_a_model_passes() -> None:
     run(2, model)
-
-
-GENERATES_APART = """
-import iris, layers, torch, transformers
-from iris.errors import ArgumentError
-from tests.layers import models
-with iris.iris(1 << 26) as ctx:
-    split = models.build("plain")
-    layers.parallelize(split, ctx)
-    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, suppress_tokens=[3, 4], pad_token_id=0)
-    processors = transformers.LogitsProcessorList([transformers.SuppressTokensLogitsProcessor([7])])
-    given = dict(logits_processor=processors, stop_strings=None)
-    for _ in range(2):
-        alike = split.generate(models.prompt(), generation_config=config, **given)
-    config.temperature = 0.5 + ctx.cur_rank
-    try:
-        split.generate(models.prompt(), generation_config=config)
-    except ArgumentError as error:
-        print(alike.tolist(), error)
-"""
-
-
-def test_ranks_started_apart_generate_alike_and_short_messages_begin_with_the_difference() -> None:
-    """Each rank is an interpreter with a hash seed of its own, as torchrun starts them."""
-    ended = run_apart(2, GENERATES_APART, {"IRIS_DEBUG": "1", "IRIS_TIMEOUT": "60"})
-    assert [end.returncode for end in ended] == [0, 0], [end.stderr[-2000:] for end in ended]
-    assert ended[0].stdout == ended[1].stdout
-    message = ended[0].stdout.partition("]] ")[2]
-    assert message.startswith("generate: generation_config.temperature differs between ranks"), message
-    assert len(message) < 250, message
-
-
-def test_a_long_text_is_cut_where_it_begins_to_differ() -> None:
-    said = {rank: ("call", {"it": f"{'x' * 500}{rank}{'y' * 500}", "last": "0"}) for rank in range(2)}
-    message = agreement._difference("call", 1, said)
-    assert "xxx0yyy" in message and "xxx1yyy" in message and len(message) < 400
-
-
-def test_sets_have_one_digest_in_whatever_order() -> None:
-    names = [f"name {i}" for i in range(20)]
-    assert digest(set(names)) == digest(set(reversed(names)))
-    assert digest({"a", "b"}) != digest({"a", "c"})
 
 
 DIFFERENT = {
@@ -187,21 +143,6 @@ def test_what_differs_is_said_on_every_rank(which: str) -> None:
     run(3, differ, which)
 
 
-def elsewhere(rank: int, world: int) -> None:
-    """`out` is another allocation on rank 1: its peers would write where it does not look."""
-    with iris.iris(1 << 24) as ctx:
-        places = ctx.empty(64, 64), ctx.empty(64, 64)
-        from iris_ops import FusedConfig
-
-        config = FusedConfig(32, 32, 32, num_warps=4)
-        with pytest.raises(ArgumentError, match=r"matmul_all_reduce: out differs between ranks: at \d+ of the heap on"):
-            ctx.ops.matmul_all_reduce(places[rank], torch.ones(64, 32), torch.ones(32, 64), config=config)
-
-
-def test_results_at_different_places_are_found_out() -> None:
-    run(2, elsewhere)
-
-
 def silent(rank: int, world: int, limit: float) -> None:
     with iris.iris(1 << 24) as ctx:
         if rank == 1:
@@ -228,16 +169,6 @@ def refused(rank: int, world: int) -> None:
 
 def test_other_values_are_refused() -> None:
     run(2, refused, debug="yes")
-
-
-def graphs_refused(rank: int, world: int) -> None:
-    os.environ["IRIS_OP_GRAPHS"] = "maybe" if rank else "1"  # all ranks are told
-    with pytest.raises(PlatformError, match="IRIS_OP_GRAPHS is 'maybe'; expected 0, or 1 or nothing"):
-        iris.iris(1 << 24)
-
-
-def test_other_values_of_the_switch_of_graphs_are_refused() -> None:
-    run(2, graphs_refused, debug="0")
 
 
 def off(rank: int, world: int) -> None:
@@ -273,19 +204,6 @@ def allowed(rank: int, world: int) -> None:
 
 def test_what_may_differ_passes() -> None:
     run(3, allowed)
-
-
-def same_switch(rank: int, world: int) -> None:
-    for texts in ((None, "", "0"), ("1", "1", "1")):
-        os.environ.pop("IRIS_DEBUG", None)
-        if texts[rank] is not None:
-            os.environ["IRIS_DEBUG"] = texts[rank]
-        with iris.iris(1 << 20) as ctx:
-            assert (ctx.agreement is None) is (texts[rank] != "1")
-
-
-def test_off_is_off_however_it_is_said() -> None:
-    run(3, same_switch)
 
 
 def leaving(rank: int, world: int) -> None:

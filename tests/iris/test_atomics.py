@@ -176,24 +176,6 @@ def test_no_addition_is_lost(world_size, dtype):
     run_ranks(world_size, _sum_of_all, dtype)
 
 
-def _hand_over(ctx):
-    """Tokens exchanged through one word: each that was put in comes out once or stays."""
-    slot = ctx.full((1,), -1, dtype=torch.int32)
-    got = torch.zeros(ROUNDS, dtype=torch.int32, device=ctx.device)
-    ctx.barrier()
-    for i in range(ROUNDS):
-        token = torch.tensor([ctx.cur_rank * ROUNDS + i], dtype=torch.int32, device=ctx.device)
-        _launch(ctx, slot, token, got[i : i + 1], 0, "xchg")
-    ctx.barrier()
-    seen = torch.cat([ctx.broadcast(got, src).cpu() for src in range(ctx.num_ranks)] + [ctx.broadcast(slot, 0).cpu()])
-    assert seen.sort().values.tolist() == list(range(-1, ROUNDS * ctx.num_ranks))
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_exchanged_tokens_are_neither_lost_nor_doubled(world_size):
-    run_ranks(world_size, _hand_over)
-
-
 @triton.jit
 def _swap_kernel(word, cmp, value, old, rank, to, bases, ctx_ptr, VIA_CONTEXT: tl.constexpr, WORLD: tl.constexpr):
     if VIA_CONTEXT:
@@ -246,22 +228,3 @@ def _compare_and_swap(ctx, dtype):
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_compare_and_swap(world_size, dtype):
     run_ranks(world_size, _compare_and_swap, dtype)
-
-
-def _extremes(ctx, dtype):
-    lowest, highest = ctx.full((N,), 1000, dtype=dtype), ctx.full((N,), -1000, dtype=dtype)
-    values = torch.arange(N, dtype=dtype, device=ctx.device) * (-1) ** ctx.cur_rank + ctx.cur_rank
-    everyone = torch.stack([torch.arange(N, dtype=dtype) * (-1) ** rank + rank for rank in range(ctx.num_ranks)])
-    old = torch.zeros_like(values)
-    ctx.barrier()
-    for to in range(ctx.num_ranks):
-        _launch(ctx, lowest, values, old, to, "min", sem="relaxed")
-        _launch(ctx, highest, values, old, to, "max", sem="release", scope="sys")
-    ctx.barrier()
-    assert torch.equal(lowest.cpu(), everyone.amin(0)) and torch.equal(highest.cpu(), everyone.amax(0))
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
-def test_the_smallest_and_largest_of_all_ranks(world_size, dtype):
-    run_ranks(world_size, _extremes, dtype)

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
-from tests.processes import patient
 
 pytestmark = both
 
@@ -237,24 +236,6 @@ def _broadcasts(ctx):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_broadcast_keeps_values_and_types(world_size):
     run_ranks(world_size, _broadcasts)
-
-
-def _broadcast_from_the_heap(ctx):
-    src = ctx.num_ranks - 1
-    heap = ctx.full((5, 3), ctx.cur_rank)
-    begin = time.monotonic()
-    came = ctx.broadcast(heap[1:, :2], src)
-    inside = ctx.broadcast({"weights": [heap]}, src)["weights"][0]
-    assert time.monotonic() - begin < patient(5)  # the elements travel, not the heap
-    for tensor in (came, inside):
-        assert tensor.device == ctx.device and (tensor == src).all()
-        assert ctx.cur_rank == src or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    assert came.shape == (4, 2) and inside.shape == (5, 3)
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_broadcast_of_a_heap_tensor_sends_its_elements_only(world_size):
-    run_ranks(world_size, _broadcast_from_the_heap)
 
 
 def _bad_broadcasts(ctx):

@@ -11,7 +11,6 @@ from iris import context, errors, platform
 from iris.device.sync import wait
 import pytest
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -44,39 +43,6 @@ def _wait_for_the_dead(rank, world_size, victim, wait, how):
     with pytest.raises(errors.ClosedError):
         ctx.zeros(1)
     return took, str(caught.value)
-
-
-def _shared_memory() -> set[str]:
-    """What lies in shared memory, without the semaphores that other programs' worker pools come and go with."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
-
-
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("world_size, victim, how", [(2, 0, "SIGKILL"), (4, 2, "SIGKILL"), (3, 1, "exit")])
-def test_a_lost_rank_is_named_on_all_others_within_ten_seconds(world_size, victim, how, wait):
-    shared = _shared_memory()
-    begin = time.monotonic()
-    ended = run_fresh(world_size, _wait_for_the_dead, victim, wait, how)
-    assert time.monotonic() - begin < patient(20)
-    assert ended[victim].exitcode == (-signal.SIGKILL if how == "SIGKILL" else 0)
-    for rank, end in enumerate(ended):
-        if rank != victim:
-            assert end.exitcode == 0, end.traceback
-            assert end.result[0] < patient(10)
-    assert _shared_memory() <= shared
-
-
-def _never_made(rank, world_size):
-    dist.init_process_group("gloo")
-    if rank == 1:
-        os._exit(0)
-    with pytest.raises(errors.PeerLostError, match="lost rank 1 before the creation of a context: its process ended"):
-        iris.iris(1 << 20)
-
-
-def test_a_rank_that_ends_before_its_context_is_made_is_an_error_on_the_others():
-    for end in run_fresh(3, _never_made):
-        assert end.exitcode == 0, end.traceback
 
 
 def _wait_for_the_late(rank, world_size):

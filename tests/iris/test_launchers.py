@@ -10,7 +10,7 @@ from iris.errors import PlatformError
 import pytest
 
 from tests.harness import UNDER_TORCHRUN
-from tests.processes import run_apart
+from tests.processes import run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes and environments of its own")
 
@@ -46,22 +46,21 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return only
 
 
-PROGRAM = """
-import iris
-with iris.iris(1 << 20) as ctx:
-    total = ctx.zeros(4)
-    ctx.ccl.all_reduce(total, ctx.full((4,), 8.0))
-    ctx.barrier()
-    print(ctx.cur_rank, ctx.num_ranks, total.tolist())
-"""
+def summed(rank: int, world_size: int, launcher: str) -> str:
+    os.environ.update(STARTED[launcher](rank))
+    with iris.iris(1 << 20) as ctx:
+        total = ctx.zeros(4)
+        ctx.ccl.all_reduce(total, ctx.full((4,), 8.0))
+        ctx.barrier()
+        return f"{ctx.cur_rank} {ctx.num_ranks} {total.tolist()}"
 
 
 @pytest.mark.parametrize("launcher", STARTED)
 def test_ranks_of_srun_and_mpirun_are_one_world(launcher: str) -> None:
     without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
-    ended = run_apart(2, PROGRAM, without, STARTED[launcher])
+    ended = run_fresh(2, summed, launcher, env=without)
     expected = [f"{rank} 2 [16.0, 16.0, 16.0, 16.0]" for rank in range(2)]
-    assert [end.stdout.strip() for end in ended] == expected, [end.stderr[-1500:] for end in ended]
+    assert [end.result for end in ended] == expected, [end.traceback[-1500:] for end in ended]
 
 
 def test_a_translated_world_is_the_same_port_and_its_own_ranks(environment) -> None:

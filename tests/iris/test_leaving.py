@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 PROGRAM = """
 import atexit, os, sys, time
 lives_on = os.environ["RANK"] == "1"
-atexit.register(lambda: lives_on and time.sleep(20))
+atexit.register(lambda: lives_on and time.sleep(8))
 import iris
 from iris.errors import ArgumentError, PeerLostError
 ctx = iris.iris(1 << 22)
@@ -44,7 +44,7 @@ def test_an_exception_outside_a_with_block_ends_the_peers_waits_at_once(what: st
     ended = run_apart(2, PROGRAM.format(waiting=WAITING[what], ending="raise ValueError('mine')"), LIMIT)
     seconds, text = ended[0].stdout.split(maxsplit=1)
     assert re.search(r"lost rank 1.*\b(left its context by an exception|left by ValueError: mine)\b", text), text
-    assert float(seconds) < 15, "before the process ends"
+    assert float(seconds) < 6, "before the process ends"
     assert ended[1].returncode == 1 and "ValueError: mine" in ended[1].stderr
 
 
@@ -53,7 +53,7 @@ def test_an_exception_outside_a_with_block_ends_the_peers_waits_at_once(what: st
 def test_a_program_that_exits_as_it_means_to_raises_nothing_before_its_process_ends(ending: str) -> None:
     ended = run_apart(2, PROGRAM.format(waiting=WAITING["barrier"], ending=ending), LIMIT)
     seconds, text = ended[0].stdout.split(maxsplit=1)
-    assert "lost rank 1" in text and "exception" not in text and float(seconds) > 15
+    assert "lost rank 1" in text and "exception" not in text and float(seconds) > 6
 
 
 @pytest.mark.slow

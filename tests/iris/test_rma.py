@@ -142,33 +142,6 @@ def test_cache_modifiers_change_no_value(world_size):
 
 
 @triton.jit
-def _two_dimensions_kernel(src, dst, rank, to, bases, rows, columns, stride, R: tl.constexpr, C: tl.constexpr):
-    m, n = tl.arange(0, R), tl.arange(0, C)
-    at = m[:, None] * stride + n[None, :]
-    mask = (m[:, None] < rows) & (n[None, :] < columns)
-    iris.put(src + at, dst + at, rank, to, bases, mask=mask)
-
-
-def _tiles(ctx):
-    rows, columns = 13, 21
-    src = ctx.randn(rows, 40, generator=torch.Generator(ctx.device).manual_seed(ctx.cur_rank))
-    dst = ctx.full((rows, 40), float(UNTOUCHED))
-    ctx.barrier()
-    to = (ctx.cur_rank + 1) % ctx.num_ranks
-    _two_dimensions_kernel[(1,)](src, dst, ctx.cur_rank, to, ctx.get_heap_bases(), rows, columns, 40, R=16, C=32)
-    ctx.barrier()
-    sender = torch.Generator(ctx.device).manual_seed((ctx.cur_rank - 1) % ctx.num_ranks)
-    theirs = torch.randn(rows, 40, generator=sender, device=ctx.device)
-    assert torch.equal(dst[:, :columns], theirs[:, :columns])
-    assert (dst[:, columns:] == UNTOUCHED).all()
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_masked_tile_goes_to_the_neighbour(world_size):
-    run_ranks(world_size, _tiles)
-
-
-@triton.jit
 def _far_kernel(src, dst, rank, to, bases, offset, N: tl.constexpr):
     i = tl.arange(0, N)
     iris.put(src + i, dst + offset.to(tl.int64) + i, rank, to, bases)

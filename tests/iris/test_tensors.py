@@ -252,19 +252,6 @@ def _exhaust(ctx):
     return ctx.heap.used
 
 
-def _odd_size(ctx):
-    with iris.iris((1 << 20) + 1) as odd:
-        assert odd.heap_size == (1 << 20) + 256
-        assert odd.empty(odd.heap.free_bytes, dtype=torch.uint8).numel()
-        assert odd.heap.free_bytes == 0
-        odd.barrier()
-
-
-@pytest.mark.parametrize("world_size", WORLDS[:2])
-def test_a_heap_has_room_for_as_many_bytes_as_were_asked_for(world_size):
-    run_ranks(world_size, _odd_size)
-
-
 @pytest.mark.parametrize("world_size", WORLDS[:2])
 def test_a_full_heap_is_an_error_and_the_context_still_works(world_size):
     assert len(set(run_ranks(world_size, _exhaust))) == 1

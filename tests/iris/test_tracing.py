@@ -212,24 +212,6 @@ def test_bad_arguments_raise_on_every_rank(world_size, tmp_path):
     run_ranks(world_size, check_bad_arguments, str(tmp_path))
 
 
-def events_of(*rows):
-    """(multiprocessor, program, begin, end) as events in order of time."""
-    events = np.zeros(len(rows), dtype=tracing.EVENT)
-    for event, row in zip(events, rows, strict=True):
-        event["multiprocessor"], event["program"], event["begin"], event["end"] = row
-    return events
-
-
-def test_programs_that_share_a_multiprocessor_stand_on_lines_of_their_own():
-    nested = events_of((0, 1, 0, 10), (0, 1, 2, 5), (0, 1, 6, 9), (0, 1, 20, 30))
-    assert tracing.lanes(nested) == [0, 0, 0, 0]
-    shared = events_of((0, 1, 0, 10), (0, 2, 5, 15), (1, 3, 6, 8), (0, 1, 7, 9), (0, 4, 10, 12), (0, 5, 11, 20))
-    assert tracing.lanes(shared) == [0, 1, 0, 0, 0, 2]
-    found = events_of((0, 1, 0, 10), (0, 1, 5, 12), (0, 1, 6, 7), (0, 1, 11, 20), (0, 1, 20, 25), (0, 1, 22, 30))
-    found["thread"] = [0, 256, 256, 0, 256, 0]  # each kind of warps keeps its line, also when the other's is free
-    assert tracing.lanes(found) == [0, 1, 1, 0, 1, 0]
-
-
 def test_clocks_that_drift_apart_are_interpolated():
     before, after = tracing.Offset(1000, 0, 10_000), tracing.Offset(3000, 0, 110_000)
     true = np.array([10_000, 60_000, 110_000])

@@ -272,15 +272,6 @@ def test_config_refuses_what_specialised_warps_cannot_do(value: dict[str, int]) 
     FusedConfig(**value)
 
 
-def test_config_has_one_warp_group_multiply_lamport_tiles_up_to_64_x_128() -> None:
-    low = FusedConfig(64, 128, 64, num_warps=4, num_stages=8, warp_specialised=True, algorithm="one_shot")
-    for changes in (dict(block_m=128, num_stages=5), dict(algorithm="two_shot"), dict(algorithm="overlapped")):
-        with pytest.raises(
-            ArgumentError, match="FusedConfig.warp_specialised is True .*, 4 warps, .*; expected .*, 8 warps"
-        ):
-            replace(low, **changes)
-
-
 @pytest.mark.parametrize("blocks", [(256, 256, 64, 2), (64, 256, 128, 3), (128, 256, 64, 4)], ids=str)
 def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int, int, int]) -> None:
     m, n, k, stages = blocks
@@ -289,14 +280,6 @@ def test_config_refuses_more_shared_memory_than_there_is(blocks: tuple[int, int,
     ):
         FusedConfig(m, n, k, num_stages=stages, warp_specialised=True)
     FusedConfig(m, n, k, num_stages=stages - 1, warp_specialised=stages > 2)
-
-
-def test_config_has_room_for_two_tiles_where_two_ranks_exchange() -> None:
-    FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True)
-    with pytest.raises(
-        ArgumentError, match="warp_specialised is True with blocks of .* bytes of shared memory; expected"
-    ):
-        FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="one_shot")
 
 
 def refuse_blocks_without_room(ctx: iris.Iris) -> None:

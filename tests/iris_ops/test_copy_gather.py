@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 import time
@@ -10,10 +10,8 @@ import time
 import iris
 from iris import platform
 from iris.errors import PeerLostError
-from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import gather_matmul
-from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.ways import copy_engines
 from iris_ops.problem import GATHER_MATMUL, Problem, part_of
 import pytest
@@ -27,13 +25,7 @@ from tests.reference import Case
 
 pytestmark = both
 
-H200 = machine_named("NVIDIA H200", 132)
 SPECIALISED = FusedConfig(128, 128, 64, num_stages=5, warp_specialised=True, algorithm="copy_gather")
-
-
-def times(case, config) -> tuple[float, float, float]:
-    prediction = predict(case, config, H200)
-    return prediction.gemm_us, prediction.link_us, prediction.total_us
 
 
 def problem(M: int, world_size: int, N: int = 2560, K: int = 8192) -> Problem:
@@ -62,35 +54,6 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, toget
                 expected = [row for r in sent for row in range(r * part, r * part + part_of(M, world_size, r))]
                 assert sorted(row for begin, end in spans for row in range(begin, end)) == sorted(expected)
                 assert len(spans) <= 2
-
-
-def test_steps_hide_copies() -> None:
-    """Four ranks take little longer than their products, where a copy is shorter than each of them."""
-    assert len(copy_engines.steps_of(problem(8192, 4), config())) == 3
-    gemm, copies, total = times(problem(8192, 4), config())
-    assert gemm < total < gemm + 0.25 * copies
-    assert copy_engines.steps_of(problem(8192, 2), config()) == [range(1, 2)]
-    gemm, copies, total = times(problem(8192, 4, N=256), config())
-    assert total > copies > gemm, "nothing hides so much"
-
-
-def test_specialised_programs_take_all_rows_where_their_tiles_fill_waves() -> None:
-    """Between products by torch many multiprocessors wait for the last tiles of each."""
-    assert (
-        plan(problem(5120, 4, 14336), H200).warp_specialised and not plan(problem(2048, 2, 5120), H200).warp_specialised
-    )
-    for rows, N in ((8192, 14336), (512, 256)):
-        gemm, copies, total = astuple(predict(problem(rows, 4, N), SPECIALISED, H200))
-        assert total > max(gemm, copies) and (total < 1.02 * gemm if rows == 8192 else total > gemm + copies / 2)
-
-
-def test_ranks_go_together_where_the_own_product_hides_all_copies() -> None:
-    for N, together in ((2560, 1), (14336, 3)):
-        case = problem(8192, 4, N)
-        steps = {each: times(case, config(each))[2] for each in (1, 2, 3)}
-        assert min(steps, key=steps.get) == together
-        assert plan(case, replace(H200, warp_specialised=False)) == config(together)
-    assert plan(problem(8192, 2, 14336), H200) == config(), "nobody else's rows to go with"
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

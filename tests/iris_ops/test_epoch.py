@@ -327,32 +327,6 @@ def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, 
         assert f"rank {rank} lost rank {dead}: {case.op}" in message and seconds < patient(10)
 
 
-def lose_the_other(rank: int, world_size: int, op: str) -> str:
-    """Rank 1 is killed before its second call; what the first one needed may have been sent."""
-    ctx = iris.iris(64 << 20)
-    A, B, row = torch.randn(4, 8), torch.randn(8, 128), torch.randn(128)
-    if op == "matmul_all_reduce_norm":
-        given = torch.empty(4, 128), torch.empty(4, 128), torch.empty(2, 4), A, B, torch.randn(4, 128), row
-    else:
-        given = torch.empty(8, 64), A, B
-    getattr(ctx.ops, op)(*given)
-    ctx.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError) as caught:
-        for _ in range(2):
-            getattr(ctx.ops, op)(*given)
-    return str(caught.value)
-
-
-@cpu_only
-@pytest.mark.parametrize("op", ["matmul_all_reduce_norm", "all_gather_matmul_gated"])
-def test_who_lost_a_rank_is_told_the_op_that_was_called(op: str) -> None:
-    ended = run_fresh(2, lose_the_other, op, env={"IRIS_TIMEOUT": "100"})
-    assert ended[0].error is None, ended[0].traceback
-    assert f"rank 0 lost rank 1: {op} waited" in ended[0].result
-
-
 def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
     """Every rank but 0 makes a call that rank 0 leaves out, several times over, each in a context of its own."""
     message = None

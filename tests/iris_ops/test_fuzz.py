@@ -85,21 +85,3 @@ def test_random_calls(world_size: int, part: int) -> None:
     rng = random.Random(f"{world_size} ranks, part {part}, draw {DRAW}")
     cases = [draw_case(rng, world_size) for _ in range(PER_TEST)]
     assert_same_bits(cases, run_ranks(world_size, check_cases, cases, 1))
-
-
-def test_there_are_enough_calls_of_every_kind() -> None:
-    cases = []
-    for world_size, parts in TESTS.items():
-        for part in range(parts):
-            rng = random.Random(f"{world_size} ranks, part {part}, draw {DRAW}")
-            cases += [(world_size, draw_case(rng, world_size)) for _ in range(PER_TEST)]
-    assert UNDER_TORCHRUN or len(cases) >= 300
-    assert {(case.op, case.form) for _, case in cases} == set(FORMS)
-    for kind in (
-        lambda world_size, case: case.M == 0,
-        lambda world_size, case: case.K == 0,
-        lambda world_size, case: 0 < case.M < world_size and case.form == "rows",  # ranks with nothing
-        lambda world_size, case: case.uneven and 0 < case.K < world_size and case.op == ALL_REDUCE,
-        lambda world_size, case: case.config is None and not case.on_heap,
-    ):
-        assert UNDER_TORCHRUN or any(kind(world_size, case) for world_size, case in cases)

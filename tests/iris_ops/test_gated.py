@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import iris
 from iris import platform
-from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.launch import relaunch
-from iris.machines import machine_named
 from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
-from iris_ops.planning.needs import GATE
-from iris_ops.planning.plan import plan
-from iris_ops.planning.torch_model import gate_us
-from iris_ops.problem import GATED, GATHER_MATMUL, Problem, part_of
+from iris_ops.problem import GATED, part_of
 import pytest
 import torch
 import triton
@@ -26,7 +22,6 @@ from tests.harness import ON_GPU, WORLDS, both, run_ranks
 
 pytestmark = both
 
-H200 = machine_named("NVIDIA H200", 132)
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 SPECIALISED = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm="copy_gather")
 SMALL = replace(SPECIALISED, block_n=128, group_m=2, num_programs=3)
@@ -177,23 +172,6 @@ def test_gradients_are_refused() -> None:
     run_ranks(1, gradient_body)
 
 
-def test_who_multiplies() -> None:
-    def problem(M: int, world_size: int = 1) -> Problem:
-        return Problem(GATHER_MATMUL, "rows", M, 14336, 8192, world_size, torch.bfloat16, epilogue=GATE)
-
-    assert gated_matmul.chosen(problem(64), H200) is None, "few rows are a stream of weights"
-    assert gated_matmul.chosen(problem(8192), H200).warp_specialised
-    assert gated_matmul.chosen(problem(8192), machine_named("AMD Instinct MI300X", 304)) is None
-    planned = plan(problem(8192, 4), H200)
-    assert planned.warp_specialised and planned.algorithm == "copy_gather"
-    apart = replace(problem(8192, 4), N=2 * 14340)
-    assert not plan(apart, H200).warp_specialised, "rows of out begin between vectors"
-    assert plan(replace(apart, epilogue=None), H200).warp_specialised
-    ungated = replace(problem(64, 4), epilogue=None)
-    more = plan(problem(64, 4), H200).prediction.total_us - plan(ungated, H200).prediction.total_us
-    assert more == pytest.approx(gate_us(ungated, H200), rel=1e-3), "gated behind the product"
-
-
 @torch.no_grad()
 def refused_body(ctx: iris.Iris) -> None:
     w, like = ctx.num_ranks, dict(dtype=torch.bfloat16, device=ctx.device)
@@ -222,38 +200,3 @@ def refused_body(ctx: iris.Iris) -> None:
 
 def test_what_is_refused() -> None:
     run_ranks(2, refused_body)
-
-
-WRONG = {
-    "a deeper A": (
-        dict(A=lambda t: t.new_zeros(8, 9)),
-        ShapeError,
-        r"A is \(8, 9\), B is \(8, 16\); expected A",
-    ),
-    "odd columns": (dict(B=lambda t: t[:, 1:]), ShapeError, r"B is \(8, 15\); expected .* N even"),
-    "a vector": (dict(A=lambda t: t[0]), ShapeError, r"A is \(8,\)"),
-    "B in float32": (
-        dict(B=lambda t: t.float()),
-        DtypeError,
-        "B has dtype torch.float32; expected A's, torch.b",
-    ),
-    "integers": (dict(A=lambda t: t.int()), DtypeError, "A has dtype torch.int32; expected one of torch.bfloat16"),
-    "a long bias": (dict(bias=lambda t: t.new_zeros(17)), ShapeError, "bias has 17 elements; expected 16"),
-    "a matrix as bias": (dict(bias=lambda t: t[None]), ShapeError, r"bias is \(1, 16\); expected \(16,\)"),
-    "B elsewhere": (dict(B=lambda t: t.to("meta")), DeviceError, "B is on meta; expected"),
-}
-
-
-def wrong_body(ctx: iris.Iris) -> None:
-    A, _, B, b, _ = operands(ctx, 8, 16, 8, True, torch.bfloat16)
-    for changes, error, message in WRONG.values():
-        given = dict(A=A, B=B, bias=b)
-        given |= {name: change(given[name]) for name, change in changes.items()}
-        with pytest.raises(error, match=f"matmul_gated: .*{message}"):
-            gated_matmul.matmul_gated(ctx, **given)
-        with pytest.raises(error, match=f"matmul_gated: .*{message}"):
-            torch.ops.iris_ops.matmul_gated(**given, group=ctx.group_name)
-
-
-def test_what_it_does_not_take_is_named() -> None:
-    run_ranks(1, wrong_body)

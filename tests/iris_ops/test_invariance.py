@@ -6,14 +6,13 @@ import random
 
 import iris
 from iris.machines import machine_named
-from iris_ops import FusedConfig
 from iris_ops.planning.plan import plan
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Request, promised, requested_problem
 import pytest
 import torch
 
-from tests.harness import ON_GPU, WORLDS, both, run_ranks
+from tests.harness import WORLDS, both, run_ranks
 from tests.iris_ops.invariance import Place, Probe, different_rows, ways
 from tests.reference import FORMS, Case
 
@@ -96,29 +95,6 @@ def test_all_ways_of_the_order_give_the_same_bits(world_size, dtype, op, form):
     results = run_ranks(world_size, check_ways, case_of(op, form, dtype=dtype), 40)
     no_difference([differences for differences, _ in results])
     assert results[0][1] >= 2 or form == "k"  # there ranks' parts of K begin within a step, in one of the two ways
-
-
-def check_splits(ctx: iris.Iris, case: Case) -> list[str]:
-    """Among configurations that a plan leaves out, one that cuts K."""
-    known = dict(block_m=64, block_n=128, block_k=16, num_programs=4)  # of which the tiles fill no wave
-    whole, cut = FusedConfig(**known), FusedConfig(**known, splits=2)
-    ctx.invariant = "batch"
-    return different_rows(Probe(ctx, case), [Place(40, 3, config=whole), Place(40, 3, config=cut)])
-
-
-def check_k_per_rank(ctx: iris.Iris, case: Case) -> list[str]:
-    places = [Place(40, 3, config=FusedConfig(64, 128, depth)) for depth in (16, 64)]
-    return different_rows(Probe(ctx, case), places)
-
-
-# on GPUs one chain of products and sums runs through all blocks
-_of_blocks = pytest.mark.skipif(ON_GPU, reason="of the interpreter, which adds up a block by itself")
-
-
-@pytest.mark.parametrize("check", [check_splits, pytest.param(check_k_per_rank, marks=_of_blocks)])
-def test_a_way_of_another_order_is_noticed(check):
-    differences = run_ranks(2, check, Case(GATHER_MATMUL, "rows", 0, 80, 512, torch.float32, bias=False))
-    assert any(differences), "no bit differs, so these tests would see nothing"
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -84,20 +84,6 @@ def test_what_is_repeated_for_the_second_time_is_a_graph() -> None:
     assert machine.checks == 3, "what a replay finds is looked for as after a launch"
 
 
-def test_captures_rest_so_that_no_run_is_all_captures() -> None:
-    machine = Machine()
-    machine.takes = 0.5
-    works = [Work(machine) for _ in range(3)]
-    for _ in range(4):
-        for work in works:
-            work.after(1)
-    assert machine.captured == 1 and [work.replays for work in works] == [3, 0, 0]
-    machine.now += graphed._REST * machine.takes
-    assert works[1].after(2) == (4, 2) and works[2].after(2) == (6, 0) and machine.captured == 2
-    machine.now += graphed._REST * machine.takes
-    assert works[2].after(2) == (6, 2) and machine.captured == 3
-
-
 def test_calls_are_launched_where_launches_are_listened_to() -> None:
     machine = Machine()
     work = Work(machine)
@@ -109,19 +95,6 @@ def test_calls_are_launched_where_launches_are_listened_to() -> None:
     finally:
         hook.remove(print)
     assert work.after(1) == (5, 3)
-
-
-def test_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed, "_MOST", 2)
-    machine = Machine()
-    first, second, third = (Work(machine) for _ in range(3))
-    for work in (first, second):
-        assert work.after(4) == (1, 3)
-    assert third.after(graphed._RUNS_BETWEEN) == (graphed._RUNS_BETWEEN, 0)
-    assert machine.captured == len(machine.graphs) == 2
-    first.call = None
-    assert len(machine.graphs) == 1
-    assert third.after(3)[1] > 0 and machine.captured == 3
 
 
 def test_the_environment_switches_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
-from tests.iris_ops.calls import Call, assert_same_bits, bits, check_cases
+from tests.iris_ops.calls import Call, assert_same_bits, check_cases
 from tests.reference import FORMS, Case
 
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="session")]
@@ -75,7 +75,7 @@ def dtypes(world_size: int, turn: int) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op, form, algorithm", VARIANTS)
-@pytest.mark.some(42, on_gpus=10)
+@pytest.mark.some(30, on_gpus=10)
 def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str) -> None:
     turn = VARIANTS.index((op, form, algorithm))
     called = [case for dtype in dtypes(world_size, turn) for case in cases(op, form, algorithm, dtype)]
@@ -96,12 +96,6 @@ def test_op_is_right_as_planned(world_size: int, op: str, form: str) -> None:
     given = [case for dtype in dtypes(world_size, turn) for case in cases(op, form, "overlapped", dtype)[::3]]
     called = [replace(case, config=None) for case in given]
     assert_same_bits(called, run_ranks(world_size, check_cases, called))
-
-
-def test_tiles_may_be_cut_in_three(world_size: int) -> None:
-    """More parts than a plan ever cuts: of several tiles each, which must not be mixed up."""
-    called = [Case(GATHER_MATMUL, "rows", 40, n, 80, config=replace(SMALL[0], splits=3), seed=n) for n in (16, 40)]
-    assert_same_bits(called, run_ranks(world_size, check_cases, called, RUNS))
 
 
 @pytest.mark.parametrize("op, form", FORMS)
@@ -223,38 +217,6 @@ def two_workspaces(ctx) -> None:
 
 def test_workspace_can_be_passed_back(world_size: int) -> None:
     run_ranks(world_size, two_workspaces)
-
-
-def broken(ctx) -> None:
-    """The result of another rank count, of a bias added by each rank, of a missing last column of A."""
-    case = Case(ALL_REDUCE, "", 20, 24, 17, dtype=torch.float32)
-    call = Call(ctx, case)
-    call.run()
-    good = call.check()
-    for wrong in (good + call.bias, good * 0.999, good - call.A[:, -1:] * call.B[-1:, :]):
-        call.out.copy_(wrong)
-        with pytest.raises(AssertionError, match="error"):
-            call.check()
-    call.out.copy_(good)
-    call.guarded.buffer[0] = 0
-    with pytest.raises(AssertionError, match="guard"):
-        call.check()
-
-
-def test_the_check_sees_wrong_results(world_size: int) -> None:
-    run_ranks(world_size, broken)
-
-
-def test_bits_tell_results_apart(world_size: int) -> None:
-    zero = torch.zeros(3, 2)
-    assert bits(zero) != bits(-zero) and bits(zero) == bits(zero.clone())
-    for op, differ in ((MATMUL_GATHER, True), (GATHER_MATMUL, False)):
-        case = Case(op, "rows", 1, 1, 1)
-        if differ:
-            with pytest.raises(AssertionError, match="different bits"):
-                assert_same_bits([case], [["a"], ["b"]])
-        else:
-            assert_same_bits([case], [["a"], ["b"]])
 
 
 def in_pieces(ctx: iris.Iris, called: list[Case]) -> list[str]:

@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import iris
 from iris import platform
 from iris_ops import FusedConfig
-from iris_ops.kernels.hopper import lamport_two_shot, operands
-from iris_ops.kernels.hopper.mma import MMA_WARPS
+from iris_ops.kernels.hopper import operands
 from iris_ops.kernels.stream_k import Units
-from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, grouped, own_blocks, turn
+from iris_ops.kernels.tile_orders import OthersFirst, SourceTiles, own_blocks, turn
 from iris_ops.operands import Operands
-from iris_ops.planning.plan import workspace_size
-from iris_ops.planning.waves import countable, cut_tiles, gemm_tiles, shared_tiles, skew_steps
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from iris_ops.planning.waves import countable, shared_tiles, skew_steps
+from iris_ops.problem import MATMUL_GATHER, Problem
 import pytest
 import torch
 import triton
@@ -46,14 +44,6 @@ def units_kernel(tiles, firsts, depths, completes, count, steps, shared, sharers
     tl.store(firsts + unit, first)
     tl.store(depths + unit, depth)
     tl.store(completes + unit, complete.to(tl.int32))
-
-
-@triton.jit
-def grouped_kernel(rows, columns, num_m, num_n, GROUP_M: tl.constexpr):
-    tile = tl.arange(0, MOST)
-    row, column = grouped(tile, num_m, num_n, GROUP_M)
-    tl.store(rows + tile, row)
-    tl.store(columns + tile, column)
 
 
 @triton.jit
@@ -169,26 +159,6 @@ def test_programs_share_the_tiles_that_fill_no_wave() -> None:
     run_ranks(1, check_units)
 
 
-def test_how_programs_share_tiles_is_within_bounds() -> None:
-    for programs, tiles, steps, splits in ((132, 160, 112, 4), (132, 100, 9, 4), (132, 131, 1, 2), (5, 7, 40, 3)):
-        problem, config = product_of(tiles, steps), replace(SPECIALISED, splits=splits)
-        assert gemm_tiles(problem, config) == tiles
-        shared, sharers = shared_tiles(problem, config, programs)
-        assert shared == tiles % programs and shared <= sharers <= min(programs, splits * shared, shared * steps)
-        mean = shared * steps // sharers
-        skews = [skew_steps(problem, replace(config, stagger_us=us), programs, 100.0) for us in (0, 10, 50, 10**6)]
-        assert skews == sorted(skews) and skews[0] == 0 and skews[-1] <= mean and mean + skews[-1] / 2 <= steps
-        for alone in (
-            replace(config, splits=1),
-            replace(config, warp_specialised=False),
-            replace(config, num_programs=1),
-        ):
-            assert shared_tiles(problem, alone, programs) == (0, 0)
-            assert skew_steps(problem, replace(alone, stagger_us=50), programs, 100.0) == 0
-        # no program beyond the chip's is reckoned with
-        assert shared_tiles(problem, replace(config, num_programs=programs + 9), programs) == (shared, sharers)
-
-
 def check_deepest(ctx: iris.Iris) -> None:
     shared, sharers, programs = 131, 132, 132
     steps = 1 << 15
@@ -218,41 +188,6 @@ def test_steps_of_shared_tiles_are_counted_as_deep_as_int32_goes(monkeypatch: py
             and args["shared_tiles"] == shared
             and (args["form"].SHARED if "form" in args else args["SHARED"]) == (shared > 0)
         ), K
-
-
-def test_the_workspace_has_room_for_parts_of_shared_tiles() -> None:
-    """As much on ranks whose K differs, or their heaps would differ."""
-    for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "rows"), (MATMUL_GATHER, "cols")):
-        for num_programs in (0, 7):
-            sizes = set()
-            for K in (64, 200, 8192):
-                problem = Problem(op, form, 3001, 5120, K, 4, torch.bfloat16)
-                config = replace(SPECIALISED, block_m=128, block_n=256, splits=4, num_programs=num_programs)
-                (flags, nbytes, _), (alone, staged, _) = (
-                    workspace_size(problem, each, 132) for each in (config, replace(config, splits=1))
-                )
-                assert flags - alone >= shared_tiles(problem, config, 132)[1] > 0
-                assert nbytes - staged == (flags - alone) * 128 * 256 * 4
-                sizes.add((flags, nbytes))
-            assert len(sizes) == 1
-    for config in (FusedConfig(splits=2), FusedConfig(splits=3, num_programs=5)):
-        gathers = [Problem(GATHER_MATMUL, "rows", 3001, N, 640, 4, torch.bfloat16) for N in (1, 640, 1280, 50_000)]
-        assert len({workspace_size(gather, config, 132) for gather in gathers}) == 1
-        for gather in gathers:
-            room = workspace_size(gather, config, 132)[0] - workspace_size(gather, replace(config, splits=1), 132)[0]
-            assert room >= cut_tiles(gather, config, 132) * (config.splits - 1)
-
-
-def check_groups(ctx: iris.Iris) -> None:
-    for num_m, num_n, group_m in ((1, 7, 8), (10, 5, 8), (16, 9, 8), (17, 3, 8), (9, 1, 2), (64, 32, 8)):
-        rows, columns = run(ctx, grouped_kernel, num_m * num_n, 2, num_m, num_n, GROUP_M=group_m)
-        assert sorted(zip(rows, columns, strict=True)) == [(m, n) for m in range(num_m) for n in range(num_n)]
-        groups = -(-num_m // group_m)
-        heights = [
-            len(set(rows[g * -(-num_m // groups) * num_n :][: -(-num_m // groups) * num_n])) for g in range(groups)
-        ]
-        assert sum(heights) == num_m and max(heights) <= group_m, "groups follow each other"
-        assert max(heights) - min(heights) < groups
 
 
 def check_others_first(ctx: iris.Iris) -> None:
@@ -294,16 +229,3 @@ def passes(orders: list[list[tuple[int, int]]], owners: list[range], block_m: in
 
 def test_rows_that_two_ranks_send_each_other_come_in_an_order_without_circles() -> None:
     run_ranks(1, check_others_first)
-
-
-def test_groups_of_row_blocks_are_about_equally_high() -> None:
-    run_ranks(1, check_groups)
-
-
-def test_every_thread_has_values_of_its_own() -> None:
-    """Of values that several threads hold, each would see other ones, and they would part before a barrier."""
-    for m, n, w in product((64, 128, 256), (64, 128, 256), range(1, 17)):
-        moved, own = operands.layouts(m, n), lamport_two_shot.layouts(m, n, w)
-        assert own["SUMMED"] * n >= 8 * 32 * operands.MOVER_WARPS and own["OWNED"] % own["SUMMED"] == 0, (m, n, w)
-        assert moved["ROWS"] * n >= 8 * 32 * operands.MOVER_WARPS, (m, n)
-        assert min(m, 2 * moved["ROWS"]) * n >= 8 * 32 * MMA_WARPS and m % moved["ROWS"] == 0, (m, n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 import random
 
 from iris.errors import ArgumentError
@@ -10,7 +9,7 @@ from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
 from iris_ops.planning import orders, sums
-from iris_ops.planning.plan import choose, common_order, plan, way_named
+from iris_ops.planning.plan import plan, way_named
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, Request, requested_problem
 import pytest
@@ -63,52 +62,6 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
         assert len(distinct) == 1 and None not in distinct, f"{problems[0]} on {name}: {[*map(str, distinct)]}"
 
 
-def test_an_order_does_not_depend_on_the_rows_that_are_asked_first():
-    machine = machine_named(INTERPRETER, 1)
-    for rows in (ROWS, ROWS[::-1]):
-        common_order.cache_clear()
-        choose.cache_clear()
-        distinct = [
-            order_of(
-                requested_problem(Request("matmul_all_reduce", M, 96, 300, 2, torch.bfloat16, invariant="batch")),
-                machine,
-            )
-            for M in rows
-        ]
-        assert len({*distinct}) == 1
-
-
-def test_what_depends_on_the_rows_has_no_order():
-    machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem(Request("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16))
-    whole = plan(problem, machine)
-    assert orders.of_tiles(problem, whole, machine) == orders.Order("wgmma", 16)
-    assert orders.of_tiles(problem, replace(whole, splits=4), machine) is None
-    assert orders.of_library(problem, whole, machine) is None
-    own = replace(problem, sums=BATCH)
-    assert orders.of_library(own, whole, machine) == orders.Order("wgmma", 16)
-
-
-@pytest.mark.parametrize(("blocks", "instruction"), [((64, 128, 64), "wgmma"), ((32, 64, 128), "mma")])
-def test_an_instruction_goes_by_the_tile(blocks, instruction):
-    """As the compiler chooses it for sm_90 (`tests/test_codegen_ptx.py` reads it)."""
-    machine = machine_named("NVIDIA H100", 132)
-    problem = requested_problem(Request("matmul_all_reduce", 4096, 8192, 4096, 2, torch.bfloat16))
-    m, n, k = blocks
-    config = replace(plan(problem, machine), block_m=m, block_n=n, block_k=k, num_warps=8, warp_specialised=False)
-    assert orders.of_tiles(problem, config, machine) == orders.Order(instruction, 16)
-
-
-def test_a_plan_says_what_it_left_out_and_what_that_cost():
-    machine = machine_named("NVIDIA H100", 132)
-    sizes = ("matmul_reduce_scatter", 512, 5120, 12800, 2, torch.bfloat16)
-    free, alike = (plan(requested_problem(Request(*sizes, invariant=level)), machine) for level in (None, "batch"))
-    assert alike.prediction.total_us > free.prediction.total_us
-    cost = f"{alike.prediction.total_us - free.prediction.total_us:.1f} us"
-    assert f"the same bits at every number of rows cost {cost}" in alike.explain() or "left out" in alike.explain()
-    assert "its order of sums depends on the number of rows" in alike.explain()
-
-
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
@@ -131,12 +84,6 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
         assert len(distinct) == 1 and None not in distinct, (
             f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, distinct)]}"
         )
-
-
-def test_parts_that_begin_within_a_block_are_refused():
-    problem = requested_problem(Request("all_gather_matmul", 64, 64, 300, 4, torch.bfloat16, "k", invariant="ranks"))
-    with pytest.raises(ArgumentError, match="begin within a block"):
-        plan(problem, machine_named("NVIDIA H100", 132))
 
 
 @pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])

@@ -6,16 +6,14 @@ may be no room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 import copy
 import gc
 import logging
-import os
 import re
 
 import iris
-from iris import platform
 from iris.ccl import Config
 from iris.errors import NotSymmetricError
 from iris_ops import FusedConfig, calls, torch_ops
@@ -26,7 +24,6 @@ import torch
 
 from tests.checks import assert_close_to_reference
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
-from tests.processes import run_fresh
 from tests.reference import Case, Inputs
 
 pytestmark = both
@@ -38,8 +35,6 @@ SPECIALISED = FusedConfig(128, 128, 64, num_stages=3, num_programs=7, warp_speci
 CONFIGS = {"portable": PORTABLE, **({"warp-specialised": SPECIALISED} if ON_GPU else {})}
 FORMS = {ALL_REDUCE: "", MATMUL_GATHER: "rows"}
 STEPS = 6
-
-Make = Callable[[], torch.Tensor]
 
 
 @contextmanager
@@ -225,47 +220,3 @@ def test_layers_return_them(world_size: int) -> None:
 
 
 # --- what is wrong, and what only looks so ---------------------------------------------------------------------------
-
-
-def beside_each_other(rank: int, world: int) -> None:
-    """Outputs of which one is taken from its second row on are no pair; with IRIS_DEBUG=1 those of a layer are."""
-    ctx = iris.iris(1 << 26)
-    product = Product(ctx, ALL_REDUCE)
-    held = []
-    with planned(PORTABLE):
-        for step in range(4):
-            held.append(product(step))
-            if rank == 0:
-                held.pop()
-        whole = ctx.ops.outputs.empty((SIZE + 1, SIZE + 1), DTYPE)
-        assert whole is not None
-        begin = whole.view(-1)[rank : rank + SIZE * SIZE].view(SIZE, SIZE)
-        whole.zero_()
-        ctx.barrier()
-        A, B = product.inputs.A[rank], product.inputs.B[rank]
-        with pytest.raises(NotSymmetricError, match="out lies .* and elsewhere on rank"):
-            ctx.ops.matmul_all_reduce(begin, A, B)
-            platform.synchronize(ctx.device)
-            ctx.check()
-    begin.zero_()  # where this rank's own sums may stand
-    assert not whole.any()
-    os._exit(0)
-
-
-def outlived(rank: int, world: int) -> None:
-    """A result is still there when the context is not."""
-    with iris.iris(1 << 26) as ctx, planned(PORTABLE):
-        product = Product(ctx, ALL_REDUCE)
-        out = product()
-        assert ctx.heap.contains(out)
-    del ctx
-    gc.collect()
-    product.check(out)
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
-@pytest.mark.parametrize("body", [pytest.param(beside_each_other, marks=pytest.mark.slow), outlived])
-def test_in_a_context_of_its_own(body: Callable) -> None:
-    debug = {"IRIS_DEBUG": "1"} if body is beside_each_other else {}
-    ended = run_fresh(2, body, env={"IRIS_TIMEOUT": "20", **debug})
-    assert [end.exitcode for end in ended] == [0] * 2, [end.traceback for end in ended]

@@ -12,11 +12,8 @@ from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
 from iris_ops.named import named
 from iris_ops.ops import Ops
-from iris_ops.planning import waves
 from iris_ops.planning.candidates import fitting
-from iris_ops.planning.overlap_model import spread_us
-from iris_ops.planning.plan import WAYS, compare_ways, plan, predict, way_for, way_named, workspace_size
-from iris_ops.planning.tile_model import tile_us
+from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for, way_named, workspace_size
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import (
@@ -46,16 +43,6 @@ SHAPES = [(1, 8192, 2048), (64, 4096, 1024), (2048, 8192, 7168), (8192, 8192, 20
 
 def problem(op: str, form: str, M: int, N: int, K: int, w: int = 4, dtype: torch.dtype = torch.bfloat16) -> Problem:
     return Problem(op, form, M, N, K, w, dtype)
-
-
-def test_pushes_take_the_link_s_time_but_leave_some_of_the_product_s() -> None:
-    config = FusedConfig(128, 256, 64, warp_specialised=True)
-    tile_bytes, programs, gbs = 2 * 128 * 256, H200.num_programs, H200.link_gbs * 1e3
-    for op, form, copies in [(ALL_REDUCE, "", 1), (REDUCE_SCATTER, "rows", 1), (MATMUL_GATHER, "cols", 3)]:
-        deep, shallow = (problem(op, form, 8192, 8192, K) for K in (1 << 16, 512))
-        assert spread_us(deep, config, H200) == pytest.approx(copies * programs * tile_bytes / gbs)
-        assert 0 < spread_us(shallow, config, H200) < tile_us(shallow, config, H200)
-        assert spread_us(problem(op, form, 8192, 8192, 512, w=1), config, H200) == 0
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -97,11 +84,6 @@ def test_tiles_have_as_many_stages_as_shared_memory_has_room_for(itemsize: int, 
             assert held * (m + n) * k * itemsize <= machine.shared_bytes
     large = replace(H200, shared_bytes=1 << 30)
     assert fitting(itemsize, large, few) == fitting(itemsize, H200, few), "an H200 has room for all"
-
-
-def test_barriers_take_shared_memory_too() -> None:
-    half = H200.shared_bytes // 2
-    assert [H200.stages(nbytes) for nbytes in (half, half - 512)] == [1, 2]
 
 
 @pytest.mark.parametrize("op, form", FORMS)
@@ -163,30 +145,6 @@ def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int)
         assert plan(problem(ALL_REDUCE, "", M, 8192, 2048, world_size), H200).algorithm == "overlapped"
 
 
-def test_all_reduces_of_some_hundred_rows_are_lamport_from_specialised_programs() -> None:
-    """Between two ranks in one shot, which sends no more than two; nowhere in the kernels of another platform."""
-    for w, algorithm in ((2, "one_shot"), (4, "two_shot")):
-        chosen = plan(problem(ALL_REDUCE, "", 512, 8192, 2048, w), H200)
-        assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, True)
-        kernel = "hopper.lamport_pair" if w == 2 else "hopper.lamport_two_shot"
-        assert chosen.kernel == kernel and chosen.explain().splitlines()[-1].startswith(f"chosen {kernel} ")
-    for machine in (replace(H200, warp_specialised=False), machine_named("AMD Instinct MI300X", 304)):
-        assert not plan(problem(ALL_REDUCE, "", 512, 8192, 2048, 2), machine).warp_specialised
-
-
-def test_small_products_take_low_blocks() -> None:
-    assert plan(problem(ALL_REDUCE, "", 1, 8192, 2048), H200).block_m <= 32
-    assert plan(problem(REDUCE_SCATTER, "rows", 8192, 8192, 7168), H200).block_m == 128
-
-
-def test_rows_that_begin_between_vectors_are_left_to_torch_s_product() -> None:
-    """Without tensor descriptors our large tiles take several times as long (measured: 128 x 256 over 6 times)."""
-    for op, form in FORMS:
-        if form in ("", "rows"):
-            assert plan(problem(op, form, 3000, 5120, 4100), H200).algorithm in WITH_TORCH
-            assert not plan(problem(op, form, 3000, 5120, 4100), H200).warp_specialised
-
-
 def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
     """Never in fp32, or elsewhere than on Hopper; a plan says so."""
     prefix = "hopper."
@@ -223,73 +181,6 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
     with pytest.raises(ArgumentError, match="N is 7 for all_gather_matmul_gated; expected an even number"):
         requested_problem(Request("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16))
-
-
-def test_splits_of_other_ways_are_passed_over() -> None:
-    """Only overlapped gathers cut tiles so, and only ops that push share them."""
-    case = problem(GATHER_MATMUL, "rows", 5120, 14336, 8192)
-    for algorithm in ("copy_gather", "overlapped"):
-        config = FusedConfig(128, 256, 64, num_stages=3, warp_specialised=True, algorithm=algorithm)
-        whole, split = (predict(case, replace(config, splits=splits), H200).total_us for splits in (1, 4))
-        assert (whole == split) == (algorithm == "copy_gather")
-    assert waves.shared_tiles(case, replace(config, splits=4), 132) == (0, 0)
-
-
-def test_programs_share_tiles_only_where_some_fill_no_wave() -> None:
-    for columns, fills in ((132 * 128, True), (100 * 128, False)):
-        chosen = plan(problem(MATMUL_GATHER, "rows", 256, columns, 4096, w=2), H200)
-        assert ("hopper.matmul_gather 128x128x64, programs share" in chosen.explain()) != fills
-
-
-def test_predictions_grow_with_what_is_to_be_done() -> None:
-    config = FusedConfig(128, 256, 64)
-    for op, form in FORMS:
-        small, large = (predict(problem(op, form, M, 8192, 4096), config, H200) for M in (2048, 8192))
-        assert large.gemm_us > small.gemm_us and large.link_us > small.link_us and large.total_us > small.total_us
-        alone = predict(problem(op, form, 2048, 8192, 4096, w=1), config, H200)
-        assert alone.link_us == 0
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    config = FusedConfig(128, 256, 64)
-    for op, form in FORMS:
-        alone = predict(problem(op, form, 2048, 8192, 4096, w=1), config, H200)
-        assert alone.total_us == pytest.approx(alone.gemm_us + H200.launch_us), op
-
-
-def test_tiles_are_cut_that_fill_no_wave() -> None:
-    """Of less than two rounds all of them."""
-    for columns, cut in ((3, 12), (6, 24), (8, 0), (9, 4)):
-        gather = problem(GATHER_MATMUL, "rows", 512, 128 * columns, 4096)
-        assert waves.cut_tiles(gather, FusedConfig(splits=2), 16) == cut
-        assert waves.cut_tiles(gather, FusedConfig(), 16) == 0
-
-
-def test_own_tiles_come_early_among_three_ranks_or_more() -> None:
-    for ranks, early in ((2, 2048), (3, 88), (4, 66)):
-        reduction = problem(ALL_REDUCE, "", 8192, 8192, 1024, w=ranks)
-        assert waves.early_tiles(reduction, FusedConfig(), 132) == early
-
-
-def test_that_out_is_better_on_the_heap_is_said() -> None:
-    for op, form in FORMS:
-        chosen = plan(problem(op, form, 8192, 8192, 2048), H200)
-        mentions_heap = "out directly when it lies on the heap" in chosen.explain()
-        assert mentions_heap == (op in (ALL_REDUCE, MATMUL_GATHER))
-
-
-def test_a_given_configuration_explains_itself_and_equals_its_like() -> None:
-    given = FusedConfig()
-    assert given.explain() == "given by the caller" and given.prediction is None
-    planned = plan(problem(GATHER_MATMUL, "rows", 512, 512, 512), H200)
-    assert planned == replace(planned, reasons=(), prediction=None) and hash(planned) == hash(replace(planned))
-
-
-def test_an_unknown_gpu_is_reckoned_by_its_multiprocessors() -> None:
-    half = machine_named("some other GPU", 66)
-    assert half.tflops == pytest.approx(H200.tflops / 2) and half.num_programs == 66
-    assert machine_named("NVIDIA H200", 1) is H200
-    assert machine_named("NVIDIA H100 80GB HBM3", 132) is machine_named("NVIDIA H100", 132), "what it calls itself"
 
 
 # --- as the ops use it -----------------------------------------------------------------------------------------------

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 import json
 from pathlib import Path
-from statistics import median
 
 from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.planning.plan import plan, predict
-from iris_ops.planning.torch_model import expected_us
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, Request, requested_problem
 from iris_tp.bench.rows import CALLS
@@ -20,8 +18,6 @@ import torch
 from tests.harness import both
 
 pytestmark = both
-
-H200 = machine_named("NVIDIA H200", 132)
 
 
 # Ops measured before they had warp-specialised kernels; and rows whose plan changed since, because products, or
@@ -89,21 +85,3 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
         if abs(chosen.prediction.total_us / taken - 1) > 0.2:
             misses.append((*sizes, chosen.prediction.total_us, taken))
     assert len(report["rows"]) == 36 and len(misses) <= 3, misses
-
-
-def test_the_model_of_a_library_s_product_is_within_a_tenth_on_nine_measured_products_of_ten() -> None:
-    """From 128 rows on; plans ask it from 65 on. On H200s."""
-    measured: dict[tuple[int, int, int], list[float]] = {}
-    for path in RESULTS:
-        report = json.loads(path.read_text())
-        for row in report["rows"] if report["gpu"] == H200.name else ():
-            op = CALLS[row["op"]]
-            form = "" if op == ALL_REDUCE else row.get("form", "rows")
-            sizes = (row["M"], row["N"], row["K"])
-            gemm = Problem(op, form, *sizes, report["world"], torch.bfloat16).gemm
-            alone = [each["graph_us"] for each in row["results"] if each["name"] == "cuBLAS alone"]
-            if gemm[0] >= 128 and alone and report["dtype"] == "bfloat16":
-                measured.setdefault(gemm, []).extend(alone)
-    share = {gemm: expected_us(*gemm, H200) / median(times) for gemm, times in measured.items()}
-    misses = {gemm: ratio for gemm, ratio in share.items() if abs(ratio - 1) > 0.1}
-    assert len(measured) > 50 and len(misses) <= len(measured) / 10, misses

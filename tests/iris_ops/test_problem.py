@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from iris.errors import ShapeError
-from iris_ops import FusedConfig
 from iris_ops.problem import (
-    ALL_REDUCE,
     GATHER_MATMUL,
-    MATMUL_GATHER,
     OPS,
-    REDUCE_SCATTER,
     Problem,
     describe,
-    owned_part,
-    part_of,
-    part_size,
 )
 import pytest
 import torch
@@ -27,15 +20,6 @@ SIZES = [0, 1, 2, 3, 5, 8, 17]
 def described(case: Case, rank: int, world_size: int) -> Problem:
     a, b, out = (torch.empty(shape, dtype=case.dtype, device="meta") for shape in case.shapes(world_size, rank))
     return describe(case.op, out, a, b, rank, world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 6, 7, 8, 100])
-def test_parts_are_those_of_torch_chunk(size: int, world_size: int) -> None:
-    chunks = torch.arange(size).chunk(world_size) if size else ()
-    parts = [part_of(size, world_size, rank) for rank in range(world_size)]
-    assert parts == [len(chunk) for chunk in chunks] + [0] * (world_size - len(chunks))
-    assert sum(parts) == size and max(parts) == part_size(size, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -55,46 +39,6 @@ def test_all_ranks_find_the_same_problem(op: str, form: str, world_size: int) ->
                 assert (problem.M, problem.N, problem.K) == (M, N, K) and not problem.empty
                 if world_size > 1 and min(M, N, K) > 1:
                     assert problem.form == form
-
-
-def test_sizes_of_parts_and_products() -> None:
-    rows = Problem(REDUCE_SCATTER, "rows", 10, 6, 5, 4, torch.float32)
-    assert (rows.part_rows, rows.part_cols, rows.gemm) == (3, 6, (10, 6, 5))
-    cols = Problem(MATMUL_GATHER, "cols", 10, 6, 5, 4, torch.float32)
-    assert (cols.part_rows, cols.part_cols, cols.gemm) == (10, 2, (10, 2, 5))
-    assert Problem(MATMUL_GATHER, "rows", 10, 6, 5, 4, torch.float32).gemm == (3, 6, 5)
-    assert Problem(GATHER_MATMUL, "k", 10, 6, 5, 4, torch.float32).gemm == (10, 6, 5)
-
-
-@pytest.mark.parametrize(
-    "M, N, owned",
-    [
-        (200, 4096, (200, 1024, True)),
-        (4096, 200, (1024, 200, False)),
-        (4096, 4096, (1024, 4096, False)),  # alike: by rows
-        (8192, 300, (2048, 300, False)),
-    ],
-)
-def test_an_all_reduce_is_owned_along_the_dimension_that_blocks_divide_more_evenly(
-    M: int, N: int, owned: tuple
-) -> None:
-    assert owned_part(Problem(ALL_REDUCE, "", M, N, 64, 4, torch.bfloat16), FusedConfig(128, 128, 64)) == owned
-
-
-@pytest.mark.parametrize(
-    "op, form, sent",
-    [
-        (ALL_REDUCE, "", 2 * 3 / 4 * 10 * 6 * 2),  # reduce-scatter, then all-gather
-        (REDUCE_SCATTER, "rows", 3 / 4 * 10 * 6 * 2),
-        (MATMUL_GATHER, "cols", 3 / 4 * 10 * 6 * 2),
-        (GATHER_MATMUL, "rows", 3 / 4 * 10 * 5 * 2),  # A, not the result
-        (GATHER_MATMUL, "k", 3 / 4 * 10 * 5 * 2),
-    ],
-)
-def test_link_bytes(op: str, form: str, sent: float) -> None:
-    assert Problem(op, form, 10, 6, 5, 4, torch.bfloat16).link_bytes == pytest.approx(sent)
-    assert Problem(op, form, 10, 6, 5, 4, torch.float32).link_bytes == pytest.approx(2 * sent)
-    assert Problem(op, form, 10, 6, 5, 1, torch.bfloat16).link_bytes == 0
 
 
 @pytest.mark.parametrize("which", ["A", "B", "out"])

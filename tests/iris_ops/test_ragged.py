@@ -8,12 +8,8 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels import descriptors
 from iris_ops.kernels.hopper import operands as hopper_operands
-from iris_ops.kernels.tiles import first_row, rows_from
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER
 import pytest
-import torch
-import triton
-import triton.language as tl
 
 from tests.harness import ON_GPU, WORLDS, both, run_ranks
 from tests.iris_ops.calls import assert_same_bits, check_cases
@@ -63,7 +59,7 @@ def calls_of(op: str, form: str, config: FusedConfig, world_size: int) -> list[C
 @on_ranks
 @pytest.mark.parametrize("config", [FEW, MANY, SPECIALISED], ids=["few", "many", "specialised"])
 @pytest.mark.parametrize("op, form", FORMS)
-@pytest.mark.some(12, on_gpus=11)
+@pytest.mark.some(8, on_gpus=11)
 def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: FusedConfig) -> None:
     if config is SPECIALISED and (op == GATHER_MATMUL or not ON_GPU):
         pytest.skip("no program warp-specialised pushes these")
@@ -78,27 +74,6 @@ def test_rows_that_no_tile_divides(world_size: int, op: str, form: str, config: 
     assert by_parts or folded, "no operand was folded"
 
 
-@triton.jit
-def owned_kernel(counts, row, end, rows, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
-    """Adds one to the count of each row, of a part of a matrix that ends at `end`, that a tile has as its own."""
-    first = first_row(row, rows, BLOCK_M)
-    r, own = rows_from(first, row, rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
-    tl.atomic_add(counts + r, 1, mask=own & (r < end))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("rows", [20, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 191])
-def test_each_row_is_one_tile_s_own(rows: int, parts: int) -> None:
-    """Tiles of 64, which begin anew with each part of the rows, as owners' do."""
-    counts = torch.zeros(rows, dtype=torch.int32, device="cuda" if ON_GPU else "cpu")
-    part = -(-rows // parts)
-    for begin in range(0, rows, part):
-        end = min(rows, begin + part)
-        for row in range(begin, end, 64):
-            owned_kernel[(1,)](counts, row, end, rows, BLOCK_M=64, FOLDED=32 <= rows < 64)
-    assert counts.eq(1).all(), counts
-
-
 @on_ranks
 @pytest.mark.skipif(not ON_GPU, reason="warp-specialised programs")
 def test_rows_that_copy_engines_bring(world_size: int) -> None:
@@ -106,23 +81,3 @@ def test_rows_that_copy_engines_bring(world_size: int) -> None:
     rows = [world_size * each for each in (130, 200, 255, 256)]
     cases = [Case(GATHER_MATMUL, "rows", m, 320, 256, bias=m % 3 > 0, config=config, seed=m) for m in rows]
     assert_same_bits(cases, run_ranks(world_size, check_cases, cases))
-
-
-def test_what_lies_where_a_fold_is() -> None:
-    """A matrix of 40 rows as a tile of 64: both halves are whole, and hold each row."""
-    for rows in (33, 40, 47):
-        A = torch.arange(rows * 16, dtype=torch.float32).view(rows, 16)
-        shape, strides = descriptors.folded(A, 64)
-        halves = A.as_strided(shape, strides).reshape(64, 16)
-        assert torch.equal(halves[:32], A[:32]) and torch.equal(halves[32:], A[rows - 32 :])
-
-
-@pytest.mark.parametrize(
-    "rows, folds, described, dims",
-    [(64, True, True, 2), (50, True, True, 2), (47, True, True, 3), (32, True, True, 3), (31, True, False, 2),
-     (47, False, True, 2), (100, False, True, 2)],
-)  # fmt: skip
-def test_rows_are_described_where_it_pays(rows: int, folds: bool, described: bool, dims: int) -> None:
-    A = torch.zeros(rows, 64, dtype=torch.bfloat16)
-    given, tma = descriptors.rows_operand(A, (64, 32), folds)
-    assert tma == described and len(given.shape) == dims

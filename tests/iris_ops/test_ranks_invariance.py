@@ -102,14 +102,6 @@ def test_a_sum_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
                 assert torch.equal(result, alone), f"{case} on {world_size} ranks of {k_per_rank}"
 
 
-@pytest.mark.slow
-def test_a_sum_has_the_same_bits_on_five_to_eight_ranks():
-    case = Case(ALL_REDUCE, "", 3, 16, 700, torch.float32, seed=random.randrange(99))
-    (alone,) = run_ranks(1, body, case, None)
-    for world_size in (5, 6, 7, 8):
-        assert torch.equal(joined(run_ranks(world_size, body, case, None)), alone), world_size
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "form"), GATHERS)
 def test_a_gather_has_the_same_bits_on_any_number_of_ranks(op, form, dtype):
@@ -191,14 +183,3 @@ def test_what_cannot_be_kept_is_refused_on_every_rank():
         kinds = [each.split(": ")[1] for each in messages]
         assert kinds == ["ShapeError"] * 3 + ["ArgumentError"] * 7, messages
         assert "such as 128, 64, 108" in messages[0], messages[0]
-
-
-def plan_body(ctx: iris.Iris) -> str:
-    ctx.invariant = "ranks"
-    return ctx.ops.plan(ALL_REDUCE, 8, 64, 256, torch.bfloat16).explain()
-
-
-def test_a_plan_says_what_was_left_out():
-    text = run_ranks(2, plan_body)[0]
-    assert "rejected lamport_matmul: its sums are" in text and "8 leaves in a tree" in text
-    assert "the same bits at every number of rows and ranks cost" in text

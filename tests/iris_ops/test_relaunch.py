@@ -9,7 +9,7 @@ from typing import NamedTuple
 import iris
 from iris.errors import ArgumentError, HeapExhausted
 from iris.launch import relaunch
-from iris.triton_private import DirectLaunch, TensorDescriptor
+from iris.triton_private import DirectLaunch
 from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
 from iris_ops.planning.plan import way_for
@@ -203,17 +203,6 @@ def served(case: Case, world_size: int) -> bool:
     return not (case.config and way_for(problem, case.config).refuses(problem))
 
 
-def test_kernels_of_other_tiles_are_others() -> None:
-    """A kernel is compiled for the sizes of the tiles that a descriptor has, and for its dtype."""
-    A = torch.zeros(32, 64, dtype=torch.bfloat16)
-    flat = TensorDescriptor(A, [32, 64], [64, 1], [32, 64])
-    folded = TensorDescriptor(A, [2, 32, 64], [0, 64, 1], [2, 16, 64])
-    half = TensorDescriptor(A.half(), [32, 64], [64, 1], [32, 64])
-    again = TensorDescriptor(A.clone(), [32, 64], [64, 1], [32, 64])
-    kinds = [relaunch._specialization(each) for each in (flat, folded, half, again)]
-    assert len(set(kinds)) == 3 and kinds[0] == kinds[3]
-
-
 class Several(NamedTuple):
     first: torch.Tensor | None
     second: torch.Tensor | int
@@ -235,11 +224,3 @@ def test_addresses_in_named_tuples_move() -> None:
     moved = launch.moved((c.data_ptr(), d.data_ptr()))
     assert moved() and given[1:] == [expected(c, d)]
     assert launch.again() and given[2:] == [expected(a, b)], "the first call's list is its own"
-
-
-def test_kernels_are_kept_by_what_their_groups_hold() -> None:
-    a, half = torch.empty(64), torch.empty(64, dtype=torch.float16)
-    known = relaunch._specialization(Several(a, 16))
-    assert known == relaunch._specialization(Several(torch.empty(64), 16)), "of another tensor alike"
-    for other in (Several(half, 16), Several(a[1:], 16), Several(None, 16), Several(a, 17)):
-        assert relaunch._specialization(other) != known, other

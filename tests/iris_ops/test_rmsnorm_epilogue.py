@@ -97,7 +97,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[t
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[:3])))
 @pytest.mark.parametrize("world_size", WORLDS if ON_GPU else [1, 2, 3])
-@pytest.mark.some(15)
+@pytest.mark.some(10, on_gpus=15)
 def test_numbers(world_size: int, case: tuple) -> None:
     first, *others = run_ranks(world_size, numbers_body, *case)
     for other in others:

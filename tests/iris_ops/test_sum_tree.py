@@ -44,16 +44,6 @@ def test_any_shares_of_any_ranks_are_joined_to_one_sum():
         assert run([alone(*root) for root in roots], leaves, roots) == alone(0, leaves), (leaves, spans)
 
 
-def test_leaves_are_halved_to_the_last():
-    def halved(first: int, last: int):
-        middle = first + (last - first + 1) // 2
-        return first if last - first == 1 else (halved(first, middle), halved(middle, last))
-
-    for leaves in range(1, 32):
-        assert alone(0, leaves) == halved(0, leaves)
-    assert sum_tree.joins(8, tuple((i, i + 1) for i in range(8))) == (0, 1, 0, 2, 0, 1, 0, 3)
-
-
 @pytest.mark.parametrize("K", SIZES)
 def test_leaves_depend_on_the_whole_depth_alone_are_even_and_few(K):
     leaves = sum_tree.leaves_of(K)
@@ -69,14 +59,6 @@ def test_leaves_depend_on_the_whole_depth_alone_are_even_and_few(K):
         held = [last - first for first, last in tree.spans]
         assert max(held) <= -(-leaves // ranks) + 1, f"{K} on {ranks} ranks: {held}"
         assert all(edge % tree.depth == 0 for edge in borders[:-1])
-
-
-@pytest.mark.parametrize("K", [4096, 5120, 8192, 11008, 14336, 18944, 25600, 28672])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_that_halve_as_the_tree_does_have_one_root_each(K, ranks):
-    tree = sum_tree.tree_of("a test", sum_tree.shares(K, ranks))
-    assert [len(each) for each in tree.roots] == [1] * ranks
-    assert [last - first for first, last in tree.spans] == [8 // ranks] * ranks
 
 
 # query heads, heads of keys, a head's width: Llama-3, Qwen, SmolLM2

@@ -104,23 +104,6 @@ def test_torch_finds_nothing_wrong_with_the_registration(world_size: int) -> Non
     run_ranks(world_size, opcheck_body)
 
 
-def mean_part_body(ctx) -> list:
-    """What each operator planned with, where told that the ranks' parts differ."""
-    seen = []
-    plan = ctx.ops._calls.plan
-    ctx.ops._calls.plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
-    for op in ALL:
-        A, B, bias, size = arguments(ctx, op)
-        registered(op)(A, B, bias, size, ctx.group_name, mean_part=20)
-    return [(problem.op, *problem.gemm[1:]) for problem in seen]
-
-
-def test_ranks_with_different_parts_plan_by_the_mean_one(world_size: int) -> None:
-    for seen in run_ranks(world_size, mean_part_body):
-        gathered = GATHER_MATMUL, 20, K  # gated or not
-        assert seen == [(ALL_REDUCE, N, 20), gathered, (MATMUL_GATHER, N, K), (REDUCE_SCATTER, N, 20), gathered]
-
-
 def refused_body(ctx) -> None:
     A, B, bias, size = arguments(ctx, ALL_REDUCE)
     op = torch.ops.iris_ops.matmul_all_reduce

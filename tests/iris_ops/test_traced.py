@@ -8,8 +8,8 @@ from dataclasses import replace
 from iris import platform
 from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
 from iris_ops import FusedConfig
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
+from iris_ops.quantised import scaled_matmul
 import numpy as np
 import pytest
 import torch
@@ -43,7 +43,7 @@ def check_traced(ctx, case):
 
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1, 3])
-@pytest.mark.some(6, on_gpus=3)
+@pytest.mark.some(3, on_gpus=3)
 def test_ops_record_themselves(world_size, op, form):
     # every rank has rows and columns of its own, and as many
     case = Case(op, form, 32 * world_size, 36, 24, torch.float16, config=CONFIG)
@@ -82,7 +82,7 @@ PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL]
 
 @pytest.mark.parametrize("op, form, algorithm", PUSHED)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-@pytest.mark.some(4, on_gpus=3)
+@pytest.mark.some(3, on_gpus=3)
 def test_specialised_warps_record_themselves(world_size, op, form, algorithm):
     """What is sent, too; where they are specialised, each kind by a thread of its own."""
     if algorithm == "one_shot" and world_size != 2:
@@ -101,7 +101,7 @@ def test_specialised_warps_record_themselves(world_size, op, form, algorithm):
 
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-@pytest.mark.some(4, on_gpus=3)
+@pytest.mark.some(3, on_gpus=3)
 def test_ops_of_few_rows_record_themselves(world_size, op, form):
     case = Case(op, form, 2 * world_size, 36, 24, torch.float16, config=replace(CONFIG, algorithm="one_shot"))
     for kinds, sent, _ in run_ranks(world_size, check_traced, case):

@@ -74,15 +74,6 @@ def forget() -> None:
     choose.cache_clear()
 
 
-def test_the_selector_is_asked_for_the_product_and_gives_the_tile(amd) -> None:
-    amd(SELECTOR)
-    assert tritonblas.tiles(problem(), AMD) == [(256, 128, 64, 8, 2)]
-    assert tritonblas.reasons(problem(), AMD) == ["tritonblas selects blocks 256x128x64, 2 stages"]
-    asked = sys.modules["tritonblas"].OrigamiMatmulSelector.last._asked
-    assert asked == (2048, 8192, 7168, *[torch.bfloat16] * 3)
-    assert tritonblas.tiles(problem(m=64), AMD) == [(16, 128, 64, 8, 2)]
-
-
 def test_a_plan_takes_the_tile_and_says_so(amd) -> None:
     amd(SELECTOR)
     here, case = machine_named(AMD, 304), problem()
@@ -103,15 +94,6 @@ def test_what_the_selector_cannot_serve_is_said(amd) -> None:
     assert "No Valid Matrix Instruction" in tritonblas.reasons(problem(dtype=torch.float32), AMD)[0]
     assert "expected powers of two" in tritonblas.reasons(problem(n=72), AMD)[0]
     assert not tritonblas.tiles(problem(m=0), AMD) and not tritonblas.reasons(problem(m=0), AMD)
-
-
-def test_a_package_that_does_not_import_is_said(amd) -> None:
-    amd("import a_compiled_model_that_is_missing")
-    assert not tritonblas.tiles(problem(), AMD)
-    assert (
-        "cannot be imported (No module named 'a_compiled_model_that_is_missing')"
-        in tritonblas.reasons(problem(), AMD)[0]
-    )
 
 
 def test_without_the_package_or_without_amd_our_model_decides(amd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 from iris.errors import ArgumentError
-from iris_ops.local import skinny_matmul
 from iris_ops.ops import Ops
 import layers
 import pytest
@@ -183,35 +182,6 @@ def test_hooks_on_a_layer_s_norm_count(world_size: int) -> None:
 
 
 @torch.no_grad()
-def hooked_module_body(ctx) -> None:
-    """What one layer's modules have hooks for, and when, is neither lost nor the other's."""
-    model, prompts = models.build("kv2"), models.prompt().to(ctx.device)
-    layers.parallelize(model, ctx)
-    options = dict(graphs=False, step_attention=True)
-    eager, engine = (layers.Engine(model, ctx, 2, 18, compile=by, **options) for by in (False, backend(ctx)))
-    first, second = model.model.layers
-
-    def exchanged(module, args, output):
-        return output.flip(0)
-
-    def changed(module, args, output):
-        output[0] *= 2
-
-    for module, hook in ((nn.Identity(), exchanged), (second.mlp, exchanged), (first.mlp, exchanged), (first, changed),
-                         (second.mlp, changed), (nn.Identity(), changed)):  # fmt: skip
-        with module.register_forward_hook(hook):
-            for _ in range(3):
-                for each in (eager, engine):
-                    each.reset()
-                assert close(ctx, engine.prefill(prompts), eager.prefill(prompts)), (type(module), hook)
-
-
-@pytest.mark.slow
-def test_hooks_of_one_layer_are_not_another_s(world_size: int) -> None:
-    run_ranks(world_size, hooked_module_body)
-
-
-@torch.no_grad()
 def shared_tokens_body(ctx) -> None:
     """Of layers that share out the tokens, too, one compilation serves prompts of any length, and one the steps."""
     model, rows = models.build("kv2"), models.prompt().tolist()
@@ -229,36 +199,6 @@ def shared_tokens_body(ctx) -> None:
 @pytest.mark.some(0, on_gpus=1)
 def test_layers_that_share_tokens_are_compiled_once_for_all_lengths(world_size: int) -> None:
     run_ranks(world_size, shared_tokens_body)
-
-
-@torch.no_grad()
-def short_prompts_body(ctx) -> None:
-    """Eight prompts of two tokens, as few rows as steps may have, run the code for any length; steps the kernel's."""
-    model = models.build("kv2").to(torch.bfloat16 if ON_GPU else torch.float32)
-    layers.parallelize(model, ctx)
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            compiling = torch.compiler.is_compiling
-            patch.setattr(
-                skinny_matmul, "is_faster", lambda x, weight, *_: compiling() and skinny_matmul.has_few_rows(x, 16)
-            )
-        engine = layers.Engine(model, ctx, 8, 16, compile=backend(ctx))
-        eager = layers.Engine(model, ctx, 8, 16, graphs=False)
-        before, counts = compilations(), []
-        for length in (2, 3):
-            prompts = models.prompt(8)[:, :length]
-            tokens = engine.generate(prompts, 3)
-            assert ON_GPU or tokens == eager.generate(prompts, 3)
-            counts.append(compilations() - before)
-        with torch.profiler.profile() as trace:
-            engine.step()
-    assert counts == [3 + ON_GPU] * 2  # there one for the first norm, in halves
-    assert "iris_ops::skinny_matmul" in {each.key for each in trace.key_averages()}
-
-
-@pytest.mark.slow
-def test_prompts_of_few_tokens_compile_nothing_anew(world_size: int) -> None:
-    run_ranks(world_size, short_prompts_body)
 
 
 class Counting:

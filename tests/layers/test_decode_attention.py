@@ -93,15 +93,6 @@ def test_stretches_cover_a_cache_and_none_is_empty() -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_cuts_that_were_the_fastest_on_an_h200() -> None:
-    """Of a few long caches all multiprocessors read, many short ones are read whole."""
-    for pairs, length, fastest in ((4, 192, [6]), (4, 16448, range(120, 180)), (64, 2112, range(4, 9))):
-        assert decode_attention.splits_of(pairs, length, 32, 132)[0] in fastest
-    for pairs, length in ((256, 192), (512, 192), (1024, 192)):
-        assert decode_attention.splits_of(pairs, length, 32, 132) == (1, 192)
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_a_prompt_has_no_mask_where_torchs_causal_one_is_the_same() -> None:
     from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 

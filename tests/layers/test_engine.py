@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-import warnings
 
 from iris.errors import ArgumentError
 import layers
 from layers.serving.cache import cache_name
-from layers.serving.sampling import Sampler, likeliest
+from layers.serving.sampling import Sampler
 import pytest
 import torch
 
@@ -22,17 +21,6 @@ pytestmark = both
 def on(ranks: int):
     """One world of ranks is enough: the engine itself does not ask how many there are."""
     return pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [ranks])
-
-
-@pytest.mark.parametrize("words", [1, 7, 120, 257, 1000, 32000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_token_is_the_first_of_its_like(words: int, dtype: torch.dtype) -> None:
-    random = torch.Generator().manual_seed(words)
-    ties = torch.randint(0, 3, (4, words), generator=random).to(dtype)
-    drawn = torch.randn(4, 2, words + 1, generator=random).to(dtype)[:, -1, :words]
-    some = drawn.clone().masked_fill_(torch.rand(4, words, generator=random) < 0.1, float("nan"))
-    for logits in (ties, drawn, some, torch.full((4, words), -torch.inf, dtype=dtype)):
-        assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
 
 
 def greedy_body(ctx, name: str) -> list:
@@ -75,24 +63,12 @@ class OfNow(OfBefore):
         raise NotImplementedError
 
 
-def named_body(ctx) -> None:
-    model = PassesOn(transformers.LlamaConfig(**models.PLAIN)).to(ctx.device).eval()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*past_key_values", category=FutureWarning)
-        layers.Engine(model, ctx, 2, 16, graphs=False).generate(models.prompt(), 2)
-
-
 def test_the_cache_has_the_name_that_the_model_gives_it() -> None:
     """And so no warning that the name is of before."""
     config = transformers.LlamaConfig(**models.PLAIN)
     assert cache_name(OfBefore(config)) == "past_key_values"
     assert cache_name(OfNow(config)) == "cache"
     assert cache_name(PassesOn(config)) == cache_name(transformers.LlamaForCausalLM(config))
-
-
-@on(1)
-def test_a_model_that_passes_its_cache_on_is_called_by_the_name_of_now(world_size: int) -> None:
-    run_ranks(world_size, named_body)
 
 
 def sampled_body(ctx) -> list:

@@ -8,7 +8,6 @@ from typing import Any
 
 from iris.errors import ArgumentError
 import layers
-from layers.serving import attention
 import pytest
 import torch
 
@@ -49,20 +48,6 @@ ONE_LENGTH = {
 def test_the_engine_gives_the_unsplit_models_logits(model_type: str) -> None:
     outcomes = run_ranks(2, engine.served_body, model_type, timeout=400)
     assert engine.judge(model_type, outcomes) == "yes"
-
-
-def test_masks_of_eager_attention_are_those_of_transformers() -> None:
-    """What an engine has a model make in a CUDA graph."""
-    model: Any = tiny.build("gpt_oss")
-    tokens = torch.randint(1, 20, (2, 13), generator=torch.Generator().manual_seed(0))
-    seen = torch.ones_like(tokens)
-    seen[0, :3] = 0
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=seen).logits
-        assert model.config._attn_implementation == "eager" and attention.use_own_masks(model)
-        assert model.config._attn_implementation == "iris_eager_gpt_oss"
-        assert torch.equal(model(tokens, attention_mask=seen).logits, expected)
-    assert not attention.use_own_masks(tiny.build("mixtral"))
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -123,22 +108,6 @@ def test_padding_is_refused_where_queries_are_scaled_by_their_places_in_the_cach
     run_ranks(2, scaled_body, compile, timeout=400)
 
 
-def kinds_body(ctx: Any) -> None:
-    model = tiny.build("beam")
-    layers.parallelize(model, ctx)
-    rows = [engine.prompts((12, 12)), *map(engine.prompts, engine.LENGTHS.values()), [[1, 2, 3], [4, 5]]]
-    eager, compiled = (layers.Engine(model, ctx, 2, 13, compile=each) for each in (False, "eager"))
-    assert [compiled.generate(each, 1 + (len(each[0]) < 12)) for each in rows] == [
-        eager.generate(each, 1 + (len(each[0]) < 12)) for each in rows
-    ]
-
-
-@pytest.mark.slow
-def test_layers_of_many_kinds_are_compiled_for_all_kinds_of_calls() -> None:
-    """Three kinds of layers, of mixtures or not, with windows or not: in steps, and in prompts padded or not."""
-    run_ranks(2, kinds_body, timeout=400)
-
-
 # An index that is None in MLPs, a cache that is no keyword, layers that return tuples.
 COMPILED = {"hunyuan_v1_dense": {}, "gpt2": {}, "falcon": {}, "falcon, with ALiBi": {"alibi": True}}
 
@@ -191,17 +160,3 @@ def test_states_are_forgotten_and_shared_like_keys_and_values() -> None:
         expected.append(made)
     for found in run_ranks(2, hybrid_body, timeout=400):
         assert found[:2] == expected
-
-
-def test_the_judge_sees_a_wrong_answer() -> None:
-    kinds = {kind: engine.prompts(lengths) for kind, lengths in engine.LENGTHS.items()}
-    model = tiny.build("gpt2")
-    words = [[5, 6, 7], [8, 9, 10]]
-    right = {kind: (words, engine.expected(model, rows, words)) for kind, rows in kinds.items()}
-    outcome = engine.Served(right, {})
-    assert engine.judge("gpt2", [outcome, outcome]) == "yes"
-    for kind in kinds:
-        off = engine.Served({**right, kind: (words, right[kind][1] + 0.01)}, {})
-        assert f"wrong: {kind}, rank 1's logits are off by 1.0e-02" in engine.judge("gpt2", [outcome, off])
-    assert engine.judge("gpt2", [outcome, engine.Served(right, {}, "padded: no")]) == "wrong: fails, padded: no"
-    assert "differ in what they refuse" in engine.judge("gpt2", [outcome, engine.Served({}, {"padded": "no"})])

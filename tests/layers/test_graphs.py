@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import layers
-from layers import serving
 from layers.serving import graphs, prompts
 import pytest
 import torch
@@ -331,51 +330,3 @@ def keeping_body(ctx, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_that_keep_other_logits(world_size: int, kind: str) -> None:
     run_ranks(world_size, keeping_body, kind)
-
-
-def test_prompts_are_padded_where_the_host_is_the_limit(monkeypatch) -> None:
-    for most, expected in ((128e5, 128), (127e5, 100)):
-        monkeypatch.setattr(prompts, "_HOST_LIMITED", most)
-        assert prompts.common_length(1, 100, 1e5) == expected
-    monkeypatch.setattr(prompts, "_HOST_LIMITED", 1e9)
-    given = (80, 128), (80, 103), (16, 65), (4, 65), (1, 1), (1, 9000), (1, 1100)
-    assert [prompts.common_length(*each, 1e5) for each in given] == [128, 104, 72, 80, 64, 9216, 1152]
-    for batch in range(1, 70):
-        made = {prompts.common_length(batch, length, 1e3) for length in range(1, 1025)}
-        assert all(prompts.common_length(batch, each, 1e3) == each for each in made)
-
-
-def almost_full_body(ctx) -> None:
-    model = models.build("plain")
-    layers.parallelize(model, ctx)
-    engine = captured_engine(model, ctx, 2)
-    longest = 31 // engine._step(2) * engine._step(2)  # which the ranks can share
-    for length, expected in ((20, longest), (31, 31), (32, 32), (2, longest)):
-        for _ in range(2):
-            engine.reset()
-            engine.prefill(drawn(1, length).to(ctx.device))
-        assert next(reversed(engine.prompts._kept))[0] == (2, expected), "what fills the cache is compiled apart"
-
-
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-def test_no_prompt_is_padded_to_a_full_cache(world_size: int) -> None:
-    run_ranks(world_size, almost_full_body)
-
-
-def long_body(ctx) -> None:
-    """More tokens than the host limits are not captured, and shorter ones beside them are."""
-    model = models.build("plain")
-    layers.parallelize(model, ctx)
-    engine = captured_engine(model, ctx, 2)
-    serving.engine._GRAPH_TOKENS, before = 10, serving.engine._GRAPH_TOKENS
-    try:
-        for length in (6, 6, 5, 5):
-            engine.generate(drawn(length, length), 2)
-        assert [key[0] for key in engine.prompts._kept] == [(2, 5)]
-    finally:
-        serving.engine._GRAPH_TOKENS = before
-
-
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-def test_long_prompts_are_not_captured(world_size: int) -> None:
-    run_ranks(world_size, long_body)

@@ -57,25 +57,6 @@ def test_every_generated_kernel_waits_before_it_touches_memory(generated, graph:
     assert all("'launch_pdl': True" in code for code in generated[graph]), "or else waits wait for nothing"
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("graph", ["cache", "filled"])
-def test_inductor_alone_would_not_wait(generated, graph: str) -> None:
-    """So that the pass is dropped when it is no longer needed, and the check above is known to see."""
-    assert any(map(hasty, kernels(generated[graph][0]).values()))
-
-
-def test_only_devices_that_can_are_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = {}
-    options = platform.beside.__wrapped__  # without the cache
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        launched[capability[0]] = options(torch.device("cuda", 0))
-    able = {"launch_pdl": True}
-    assert launched == {8: {}, 9: able, 10: able, 12: able}
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert options(torch.device("cuda", 0)) == options(torch.device("cpu")) == {}
-
-
 def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert _Backend("inductor", cpu).options == {"config_patches": {"combo_kernels": True}}

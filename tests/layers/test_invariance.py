@@ -11,7 +11,6 @@ from iris_ops.local import decode_attention, gating, matmul
 from iris_tp import verify
 import layers
 from layers.hf import whole_products
-from layers.serving.host_attention import host_attention
 import pytest
 import torch
 
@@ -94,17 +93,6 @@ def test_a_gated_product_has_the_bits_of_its_halves(dtype):
         assert not said
 
 
-def plain_body(ctx: iris.Iris) -> list[str]:
-    torch.manual_seed(0)
-    layer = layers.ColumnParallelLinear.from_linear(torch.nn.Linear(576, 288), ctx=ctx)
-    return different(layer, torch.randn(1, 576, device=ctx.device))
-
-
-@pytest.mark.skipif(ON_GPU, reason="of the library's product on CPUs")
-def test_a_layer_that_promises_nothing_is_noticed():
-    assert any(run_ranks(2, plain_body)), "no bit differs, so these tests would see nothing"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decode_step_attends_alike_in_any_batch(monkeypatch, dtype):
     monkeypatch.setattr(decode_attention.platform, "num_programs", lambda device: 100)
@@ -184,20 +172,6 @@ def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
         assert len(found) == 6 and not any(each.differing for each in found), verify.table(found)
 
 
-@pytest.mark.skipif(ON_GPU, reason="tensors of the host")
-@pytest.mark.parametrize("padding", [0, 3])
-def test_attention_on_the_host_takes_values_of_another_width(padding):
-    """As those of latent attention are; tokens before `padding` are not seen."""
-    q, k, v = (torch.randn(2, *size) for size in ((4, 7, 16), (2, 7, 16), (2, 7, 8)))
-    seen = torch.ones(7, 7).tril().bool() & (torch.arange(7) >= padding)
-    found = host_attention(q, k, v, 0.25, seen.expand(2, 1, 7, 7))
-    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT * 0.25).masked_fill(~seen, -torch.inf)
-    exact = (scores.softmax(-1) @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
-    assert found.shape == (2, 7, 4, 8)
-    assert not found[:, :padding].any(), "who sees nothing gets something"
-    assert torch.allclose(found[:, padding:].double(), exact[:, padding:], atol=1e-6)
-
-
 def mixture_body(ctx: iris.Iris, name: str, compile: bool | str) -> tuple[list, set[tuple[int, ...]]]:
     """What `verify` finds, and the shapes of weights that were multiplied row by row beside the ops."""
     ctx.invariant, shapes, linear = "batch", set(), matmul._linear
@@ -250,11 +224,3 @@ def whole_body(ctx: iris.Iris) -> list[str]:
 @pytest.mark.skipif(ON_GPU, reason="tensors of the host")
 def test_a_linear_that_stays_whole_gives_a_row_the_same_bits():
     assert not any(run_ranks(1, whole_body))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="of the library's product on CPUs")
-def test_verify_names_where_bits_differ_first():
-    pytest.importorskip("transformers")
-    found = run_ranks(2, engine_body, "width130", None)[0]
-    assert any(each.differing for each in found) and any("(" in each.first for each in found)

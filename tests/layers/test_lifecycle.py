@@ -191,19 +191,6 @@ def test_a_linear_of_two_modules_is_refused_and_a_module_of_two_layers_is_not(wo
     run_ranks(world_size, shared_body)
 
 
-def kept_body(ctx) -> None:
-    model, seen = models.build("plain"), []
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append("down_proj"))
-    parallelize(model, ctx, filter_fn=lambda name, module: ".mlp." not in name)
-    models.assert_logits(models.logits(model, ctx.device), "plain")
-    assert seen == ["down_proj"]
-
-
-@two_ranks
-def test_a_linear_that_is_kept_whole_keeps_its_hooks(world_size: int) -> None:
-    run_ranks(world_size, kept_body)
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -225,22 +212,6 @@ def test_a_split_model_is_in_eval_mode_and_stays_there(world_size: int) -> None:
     model = test_families.build("phi", {"resid_pdrop": 0.5})
     for result in run_ranks(world_size, training_body):  # ranks that drop out what each draws give neither the same ...
         torch.testing.assert_close(result.cpu(), test_families.logits(model), rtol=1e-3, atol=1e-4)  # ... nor this
-
-
-def tied_body(ctx) -> None:
-    model = split(ctx, "tied")
-    for each in (model, copy.deepcopy(model)):
-        whole = nn.Sequential(each)
-        for convert in (each.half, lambda held=whole: held.to(torch.bfloat16), lambda held=each: held.to(ctx.device)):
-            convert()
-            head, embedding = each.lm_head.weight, each.get_input_embeddings().weight
-            rows = embedding.untyped_storage()
-            assert head.untyped_storage().data_ptr() == rows.data_ptr() and head.dtype == embedding.dtype
-
-
-@two_ranks
-def test_a_tied_head_stays_so_where_a_model_is_converted(world_size: int) -> None:
-    run_ranks(world_size, tied_body)
 
 
 # --- loading and saving ----------------------------------------------------------------------------------------------

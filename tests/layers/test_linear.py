@@ -195,21 +195,6 @@ def even_body(ctx) -> None:
         column(torch.zeros(2, 3, 17, device=ctx.device))
 
 
-def different_parts_body(ctx) -> list:
-    """What each op call was planned with, on a rank whose part of K, then of N, differs from the others'."""
-    seen = []
-    plan = ctx.ops._calls.plan
-    ctx.ops._calls.plan = lambda problem, *explained: seen.append(problem) or plan(problem, *explained)
-    row_body(ctx, 7 * ctx.num_ranks - 6, True, True, True, (3, 7 * ctx.num_ranks - 6))
-    sequence_body(ctx, 4, False)
-    return [problem for problem in seen if problem.op != "matmul_all_gather"]
-
-
-def test_ranks_with_different_parts_choose_one_configuration(world_size: int) -> None:
-    results = run_ranks(world_size, different_parts_body)
-    assert results[0] and all(result == results[0] for result in results)
-
-
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def greedy_body(ctx, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size, name", models.cases([*models.CONFIGS, *models.MORE]))
-@pytest.mark.some(5, on_gpus=8)
+@pytest.mark.some(3, on_gpus=8)
 def test_logits_and_greedy_tokens_are_the_unsplit_models(world_size: int, name: str) -> None:
     results = run_ranks(world_size, greedy_body, name)
     _, _, tokens = models.expected(name)
@@ -62,20 +62,6 @@ def test_groups_of_heads_are_right_however_attention_repeats_them(
     for result, generated in run_ranks(world_size, attention_body, name, attention, padded):
         models.assert_logits(result, name)
         assert torch.equal(generated.cpu(), tokens)
-
-
-def wrong_heads_body(ctx, name: str) -> torch.Tensor:
-    model, _ = split(ctx, name)
-    weight = model.model.layers[0].self_attn.o_proj.weight
-    weight.copy_(weight.flip(1))
-    return models.logits(model, ctx.device)
-
-
-@ranks(1, 2)
-def test_the_bound_on_logits_sees_heads_in_the_wrong_order(world_size: int) -> None:
-    for result in run_ranks(world_size, wrong_heads_body, "kv2"):
-        with pytest.raises(AssertionError, match="unsplit"):
-            models.assert_logits(result, "kv2")
 
 
 def static_body(ctx, name: str, options: dict) -> tuple[torch.Tensor, set]:
@@ -119,12 +105,6 @@ def test_sampled_tokens_agree_and_follow_rank_0s_seed(world_size: int, static: b
         torch.manual_seed(100)
         whole = models.generate(models.build("kv2"), do_sample=True, temperature=3.0, top_k=0)
         assert torch.equal(results[0], whole)
-
-
-@ranks(2)
-def test_samples_would_differ_if_ranks_kept_their_own_seeds(world_size: int) -> None:
-    results = run_ranks(world_size, sampled_body, False, False)
-    assert world_size == 1 or not all(torch.equal(result, results[0]) for result in results)
 
 
 def clock_body(ctx) -> None:

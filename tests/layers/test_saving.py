@@ -222,42 +222,6 @@ def test_a_weight_that_is_stored_as_integers_is_a_problem(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_parts_of_stored_tensors_are_theirs_and_nothing_more_is_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("layers.checkpoint.buffers._BUFFER", 64)  # several pieces for each part
-    tensors = {
-        "wide": torch.randn(7, 12, 3),
-        "half": torch.randn(9, 10).to(torch.bfloat16),
-        "none": torch.empty(0, 4),
-        "one": torch.tensor(2.5),
-        "count": torch.arange(5),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    staging = Staging("cpu")
-    read = 0
-    with Checkpoint(tmp_path, staging) as checkpoint:
-        assert set(checkpoint) == set(tensors)
-        for name, index in [
-            ("wide", (slice(2, 5),)),
-            ("wide", (slice(None), slice(5, 9))),
-            ("wide", (slice(6, 7), slice(0, 1))),
-            ("half", (slice(None), slice(3, 4))),
-            ("half", (slice(None),)),
-            ("half", (slice(4, 4),)),
-            ("none", (slice(None),)),
-            ("one", (slice(None),)),
-            ("count", (slice(1, 4),)),
-        ]:
-            expected = tensors[name][index] if tensors[name].dim() else tensors[name]
-            part = checkpoint[name][index]
-            read += expected.numel() * expected.element_size()
-            assert part.dtype == expected.dtype and torch.equal(part, expected), (name, index)
-            assert staging.bytes_read == read
-        converted = torch.full((9, 4), torch.nan)[:, 1:3]
-        checkpoint["half"].copy_to(converted, (slice(None), slice(2, 4)))
-        assert torch.equal(converted, tensors["half"][:, 2:4].float())
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_each_range_of_a_shard_is_saved_in_its_place(tmp_path: Path, dim: int) -> None:
     """As of a layer that merges outputs and was made by hand."""
@@ -280,23 +244,6 @@ def test_files_are_as_large_as_asked_at_most() -> None:
         name: saving._Held(torch.empty(size), (size,)) for name, size in zip("abcdef", (3, 2, 9, 2, 2, 1), strict=True)
     }
     assert saving._shards(held, 4 * 5) == [["a", "b"], ["c"], ["d", "e", "f"]]
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_the_system_may_move_less_at_a_time(tmp_path: Path, monkeypatch) -> None:
-    for name in ("preadv", "pwritev"):
-        whole = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda file, parts, at, whole=whole: whole(file, [parts[0][:5]], at))
-    tensor = torch.arange(21.0).view(7, 3)
-    save_file({"x": tensor}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
-        assert torch.equal(checkpoint["x"][:, 1:3], tensor[:, 1:3])
-        place = checkpoint["x"]
-        place.file = os.open(tmp_path / "model.safetensors", os.O_RDWR)
-        place.copy_from(-tensor[:, 1:3], (slice(None), slice(1, 3)))
-        os.close(place.file)
-    tensor[:, 1:3] *= -1
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], tensor)
 
 
 # --- host memory -----------------------------------------------------------------------------------------------------

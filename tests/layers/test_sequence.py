@@ -11,7 +11,7 @@ from layers.hf.parallelize import parallelize
 import pytest
 import torch
 
-from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, both, run_ranks
+from tests.harness import UNDER_TORCHRUN, WORLDS, both, run_ranks
 from tests.layers import models
 
 pytestmark = both
@@ -148,36 +148,6 @@ def test_known_families_share_their_tokens_by_default(world_size: int) -> None:
         assert found == [True] + [False] * 6
 
 
-def replayed_body(ctx) -> list[list[int]]:
-    """The dimensions of what the second layer sees of prompts: twice for a graph, then without one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence, "LEAST", LEAST)
-        model = models.build("bias").to(torch.bfloat16)
-        parallelize(model, ctx)
-    found = []
-    for options in ({}, {"compile": True}):
-        seen = []
-        engine = layers.Engine(model, ctx, 2, 16, **options)
-        prompts = models.prompt().to(ctx.device)
-        with model.model.layers[1].register_forward_pre_hook(
-            lambda module, args, seen=seen: seen.append(args[0].dim())
-        ):
-            read = []
-            for how in (engine.prefill, engine.prefill, engine.prefill, engine.read):
-                engine.reset()
-                read.append(how(prompts))
-        assert torch.equal(read[1], read[2]) and torch.allclose(read[0], read[3], rtol=0.1, atol=0.1)
-        found.append(seen)
-    return found
-
-
-@pytest.mark.skipif(not ON_GPU, reason="prompts are replayed on GPUs")
-@pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
-def test_fewer_tokens_are_shared_where_prompts_are_replayed(world_size: int) -> None:
-    for found in run_ranks(world_size, replayed_body):
-        assert found == [[2, 2, 3]] * 2
-
-
 def compiled_body(ctx) -> None:
     model = models.build("kv2")
     parallelize(model, ctx, sequence_parallel=LEAST)
@@ -219,16 +189,3 @@ def refused_body(ctx, name: str, plan, words: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_share_its_tokens_is_refused(world_size: int, case: str) -> None:
     run_ranks(world_size, refused_body, *REFUSED[case])
-
-
-def own_forward_body(ctx) -> None:
-    model = models.build("plain")
-    mlp = model.model.layers[1].mlp
-    mlp.forward = lambda x: x + type(mlp).forward(mlp, x)
-    with pytest.raises(StyleError, match="layers.1.mlp's forward"):
-        parallelize(model, ctx, sequence_parallel=True)
-
-
-@pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
-def test_the_forward_that_an_instance_has_counts(world_size: int) -> None:
-    run_ranks(world_size, own_forward_body)

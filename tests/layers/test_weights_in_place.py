@@ -70,7 +70,7 @@ CASES = [("parameters", change) for change in CHANGES] + [(view, "_scale") for v
 NAMES = ("tied", "two_heads", "kv1", "mixtral", "transposed")
 
 
-@pytest.mark.some(24)
+@pytest.mark.some(12, on_gpus=24)
 @pytest.mark.parametrize("view, change", CASES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", [each for each in WORLDS if each > 1])

@@ -18,7 +18,7 @@ import torch
 from tests.harness import UNDER_TORCHRUN, run_ranks
 from tests.processes import Ended
 from tests.soak import __main__ as soak
-from tests.soak import faults, report, resources
+from tests.soak import faults, report
 from tests.soak.calls import Calls
 from tests.soak.faults import Case, Told
 from tests.soak.states import HOWS, STATES
@@ -47,32 +47,10 @@ def test_a_fault_in_each_state(state: str, how: str, victim: int, model: Path, t
     assert not found["wrong"], f"{case}: {found['wrong']}"
 
 
-def test_a_case_waits_for_its_fault_not_for_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks that are too late for each other before the fault get twice as long; what goes wrong later stays wrong."""
-    limits: list[float] = []
-
-    def run_case(case: Case, model: Path, folder: Path, timeout_s: float) -> dict:
-        limits.append(timeout_s)
-        return {"seconds": None, "wrong": ["something"], "early": timeout_s < 10}
-
-    monkeypatch.setattr(faults, "run_case", run_case)
-    found, repeated = faults.run_to_the_fault(Case("loading", "SIGSTOP", 1, 0.1), tmp_path, tmp_path, 3.0)
-    assert limits == [3.0, 6.0, 12.0] and repeated == 2 and found["wrong"]
-
-
 def test_random_calls_of_late_ranks() -> None:
     calls = Calls(number=7, say=lambda text: None)
     calls.run([2], time.monotonic() + 30, most=5)
     assert not calls.failures and calls.ops and calls.collectives, calls.table()
-
-
-@pytest.mark.slow
-def test_what_ranks_hold_is_told() -> None:
-    before, after = resources.of_ranks([2]), resources.of_ranks([2])
-    more, wrong = resources.growth(before, after)
-    assert not wrong and more["most_descriptors_more"] == more["most_heap_bytes_more"] == 0
-    after[2][1]["descriptors"] += 3
-    assert resources.growth(before, after)[1] == ["a rank holds 3 descriptors more"]
 
 
 @pytest.mark.slow
@@ -105,23 +83,6 @@ def test_a_survivor_that_does_otherwise_is_told(what: str) -> None:
     case, (ended, said) = Case("barrier", "SIGKILL", 1, 0.1), WRONG[what]
     assert said in faults._survivor(case, ended, 10.0, 15.0, [])
     assert faults._survivor(case, Ended(0, RIGHT), 10.0, 15.0, []) is None
-
-
-def test_a_mixed_folder_is_told(model: Path, tmp_path: Path) -> None:
-    assert "mix" in faults._unusable(model)  # its weights are random
-    assert "does not load" in faults._unusable(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.soak.calls.check_steps", spoilt_steps)
-    calls = Calls(number=7, say=lambda text: None)
-    calls.run([2], time.monotonic() + 3, most=1)  # of which hypothesis shrinks
-    assert len(calls.failures) == 1 and "spoilt" in calls.failures[0]
-
-
-def spoilt_steps(ctx, made: list) -> list[str]:
-    raise AssertionError("spoilt")
 
 
 def test_the_page_is_up_to_date() -> None:
