@@ -29,6 +29,7 @@ from iris.launch import relaunch
 from iris.triton_private import (
     FUSED,
     GluonDescriptor,
+    GluonFunction,
     TensorDescriptor,
     compile_target,
     compile_without_gpu,
@@ -37,8 +38,6 @@ from iris_tp.bench.team import Team
 import torch
 from torch import distributed
 import triton
-from triton import JITFunction
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-for _kind in JITFunction, GluonJITFunction:
+for _kind in triton.JITFunction, GluonFunction:
     copyreg.pickle(_kind, lambda function: (_function, (function.fn.__module__, function.fn.__qualname__)))  # type: ignore[arg-type]
 
 
