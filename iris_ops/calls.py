@@ -144,7 +144,7 @@ class Calls:
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
         program = calls.prepared(
             key,
-            lambda: steps_of(ctx, problem, prepared.config, call.tensors, call.epilogue is not None),
+            lambda: steps_of(ctx, problem, prepared.config, call.tensors),
             *place,
         )
         came_before = key in calls.known and not call.async_op

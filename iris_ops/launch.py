@@ -14,11 +14,10 @@ from iris.machines import machine_of
 from .config import FusedConfig
 from .named import named
 from .operands import Operands
-from .planning.needs import GATE, NORM
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem
-from .steps import BiasTogether, CopyBack, Gate, Halves, Kernel, Norm, PartOfNothing, Several, Step
+from .steps import BiasTogether, CopyBack, Kernel, PartOfNothing, Several, Step
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -41,10 +40,8 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
     return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
 
 
-def steps_of(
-    rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands, normed: bool
-) -> tuple[Step, ...]:  # fmt: skip
-    """Return the steps of a call. `normed`: whether a norm follows it."""
+def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
+    """Return the steps of a call."""
     before: list[Step] = []
     out, A, B, bias, scale = tensors
     if bias is not None and bias.stride(0) != 1:
@@ -54,11 +51,11 @@ def steps_of(
         before.append(PartOfNothing())
         A, B, bias = A[:0], A.t(), None
     tensors, planned = Operands(out, A, B, bias, scale), way_for(problem, config)
-    ends_with_norm = NORM in planned.fuses(problem, config)
-    halves = problem.epilogue is GATE and GATE not in planned.fuses(problem, config)
-    if halves:
-        before.append(Halves(problem))
-        tensors = tensors._replace(out=out.new_empty(problem.M, problem.N))
+    epilogue, after = problem.epilogue, []
+    fused = epilogue is not None and epilogue in planned.fuses(problem, config)
+    if epilogue is not None and not fused:
+        tensors, first, after = named(epilogue.apart)(problem, tensors)
+        before += first
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows as they are
         way, chosen = loading(rank, problem, config, tensors)
@@ -66,17 +63,12 @@ def steps_of(
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
         before += more
         way, chosen = loading(rank, problem, config, tensors)
-    config, fused = chosen, normed and ends_with_norm
+    config = chosen
     step: Step = Several(way, problem, config)
     if not way.several_launches:
         pieces = -(-problem.M // way.most_rows(problem, config))
         step = Kernel(way, problem, config, fused, max(1, pieces))
-    after: list[Step] = [CopyBack()]
-    if halves:
-        after.append(Gate())
-    if normed and not fused:
-        after.append(Norm())
-    return (*before, step, *after)
+    return (*before, step, CopyBack(), *after)
 
 
 class _Reported:

@@ -111,13 +111,13 @@ class Halves:
 class Kernel:
     """One launch of the way's kernel, or one for each piece of the rows.
 
-    `ends_with_norm`: whether the kernel is given the operands of the norm that follows.
+    `fused`: whether the kernel computes the epilogue, too, and is given its operands.
     """
 
     way: Way
     problem: Problem
     config: FusedConfig
-    ends_with_norm: bool = False
+    fused: bool = False
     pieces: int = 1
 
     @property
@@ -141,8 +141,7 @@ class Kernel:
         function, grid, args = named(self.way.launcher)(rank, run.workspace, problem, config, tensors)
         if run.scales:
             args["epilogue"] = args["epilogue"]._replace(**run.scales)
-        if self.ends_with_norm:
-            assert run.epilogue is not None
+        if self.fused and run.epilogue is not None:
             norm = dict(zip(EPILOGUE_NAMES, run.epilogue, strict=True))
             args["epilogue"] = args["epilogue"]._replace(**norm)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -211,6 +210,16 @@ class Norm:
     def run(self, run: Run) -> None:
         assert run.epilogue is not None
         rmsnorm_epilogue.finish(run.out, *run.epilogue)
+
+
+def gate_apart(problem: Problem, tensors: Operands) -> tuple[Operands, list[Step], list[Step]]:
+    """Return the tensors of a product without its gate, and the steps before and after it."""
+    return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N)), [Halves(problem)], [Gate()]
+
+
+def norm_apart(problem: Problem, tensors: Operands) -> tuple[Operands, list[Step], list[Step]]:
+    """Return the tensors of a product without the norm that follows, and the steps before and after it."""
+    return tensors, [], [Norm()]
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

@@ -141,38 +141,24 @@ def _run(
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
-    out, more = _output(op, ctx, A, B, size, parts, scale)
-    if scale is not None:
-        more["scale"] = scale
-    getattr(ctx.ops, op)(out, A, B, bias, **more)
+    (mean, k_per_rank), config = parts, None
+    more: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if k_per_rank:
+        out, more["k_per_rank"] = A.new_empty(size), k_per_rank  # peers write no such result
+    else:
+        config = None if mean is None else _config(op, ctx, A, B, size, mean, scale)
+        out = ctx.ops.outputs.new(op, A, B, size, config, scale)
+    getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
     return out
 
 
-def _output(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], parts: Parts,
-    scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
-    """Return a new tensor for the result, and the arguments of the call beside its factors."""
-    if parts.k_per_rank:  # peers write no such result
-        out, more = A.new_empty(size), {"k_per_rank": tuple(parts.k_per_rank)}
-    else:
-        config = _config(op, ctx, A, B, size, parts.mean, scale)
-        out, more = ctx.ops.outputs.new(op, A, B, size, config, scale), {"config": config}
-    return out, more
-
-
 def _config(
-    op: str,
-    ctx: Context,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    size: Sequence[int],
-    mean_part: int | None,
-    scale: torch.Tensor | None = None,
-) -> FusedConfig | None:
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int,
+    scale: torch.Tensor | None,
+) -> FusedConfig | None:  # fmt: skip
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
     operation = BY_NAME[op]
-    if mean_part is None or not (operation.sums or operation.shared == "K"):
+    if not operation.sums and operation.shared != "K":
         return None
     weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
@@ -213,11 +199,13 @@ for _op in BY_NAME:
 def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     A, B, bias, residual, weight, group, mean_part, scale, depths = given
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    out, more = _output(ALL_REDUCE, ctx, A, B, (M, N), _parts(mean_part, depths), scale)
+    config = None if depths or mean_part is None else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part, scale)
+    out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     epilogue = residual.contiguous(), weight.contiguous()
-    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, scale=scale, **more)
+    more = {"scale": scale, "k_per_rank": tuple(depths) if depths else None}
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, config, **more)
     return out, scaled, squares
 
 

@@ -248,7 +248,8 @@ def skinny_matmul(
     out = x.new_empty(*x.shape[:-1], N) if launch.out is None else launch.out
     if scale is not None:
         rows, weight = map(in_whole_vectors, (rows, weight))
-        skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launch.runs)
+        epilogue = TileEpilogue(bias, squares=squares)
+        skinny_stream.multiply(out.view(M, N), rows, weight, scale, epilogue, gated, eps, launch.runs)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
     block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device), launch.least_rows)

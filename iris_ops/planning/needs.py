@@ -118,10 +118,12 @@ PLAIN = WeightFormat()
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the sum of a call."""
+    """What follows the sum of a call, in the same kernel or in one of its own."""
 
     name: str
+    apart: str
+    """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
 
 
-GATE = Epilogue("gate")
-NORM = Epilogue("norm")
+GATE = Epilogue("gate", "steps:gate_apart")
+NORM = Epilogue("norm", "steps:norm_apart")

@@ -17,15 +17,9 @@ from __future__ import annotations
 import torch
 
 from ..named import named
+from ..operators import OPERATORS
 from ..planning.weights import format_of
 from ..recording import is_recording, row_count
-
-# An opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define(
-    "quantised_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,7 +33,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: t
     return named(format_of(weight.t(), scale).product)(x, weight, scale, bias, None)
 
 
-_library.impl("quantised_matmul", _product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "iris_ops::quantised_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
+OPERATORS.add(
+    "quantised_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    _product,
+    lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
 )

@@ -57,25 +57,18 @@ def _finished(stream, epilogue, col, WHICH: gl.constexpr, factors, SUMS, dtype):
 
 
 def multiply(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    gated: bool,
-    squares: torch.Tensor | None,
-    eps: float,
-    launched: bool,
-) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says."""
+    out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, epilogue: TileEpilogue,
+    gated: bool = False, eps: float = 0.0, launched: bool = True,
+) -> None:  # fmt: skip
+    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says. `epilogue`: of bias and squares."""
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
-    spans = 1 if squares is None else squares.shape[0]
+    spans = 1 if epilogue.squares is None else epilogue.squares.shape[0]
     stream = weight_stream.prepared(
         rows, weight.t(), scale, programs, GATED=gated, SPANS=triton.next_power_of_2(spans)
     )  # fmt: skip
     skinny_stream_kernel[(stream.grid if launched else 0,)](
-        epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None, squares=squares), out=out,
+        epilogue=epilogue._replace(b_scales=scale if scale.ndim == 1 else None), out=out,
         M=rows.shape[0], N=N, K=rows.shape[1], spans=spans, eps=eps, form=stream.form, **stream.operands,
         **weight_stream.options(stream.grid, programs), **platform.launch_options(rows.device),
     )  # fmt: skip

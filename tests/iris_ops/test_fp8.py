@@ -7,6 +7,7 @@ from itertools import product
 import iris
 from iris import platform
 from iris_ops import FusedConfig
+from iris_ops.kernels.arguments import TileEpilogue
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
@@ -333,7 +334,7 @@ def arguments_body(ctx: iris.Iris) -> None:
             tensors = out, A[0], B[0], bias, scales[0]
             kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
             assert {*args} == {*kernel.arg_names} and where == (grid, 1, 1)
-            skinny_stream.multiply(out, A[0], B[0].t(), scales[0], bias, False, None, 0.0, True)
+            skinny_stream.multiply(out, A[0], B[0].t(), scales[0], TileEpilogue(bias))
             step_grid, step_args = given.pop()
             assert {*step_args} - {"num_warps", "launch_pdl"} == STEP and step_grid == (grid,)
             for each in (args, step_args):
