@@ -33,7 +33,7 @@ TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 INTERPRETED = ("tests/iris", "tests/iris_ops", "tests/layers")
 QUICK = (
     "iris/test_interpreter.py",
-    "iris/test_replay.py",
+    "iris/test_fast.py",
     "iris/test_rma.py",
     "iris/test_cache_names.py",
     "iris_ops/test_lamport_matmul.py",
