@@ -25,7 +25,7 @@ LENGTH, STEPS = 12, 3
 """Tokens that `verify` reads and generates by default."""
 DTYPES = ("float32", "bfloat16", "float16")
 _OPS = "ops norms ccl rooted tiles moe all_scatter rma"
-_MODELS_AND_CHECKS = "llm step fp8 invariance stress litmus timeline"
+_MODELS_AND_CHECKS = "llm step fp8 invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
 GPUS = {

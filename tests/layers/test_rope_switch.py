@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import layers
-from layers.serving.rope_switch import switch_length
 import pytest
 import torch
 
@@ -92,11 +91,3 @@ def test_tokens_past_the_length_are_those_of_generate(world_size: int, name: str
         assert plain == whole
         assert shorter == padded
         assert again == [whole] * len(again)
-
-
-def test_only_models_that_drop_their_cache_read_again() -> None:
-    assert {name: switch_length(build(name)) for name in CONFIGS} == {
-        "phi3": ORIGINAL, "phimoe": ORIGINAL, "longrope": None, "dynamic": None,
-    }  # fmt: skip
-    fixed = transformers.Phi3Config(**{**_SIZES, "original_max_position_embeddings": ORIGINAL})
-    assert switch_length(transformers.Phi3ForCausalLM(fixed)) is None, "whose embedding does not change"
