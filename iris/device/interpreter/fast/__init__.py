@@ -45,7 +45,6 @@ class Fast:
 
     def _fill(self, scope: Scope) -> None:
         scope.set(interpreter, "_LangPatchScope", lambda: SimpleNamespace(set_attr=scope.set))
-        quick.direct_builtins(scope)
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))  # what kernels may see of it
         scope.set(core.dtype, "to_ir", repetition.itself)
         scope.set(interpreter, "interpreter_builder", self._builder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ....triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
+from ....triton_private import Semantic, TensorHandle, core, numpy_type
 from .scope import Scope
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
@@ -70,21 +70,6 @@ def prepare(scope: Scope) -> None:
     replace(Semantic, "binary_op_type_checking_impl", _of_one_type)
     replace(Semantic, "to_tensor", _a_tensor)
     replace(core, "_unwrap_if_constexpr", _plain)
-
-
-def direct_builtins(scope: Scope) -> None:
-    """Pass `_semantic` to functions of the language at once; Triton first looks at each argument."""
-
-    def patch(obj, name, member, builder, scope):
-        function = getattr(member, "__wrapped__", member)
-
-        def direct(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(obj, name, direct)
-
-    scope.set(interpreter, "_patch_attr", patch)
 
 
 def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
