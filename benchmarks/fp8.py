@@ -17,8 +17,8 @@ import sys
 import time
 
 import iris
-from iris_ops.fp8 import scaled_matmul, weight_stream
 from iris_ops.local import skinny_matmul
+from iris_ops.quantised import scaled_matmul, weight_stream
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Budget

@@ -13,7 +13,7 @@ import iris
 from iris.machines import machine_named
 from iris_ops.local import matmul
 from iris_ops.planning.plan import plan
-from iris_ops.problem import Problem, part_of, requested_problem
+from iris_ops.problem import Problem, Request, part_of, requested_problem
 from iris_tp.bench.rows import CALLS, Row
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import QUICK, graph_batch, interleave
@@ -40,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def problem(row: Row, world: int, dtype: torch.dtype, level: str | None) -> Problem:
     form = None if row.op == "ar" else row.form
-    return requested_problem(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level)
+    return requested_problem(Request(CALLS[row.op], row.M, row.N, row.K, world, dtype, form, invariant=level))
 
 
 def timed(team: Team, args: argparse.Namespace, contexts: dict) -> list[dict]:

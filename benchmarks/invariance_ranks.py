@@ -11,6 +11,7 @@ Writes a JSON file. Exits with 1 where a bit differs.
 
 import argparse
 import sys
+import time
 
 import iris
 from iris_ops import sum_tree
@@ -21,6 +22,7 @@ from torch import distributed
 
 from benchmarks.invariance import times_of
 from benchmarks.measuring import models, report
+from benchmarks.measuring.ahead import compile_ahead
 from benchmarks.measuring.tables import geometric_mean
 
 LEVELS = (None, "batch", "ranks")
@@ -83,6 +85,18 @@ class Layer:
 def measured(team: Team, contexts: dict, alone: iris.Iris) -> list[dict]:
     rows = []
 
+    def calls() -> None:
+        for _, N, K in layers(team):
+            for M in NUMBERS["cuda"]:
+                layer = Layer(team, M, N, K)
+                layer.result(alone)
+                for ctx in contexts.values():
+                    layer.call(ctx)(0)
+
+    if team.cuda:
+        begin = time.monotonic()
+        kernels = compile_ahead(team, [alone, *contexts.values()], calls)
+        team.say(f"{kernels} kernels compiled in {time.monotonic() - begin:.0f} s")
     for name, N, K in layers(team):
         for M in NUMBERS[team.device.type]:
             layer = Layer(team, M, N, K)

@@ -151,7 +151,7 @@ def products(
     def tiles(out: torch.Tensor, **options: bool) -> None:
         tile_matmul_kernel[grid](
             ctx.get_device_context(), space, *described, out, M, N, K, *tile[:3], w, ONE_TILE=number == grid[0],
-            **options, num_warps=tile.warps, num_stages=tile.stages, **platform.beside(ctx.device),
+            **options, num_warps=tile.warps, num_stages=tile.stages, **platform.pdl_options(ctx.device),
         )  # fmt: skip
 
     def torchs() -> None:
@@ -204,7 +204,7 @@ def moves(team: Team, ctx: iris.Iris, dtype: torch.dtype, nbytes: int, op: str) 
     def tiles() -> None:
         move_tiles_kernel[grid](
             ctx.get_device_context(), space, given, outs["tiles"], M, N, ROWS, N, exchange, w, num_warps=4,
-            **platform.beside(ctx.device),
+            **platform.pdl_options(ctx.device),
         )  # fmt: skip
 
     def ours() -> None:

@@ -151,6 +151,7 @@ class Iris(PeerMethods):
         fields = pack(
             self.cur_rank,
             self._segment.bases,
+            self._segment.span,
             self.hosts.pids,
             self._status.data_ptr(),
             self._record.data_ptr(),

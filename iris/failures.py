@@ -47,6 +47,16 @@ def bad_expert_message(waiter: int, experts: int, seen: int) -> str:
     )
 
 
+def outside_heap_message(waiter: int, rank: int, address: int, named: int) -> str:
+    """Return the message for an access of `rank` at an `address` outside the heaps; `named`: the two ranks of it."""
+    own, other = (part - (part >> 31 << 32) for part in (named & 0xFFFFFFFF, named >> 32 & 0xFFFFFFFF))
+    return (
+        f"{waits.WAITERS[waiter]}: a kernel on rank {rank} named rank {own} as the caller and rank {other} as peer; "
+        f"address {address:#x} lies outside the heap of that caller. Expected addresses of the caller's own heap, and "
+        f"its own rank. Nothing was accessed there. Results since then are void; end all ranks and start again."
+    )
+
+
 def heaps_differ_message(ranks: Ranks, heap: Heap, refused: str, kind: int, waiter: int, peer: int, place: int) -> str:
     """Return the message for heaps that a barrier, or an op whose peers write `out` at `place` here, found to differ.
 

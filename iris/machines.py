@@ -13,6 +13,8 @@ import torch
 
 from . import platform
 
+INTERPRETER = "interpreter"
+
 
 @dataclass(frozen=True)
 class LinkRates:
@@ -40,10 +42,14 @@ class LinkRates:
     resident: int = 1
     """Programs of the kernels here that share a multiprocessor, where one is to go on while another waits."""
     interpreted: bool = False
+    name: str = ""
+    """The device's."""
 
 
 # Hops are a switch of processes, and each operation of a kernel costs more than its data.
-_INTERPRETED = LinkRates(1, 1.0, 0.8, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True)
+_INTERPRETED = LinkRates(
+    1, 1.0, 0.8, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True, name=INTERPRETER
+)
 _H200_LINK_GBS = 380.0  # to which `LinkRates` belong
 
 
@@ -85,7 +91,7 @@ class Machine:
         rates = {
             name: share * getattr(LinkRates, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")
         }
-        return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2)
+        return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2, name=self.name)
 
     def stages(self, block_bytes: int) -> int:
         """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
@@ -127,7 +133,6 @@ _MACHINES = {
 }
 # What devices call themselves, where that is not the name above: the H100 of NVLink hosts.
 _OTHER_NAMES = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}
-INTERPRETER = "interpreter"
 # Of shared memory, what is for barriers.
 _BARRIER_BYTES = 1 << 10
 

@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from . import aliases, platform
+from .device.context import HEADER
 from .device.copies import signal_kernel, wait_kernel
 from .errors import ArgumentError, DtypeError, NotSymmetricError, ShapeError
 from .launch import relaunch
@@ -53,7 +54,9 @@ class PeerMethods(TensorMethods):
         Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
         """
         tensor = self.empty(*size, dtype=dtype)
-        return tensor, (self.heap_bases.view(torch.int64) + self.heap.offset(tensor)).view(torch.uint64)
+        addresses = self.heap_bases.new_zeros(HEADER.value + self.num_ranks, dtype=torch.int64)[HEADER.value :]
+        torch.add(self.heap_bases.view(torch.int64), self.heap.offset(tensor), out=addresses)
+        return tensor, addresses.view(torch.uint64)
 
     @aliases.keywords(to_rank="dst_rank")
     def put(

@@ -11,9 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Times(NamedTuple):
-    """Microseconds that a candidate should take."""
+    """Microseconds that a candidate should take: the exchange alone, and with a launch."""
 
+    link_us: float
     total_us: float
+
+    @property
+    def columns(self) -> tuple[tuple[str, float], ...]:
+        return ("link", self.link_us), ("together", self.total_us)
 
 
 class Way:
@@ -22,6 +27,15 @@ class Way:
     ops: frozenset[str]
     lead: tuple[float, float] = (0.0, 0.0)
     """By how much it must be faster than others to be chosen: a share of its time, and microseconds at most."""
+
+    @property
+    def name(self) -> str:
+        """What a trace calls it where it cannot serve."""
+        raise NotImplementedError
+
+    def label(self, problem: Any, config: Any) -> str:
+        """Return what a trace calls a candidate."""
+        return self.name
 
     def objection(self, problem: Any, machine: Any) -> str | None:
         """The reason why `problem` cannot be served on `machine`; None if it can."""
@@ -42,6 +56,10 @@ class Predicted(Protocol):
     @property
     def total_us(self) -> float: ...
 
+    @property
+    def columns(self) -> tuple[tuple[str, float], ...]:
+        """The times that a trace shows, with their names."""
+
 
 class Candidate(NamedTuple):
     """A way's configuration with its times. `compared_us`: what it is compared by."""
@@ -51,12 +69,29 @@ class Candidate(NamedTuple):
     times: Any
     compared_us: float
 
+    def label(self, problem: Any) -> str:
+        """Return the kernel's name and its form."""
+        return self.way.label(problem, self.config)
+
+    def row(self, problem: Any) -> str:
+        """Return the line of a trace: the label, and the times side by side."""
+        times = ", ".join(f"{name} {us:9.1f} us" for name, us in self.times.columns)
+        return f"{self.label(problem):<56} {times}"
+
+    def left_out(self, problem: Any, reason: str) -> str:
+        """Return the line of a trace for a candidate that is not compared."""
+        return f"left out {self.label(problem)}, {self.times.total_us:.1f} us: {reason}"
+
 
 class Comparison(NamedTuple):
     """All that was looked at for a problem: candidates, the fastest first, and why other ways cannot serve."""
 
     candidates: Sequence[Candidate]
     rejected: Sequence[tuple[Any, str]]
+
+    def rejections(self) -> list[str]:
+        """Return the lines of a trace for the ways that cannot serve."""
+        return [f"rejected {way.name}: {reason}" for way, reason in self.rejected]
 
 
 def compare_ways(ways: Sequence[Way], problem: Any, machine: Any) -> Comparison:

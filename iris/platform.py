@@ -155,21 +155,21 @@ def has_warp_specialisation(dev: torch.device) -> bool:
 
 
 @functools.cache
-def beside(dev: torch.device) -> dict[str, bool]:
+def pdl_options(dev: torch.device) -> dict[str, bool]:
     """Return options of a kernel that begins by `arch.follow()`: from Hopper on, programmatic dependent launch."""
     return {"launch_pdl": True} if compute_capability(dev) >= HOPPER else {}
 
 
 @functools.cache
 def launch_options(dev: torch.device, fused: bool = True) -> dict[str, bool]:
-    """Return the options of `beside`, and the one that fuses a product and a sum, whatever Triton's default is.
+    """Return the options of `pdl_options`, and the one that fuses a product and a sum, whatever Triton's default is.
 
     `fused`: False keeps products and sums apart. A compiler can only make one instruction of a product and a sum that
     one thread holds, so with True a result's bits may depend on how a tile is spread over threads.
     """
     from .triton_private import FUSED
 
-    return (FUSED if fused else dict.fromkeys(FUSED, False)) | beside(dev)
+    return (FUSED if fused else dict.fromkeys(FUSED, False)) | pdl_options(dev)
 
 
 def timeout_s() -> float:

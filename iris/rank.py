@@ -301,6 +301,8 @@ class Rank:
             raise PeerLostError(self._difference)
         if kind == waits.BAD_EXPERT.value:
             raise ExpertError(failures.bad_expert_message(waiter, expected, seen))
+        if kind == waits.OUTSIDE_HEAP.value:
+            raise ArgumentError(failures.outside_heap_message(waiter, rank, expected, seen))
         raise PeerLostError(failures.lost_message(kind, waiter, rank, peer, expected, seen))
 
     def _check_thread(self) -> None:

@@ -191,6 +191,18 @@ def name_kernels_alike() -> None:
     finder._update_hash = collect_what_is_known
 
 
+def compile_target() -> Any:
+    """Return triton's compile target: the GPU at hand."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+def compile_without_gpu(target: Any) -> None:
+    """Let this process compile for `target` without a GPU. It can launch nothing from then on."""
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    driver.get_current_device, driver.get_current_stream = lambda: 0, lambda device: 0
+    triton.runtime.driver.set_active(driver)
+
+
 def max_shared_bytes(index: int) -> int:
     """Return the bytes of shared memory that a program may take on GPU number `index`; triton refuses more."""
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]

@@ -28,8 +28,9 @@ from .launch import steps_of
 from .operands import Operands
 from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
+from .planning.sums import promised
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, GATHER_MATMUL, Problem, describe, promised
+from .problem import ALL_REDUCE, Problem, describe
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -81,10 +82,8 @@ class Prepared:
             facts["k_per_rank"] = problem.sums.k_per_rank
         if problem.weights is not PLAIN:
             facts["B"] = problem.weights.name
-        if problem.op == GATHER_MATMUL:  # else each may multiply a depth of its own, and here has columns of its own
-            facts["K"] = problem.K
-        else:
-            facts["N"] = problem.N
+        shared = problem.operation.shared
+        facts[shared] = getattr(problem, shared)
         if self.writes_to_peers:
             facts["out"] = "outside the heap" if out is None else f"at {out} of the heap"
         return facts
@@ -98,14 +97,15 @@ class Calls:
         self.workspace: Workspace | None = None  # of calls that are given none
         self._foreseen: tuple[Problem, FusedConfig] | None = None
         self.kernels: dict[tuple, object] = {}
-        self._plain = relaunch.Calls(len(NAMES))
-        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)))
+        self._plain = relaunch.Calls(len(NAMES), self.kernels)
+        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)), self.kernels)
+        self.of_mixtures = relaunch.Calls(0, self.kernels)
         self._device_of = relaunch.device_of(self.ctx.device)
 
     def forget(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
-        self._plain.forget()
-        self._normed.forget()
+        for calls in (self._plain, self._normed, self.of_mixtures):
+            calls.forget()
 
     def run(
         self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,
@@ -247,7 +247,7 @@ class Calls:
         check_tensors(op, out, A, B, bias, scale, ctx.device)
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
-        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks)
+        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks, scale)
         problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
         k_per_rank = problem.sums.k_per_rank
         if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:
@@ -257,8 +257,7 @@ class Calls:
             )
         if config is not None:
             _check_config(problem, config)
-            if problem.sums.on_any_ranks:
-                check_order(problem, config, machine)
+            check_order(problem, config, machine)
         chosen = config or self._planned(problem)
         way = way_for(problem, chosen)
         check_bias(op, bias, B)

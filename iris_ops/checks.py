@@ -11,7 +11,7 @@ from iris.heap import check_tensor, check_written
 import torch
 
 from .planning import weights
-from .planning.needs import PLAIN
+from .planning.needs import WeightFormat
 from .problem import DTYPES, SCALED
 
 if TYPE_CHECKING:
@@ -55,14 +55,28 @@ def check_tensors(
 def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
     for name, t in (("B", B), ("scale", scale)):
         check_kind(op, name, t, device)
-    if weights.format_of(B.dtype) is PLAIN:
+    stored = [each for each in weights.FORMATS if each.dtype == B.dtype]
+    if not stored:
         raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {weights.dtypes()}, or no scale")
-    if scale.dtype != torch.float32:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {torch.float32}")
-    if B.ndim == 2 and tuple(scale.shape) != (B.shape[1],):
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {(B.shape[1],)}, one for each column of B")
+    if B.ndim == 2:
+        _check_scales_of(op, B, scale, stored)
     if not scale.is_contiguous():
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected a contiguous tensor")
+
+
+def _check_scales_of(op: str, B: torch.Tensor, scale: torch.Tensor, stored: list[WeightFormat]) -> None:
+    """Raise a typed error for a scale that fits none of the formats that B may be `stored` in."""
+    shapes = {each.scale_of(B.shape[1], B.shape[0])[0]: each for each in stored}
+    fitting = shapes.get(tuple(scale.shape))
+    if fitting is None:
+        of_columns = "one for each column of B"
+        listed = " or ".join(
+            f"{shape}, {of_columns if len(shape) == 1 else each.name}" for shape, each in shapes.items()
+        )
+        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
+    dtypes = fitting.scale_of(B.shape[1], B.shape[0])[1]
+    if scale.dtype not in dtypes:
+        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
 
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
@@ -87,6 +101,13 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
     transforms.check_plain(op, name, t)
     if t.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{op}: {name} requires grad, and this op has no backward; call it under torch.no_grad()")
+
+
+def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise `ArgumentError` where one of `tensors` asks for a gradient."""
+    for name, t in tensors.items():
+        if t is not None:
+            check_gradient(op, name, t)
 
 
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:

@@ -20,6 +20,11 @@ class Prediction:
     link_us: float
     total_us: float
 
+    @property
+    def columns(self) -> tuple[tuple[str, float], ...]:
+        """The times that a trace shows, with their names."""
+        return ("product", self.gemm_us), ("link", self.link_us), ("together", self.total_us)
+
 
 @aliases.fields(
     {

@@ -7,7 +7,7 @@ first call of a problem, but for the graph that several launches become when the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from iris import aliases
@@ -18,10 +18,11 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
+from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.requests import requested
-from .planning.weights import BY_FLAG
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from .planning.weights import named_format
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ class Ops(MixtureOps):
     ) -> Workspace:  # fmt: skip
         """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
 
-        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`, which A's dtype must have
-        room for; it holds numbers only. Each rank has its own. Up to 16 rows of bf16, of magnitudes from 2**-61 to
-        2**63 or 0, are multiplied as they are, more are rounded to eight bits where the GPU multiplies those.
+        With `scale`, B is quantised: the transpose of a stored weight, whose K and scales are as
+        `iris_ops/quantised/packing.py` stores them. It stands for numbers that A's dtype must have room for; it holds
+        numbers only. Each rank has its own. Up to 16 rows of bf16, in fp8 and MXFP4 of magnitudes from 2**-61 to 2**63
+        or 0, are multiplied as they are by the stored weight. With `torch.float8_e4m3fn` and one float32 scale a
+        column more rows are rounded to eight bits, where the GPU multiplies those. In the other formats B is converted
+        to A's dtype in each call for more rows, and on GPUs other than Hopper.
 
         `k_per_rank`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's
         part of K ends within a leaf (`iris_ops/sum_tree.py`), and lists the parts that are possible.
@@ -149,20 +153,24 @@ class Ops(MixtureOps):
         experts: int | None = None,
         top_k: int | None = None,
         k_per_rank: Sequence[int] | None = None,
+        weights: str | None = None,
     ) -> FusedConfig:
         """Return the configuration of such a call, with kernel, reasons and predicted time; launch nothing.
 
         `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
         "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
-        longer than the choice. `fp8`: whether B is in eight bits. `algorithm`: the best of that one (`FusedConfig`), to
-        compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows of A, B and `out`
-        begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1): of the ops of a
-        mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I). `k_per_rank`: as
-        the op takes it.
+        longer than the choice. `fp8`: whether B is in fp8, with a scale a column. `algorithm`: the best of that one
+        (`FusedConfig`), to compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows
+        of A, B and `out` begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1):
+        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
+        `k_per_rank`: as the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32),
+        "int4/128", "int4/channel" or "mxfp4".
         """
         self._ctx.check()
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        problem = requested(op, M, N, K, ranks, dtype, form, BY_FLAG[bool(fp8)], level, experts, top_k, k_per_rank)
+        stored = named_format(weights, fp8)
+        request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
+        problem = requested(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 
@@ -186,8 +194,17 @@ class Ops(MixtureOps):
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
         self._calls.forget()
-        self._mixture.forget()
 
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""
         self._ctx.side.join()
+
+    if not TYPE_CHECKING:  # a type checker is to see the methods alone
+
+        def __getattr__(self, name: str) -> Callable[..., Workspace]:
+            """Return an op that has no method here, with the parameters of `all_gather_matmul`."""
+            if name not in BY_NAME:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return lambda out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None: (
+                self._calls.run(name, (out, A, B, bias, scale), None, async_op, config, workspace)
+            )

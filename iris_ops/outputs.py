@@ -44,7 +44,7 @@ class NewOutputs(Outputs):
 
         Collective, as the call is that it is made for.
         """
-        key = op, A.shape, B.shape, A.dtype, B.dtype, config
+        key = op, A.shape, B.shape, A.dtype, B.dtype, config, scale is not None and scale.ndim
         written = self._written.get(key)
         if written is None:
             written = self._has_written(key, op, A, B, size, config, scale)

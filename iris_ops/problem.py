@@ -10,24 +10,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from iris.aliases import PAGE
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import RANKS, refusal
+from iris.invariance import refusal
 import torch
 
 from . import sum_tree
-from .planning import needs
-from .planning.needs import FREE_SUMS, PLAIN, RANKS_ALIKE, ROWS_ALIKE, Epilogue, Sums, WeightFormat
-from .planning.op_names import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, OPS, REDUCE_SCATTER, SCALED, SUMS
+from .planning import operations
+from .planning.needs import PLAIN, Epilogue, WeightFormat
+from .planning.operations import (  # noqa: F401  (callers take the names from here)
+    ALL_REDUCE,
+    GATED,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    NORM,
+    OPS,
+    REDUCE_SCATTER,
+    SCALED,
+    SUMS,
+    Operation,
+    Shapes,
+)
+from .planning.sums import FREE_SUMS, Sums, promised
 from .planning.weights import format_of
 
 if TYPE_CHECKING:
     from .config import FusedConfig
 
 NORM_SPAN = 64  # columns that share a sum of squares
-# Ops that are another one with an epilogue.
-_KINDS: dict[str, tuple[str, Epilogue]] = {NORM: (ALL_REDUCE, needs.NORM), GATED: (GATHER_MATMUL, needs.GATE)}
-_NAMES = {epilogue: name for name, (_, epilogue) in _KINDS.items()}
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tensor descriptors need this, in bytes, of strides, base addresses and the places in a row where tiles begin (an H200
@@ -71,9 +80,14 @@ class Problem:
     counted = "rows"
 
     @property
+    def operation(self) -> Operation:
+        """The op whose product and exchange this is."""
+        return operations.BY_NAME[self.op]
+
+    @property
     def called_op(self) -> str:
         """The op that was called."""
-        return _NAMES[self.epilogue] if self.epilogue else self.op
+        return operations.CALLED[self.op, self.epilogue] if self.epilogue else self.op
 
     @property
     def itemsize(self) -> int:
@@ -98,8 +112,8 @@ class Problem:
 
     @property
     def empty(self) -> bool:
-        """Whether no rank has anything to compute. In `all_gather_matmul` N may differ by rank, so only M tells."""
-        return self.M == 0 or (self.N == 0 and self.op != GATHER_MATMUL)
+        """Whether no rank has anything to compute. Where N may differ by rank, only M tells."""
+        return self.M == 0 or (self.N == 0 and self.operation.shared == "N")
 
     @property
     def tree(self) -> sum_tree.Tree | None:
@@ -118,9 +132,7 @@ class Problem:
     @property
     def gemm(self) -> tuple[int, int, int]:
         """The product that one rank computes: (m, n, k) of its largest part."""
-        if self.op == MATMUL_GATHER:
-            return self.part_rows, self.part_cols, self.K
-        return self.M, self.N, self.K
+        return self.operation.product(self)
 
     def whole_vectors(self, size: int) -> bool:
         """Return whether rows of `size` elements that follow each other begin at whole vectors, as TMA needs it."""
@@ -130,80 +142,63 @@ class Problem:
     def link_bytes(self) -> float:
         """Bytes that each rank sends in the bandwidth-optimal algorithm."""
         others = (self.world_size - 1) / self.world_size
-        size = self.M * (self.K if self.op == GATHER_MATMUL else self.N) * self.dtype.itemsize
-        return size * others * (2 if self.op == ALL_REDUCE else 1)
+        return self.operation.sent(self) * self.dtype.itemsize * others
 
 
-def requested_problem(
-    op: str, M: int, N: int, K: int, world_size: int, dtype: torch.dtype, form: str | None = None,
-    weights: WeightFormat = PLAIN, invariant: str | None = None, k_per_rank: Sequence[int] | None = None,
-) -> Problem:  # fmt: skip
-    """Return the problem that the arguments describe. Raises `ArgumentError` where they make no sense."""
-    if op not in (*OPS, *_KINDS):
-        raise ArgumentError(f"op is {op!r}; expected one of {', '.join((*OPS, *_KINDS))}")
-    check_sizes(M, N, K, world_size, dtype, invariant)
-    if op == GATED and N % 2:
-        raise ArgumentError(f"N is {N} for {op}; expected an even number, the columns of gate and up together")
-    forms = {ALL_REDUCE: ("",), NORM: ("",), GATHER_MATMUL: ("rows", "k"), GATED: ("rows",)}.get(op, ("rows", "cols"))
+@dataclass(frozen=True)
+class Request:
+    """A question to the planner, as `ctx.ops.plan` and `iris-tp plan` put it.
+
+    `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows", "cols"
+    or "k" for an op that has several; None: the first. `invariant`: as of `iris.iris`. `experts`, `top_k`: of the ops
+    of a mixture, whose `M` is the number of tokens. `k_per_rank`: each rank's K, for ops that add along it.
+    """
+
+    op: str
+    M: int
+    N: int
+    K: int
+    world_size: int
+    dtype: torch.dtype
+    form: str | None = None
+    weights: WeightFormat = PLAIN
+    invariant: str | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    k_per_rank: Sequence[int] | None = None
+
+    def check_sizes(self) -> None:
+        """Raise `ArgumentError` unless sizes, ranks, dtype and `invariant` make sense for any op."""
+        if wrong := refusal(self.invariant):
+            raise wrong
+        if self.dtype not in DTYPES:
+            raise ArgumentError(f"dtype is {self.dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
+        for name, size in (("M", self.M), ("N", self.N), ("K", self.K)):
+            if type(size) is not int or not 0 <= size < 2**31:
+                raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ArgumentError(f"world_size is {self.world_size!r}; expected an integer from 1")
+
+
+def requested_problem(request: Request) -> Problem:
+    """Return the problem of a request for an op without experts. Raises `ArgumentError` where it makes no sense."""
+    op, N, form, weights = request.op, request.N, request.form, request.weights
+    operation = operations.BY_NAME.get(op)
+    if operation is None:
+        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(operations.BY_NAME)}")
+    request.check_sizes()
+    if reason := operation.refuses(N):
+        raise ArgumentError(f"N is {N} for {op}; {reason}")
+    forms = operation.forms
     form = forms[0] if form is None else form
     if form not in forms:
         expected = f"one of {', '.join(forms)}" if len(forms) > 1 else "none: there is one only"
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
-    if weights is not PLAIN and op not in SCALED:
-        served = ", ".join(name for name in (*OPS, *_KINDS) if name in SCALED)
-        raise ArgumentError(f"{weights.flag} is True for {op}; expected False, or one of {served}")
-    return promised(_planned(Problem(op, form, M, N, K, world_size, dtype, weights)), invariant, k_per_rank)
-
-
-def promised(
-    problem: Problem, invariant: str | None, k_per_rank: Sequence[int] | None, biased: bool = False
-) -> Problem:
-    """Return `problem` with its promise of equal bits. `k_per_rank`: each rank's K, for a sum; None if all are equal.
-
-    `biased`: whether the call has a bias.
-
-    Raises `ArgumentError` or `ShapeError` where the promise cannot be kept.
-    """
-    if not invariant and k_per_rank is None:
-        return problem
-    if invariant == RANKS and problem.weights is not PLAIN:
-        raise ArgumentError(
-            f"{problem.called_op}: B is {problem.weights.name}, whose scales go by the rank; with invariant='ranks'"
-            " expected weights in 16 bits or float32"
-        )
-    ordered = invariant == RANKS and problem.op in SUMS
-    kind = RANKS_ALIKE if ordered else ROWS_ALIKE if invariant else FREE_SUMS.kind
-    sums = Sums(kind, invariant, biased=biased and bool(invariant) and problem.op in SUMS)
-    if k_per_rank is not None:
-        known = isinstance(k_per_rank, Sequence) and all(type(k) is int and k >= 0 for k in k_per_rank)
-        if not known or len(k_per_rank) != problem.world_size:
-            raise ArgumentError(
-                f"{problem.called_op}: k_per_rank is {k_per_rank!r}; expected {problem.world_size} integers"
-                " from 0, each rank's K"
-            )
-    if ordered:
-        sums = replace(sums, k_per_rank=(problem.K,) * problem.world_size if k_per_rank is None else tuple(k_per_rank))
-        sum_tree.tree_of(problem.called_op, sums.k_per_rank)  # raises unless leaves are whole
-    return replace(problem, sums=sums)
-
-
-def check_sizes(M: int, N: int, K: int, world_size: int, dtype: torch.dtype, invariant: str | None) -> None:
-    """Raise `ArgumentError` unless sizes, ranks, dtype and `invariant` make sense for any op."""
-    if wrong := refusal(invariant):
-        raise wrong
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, DTYPES))}")
-    for name, size in (("M", M), ("N", N), ("K", K)):
-        if type(size) is not int or not 0 <= size < 2**31:
-            raise ArgumentError(f"{name} is {size!r}; expected an integer from 0 below 2**31")
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ArgumentError(f"world_size is {world_size!r}; expected an integer from 1")
-
-
-def _planned(problem: Problem) -> Problem:
-    """Return `problem`, by the op of which it is a kind."""
-    kind = _KINDS.get(problem.op)
-    return replace(problem, op=kind[0], epilogue=kind[1]) if kind else problem
+    if weights is not PLAIN and not operation.scaled:
+        raise ArgumentError(f"{weights.request} for {op}; expected {weights.no_request}, or one of {', '.join(SCALED)}")
+    sizes = request.M, N, request.K, request.world_size
+    problem = Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
+    return promised(problem, request.invariant, request.k_per_rank)
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
@@ -219,53 +214,18 @@ def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:
     return (rows, problem.N, False) if rows * problem.N <= problem.M * cols else (problem.M, cols, True)
 
 
-def describe(op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int) -> Problem:
+def describe(
+    op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int,
+    scale: torch.Tensor | None = None,
+) -> Problem:  # fmt: skip
     """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
-    m, k = A.shape
-    kb, n = B.shape
-    rows, cols = out.shape
-    w = world_size
-
-    def problem_if(form: str, M: int, N: int, K: int, **expected: tuple[int, float]) -> Problem | None:
-        given = {"A": (m, k), "B": (kb, n), "out": (rows, cols)}
-        if all(given[name] == shape for name, shape in expected.items()):
-            return Problem(op, form, M, N, K, w, A.dtype)
-        return None
-
-    def part(size: int) -> int:
-        return part_of(size, w, rank)
-
-    # The order decides where both forms fit, which is only so when the whole is at most one element wide: it lies on
-    # rank 0 in either form, and the other ranks, whose part is empty, come to "rows" as well.
-    if op in (ALL_REDUCE, NORM):
-        problem = problem_if("", m, n, k, B=(k, n), out=(m, n))
-        expected = "A (M,K), B (K,N), out (M,N)"
-    elif op == GATHER_MATMUL:
-        problem = problem_if("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n))
-        problem = problem or problem_if("k", rows, n, kb, A=(rows, part(kb)), out=(rows, n))
-        if problem and problem.form == "k" and rows == 1 and kb <= 1:
-            problem = Problem(op, "rows", rows, n, kb, w, A.dtype)
-        expected = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
-    elif op == GATED:
-        problem = problem_if("rows", rows, n, kb, A=(part(rows), kb), out=(rows, n / 2))
-        expected = "A (M/w,K), B (K,N), out (M,N/2)"
-    elif op == MATMUL_GATHER:
-        problem = problem_if("rows", rows, n, k, A=(part(rows), k), B=(k, n), out=(rows, n))
-        problem = problem or problem_if("cols", rows, cols, k, A=(rows, k), B=(k, part(cols)))
-        if problem and problem.form == "cols" and rows == cols == 1:
-            problem = Problem(op, "rows", rows, cols, k, w, A.dtype)
-        expected = "A (M/w,K), B (K,N), out (M,N), or A (M,K), B (K,N/w), out (M,N)"
-    else:
-        problem = problem_if("rows", m, n, k, B=(k, n), out=(part(m), n))
-        problem = problem or problem_if("cols", m, n, k, B=(k, n), out=(m, part(n)))
-        if problem and problem.form == "cols" and m == n == 1:
-            problem = Problem(op, "rows", m, n, k, w, A.dtype)
-        expected = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
-        if (rows, cols) == (m, n):
-            expected += f", or ctx.ccl.reduce_scatter(out, A @ B) for this rank's tiles in an out (M,N) ({PAGE}),"
-    if problem is None:
+    operation, weights = operations.BY_NAME[op], format_of(B, scale)
+    stored = weights.depth(B.shape[0], A.shape[1]), B.shape[1]
+    shapes = Shapes(tuple(A.shape), stored, tuple(out.shape), lambda size: part_of(size, world_size, rank))
+    fitting = operation.matching_form(shapes)
+    if fitting is None:
         raise ShapeError(
-            f"{op}: A is {(m, k)}, B is {(kb, n)}, out is {(rows, cols)} on rank {rank}; expected {expected} with "
-            f"w = {w} ranks, parts as torch.chunk splits them"
+            f"{op}: A is {shapes.A}, B is {shapes.B}, out is {shapes.out} on rank {rank}; expected"
+            f" {operation.expects(shapes)} with w = {world_size} ranks, parts as torch.chunk splits them"
         )
-    return replace(_planned(problem), weights=format_of(B.dtype))
+    return Problem(operation.base or op, *fitting, world_size, A.dtype, weights, operation.epilogue)

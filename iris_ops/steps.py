@@ -147,7 +147,7 @@ class Kernel:
             args["epilogue"] = args["epilogue"]._replace(**norm)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         if self.way.follows:
-            options |= platform.beside(rank.device)
+            options |= platform.pdl_options(rank.device)
         if self.way.options:
             options |= named(self.way.options)(grid[0], platform.num_programs(rank.device))
         try:

@@ -26,21 +26,23 @@ operator has a gradient, and one that is asked for is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from iris import registry
 from iris.ccl.collectives import Collectives
 from iris.errors import ArgumentError
 import torch
 
-from .checks import check_gradient
+from .checks import check_gradients
 from .kernels import rmsnorm_epilogue
 from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
+from .operators import OPERATORS
 from .ops import Ops
+from .planning.operations import BY_NAME
 from .planning.requests import requested
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, SCALED
+from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -68,24 +70,57 @@ _SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None, "
     "int[]? depths=None) -> Tensor"
 )
+_NORM_SCHEMA = (
+    "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, int? mean_part=None, "
+    "Tensor? scale=None, int[]? depths=None) -> (Tensor, Tensor, Tensor)"
+)
 _ROWS = -1  # as many rows as A has
-_library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
+
+
+class Parts(NamedTuple):
+    """How the ranks' parts differ in size. `mean`: by which all plan. `k_per_rank`: each rank's K, of ordered sums."""
+
+    mean: int | None = None
+    k_per_rank: tuple[int, ...] | None = None
+
+
+ALIKE = Parts()
+
+
+class _Product(NamedTuple):
+    """The arguments of an operator of `_SCHEMA`."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    bias: torch.Tensor | None
+    size: Sequence[int]
+    group: str
+    mean_part: int | None = None
+    scale: torch.Tensor | None = None
+    depths: Sequence[int] | None = None
+
+
+class _NormedProduct(NamedTuple):
+    """The arguments of the operator of `_NORM_SCHEMA`."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor
+    weight: torch.Tensor
+    group: str
+    mean_part: int | None = None
+    scale: torch.Tensor | None = None
+    depths: Sequence[int] | None = None
 
 
 def product(
-    op: str,
-    ctx: Context,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    size: tuple[int, ...],
-    mean_part: int | None = None,
-    scale: torch.Tensor | None = None,
-    k_per_rank: tuple[int, ...] | None = None,
-) -> torch.Tensor:
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: tuple[int, ...],
+    parts: Parts = ALIKE, scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the result of `op`, one of `problem.OPS` or `GATED`: this rank's part, a new tensor of shape `size`."""
     if is_recording():
-        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, mean_part, scale, k_per_rank)
+        call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, parts.mean, scale, parts.k_per_rank)
         if not torch.jit.is_tracing():
             return call(A, B, bias, size, *more)
         # Of an operator's sizes a traced graph keeps the numbers; those of a view it computes anew.
@@ -95,102 +130,101 @@ def product(
                 " the number of tokens of the call that it records. Use torch.export"
             )
         return call(A, B, bias, [_ROWS, int(size[1])], *more).view(size)
-    return _run(op, ctx, A, B, bias, size, mean_part, scale, k_per_rank)
+    return _run(op, ctx, A, B, bias, size, parts, scale)
 
 
 def _run(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int],
-    mean_part: int | None, scale: torch.Tensor | None, k_per_rank: Sequence[int] | None,
+    parts: Parts, scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    if scale is not None and op not in SCALED:
+    if scale is not None and not BY_NAME[op].scaled:
         raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
-    config = None if k_per_rank else _config(op, ctx, A, B, size, mean_part)
-    out = A.new_empty(size) if k_per_rank else ctx.ops.outputs.new(op, A, B, size, config, scale)  # peers write none
-    more: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if k_per_rank:
-        more["k_per_rank"] = tuple(k_per_rank)
-    getattr(ctx.ops, op)(out, A, B, bias, config=config, **more)
+    out, more = _output(op, ctx, A, B, size, parts, scale)
+    if scale is not None:
+        more["scale"] = scale
+    getattr(ctx.ops, op)(out, A, B, bias, **more)
     return out
 
 
+def _output(
+    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], parts: Parts,
+    scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+    """Return a new tensor for the result, and the arguments of the call beside its factors."""
+    if parts.k_per_rank:  # peers write no such result
+        out, more = A.new_empty(size), {"k_per_rank": tuple(parts.k_per_rank)}
+    else:
+        config = _config(op, ctx, A, B, size, parts.mean, scale)
+        out, more = ctx.ops.outputs.new(op, A, B, size, config, scale), {"config": config}
+    return out, more
+
+
 def _config(
-    op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], mean_part: int | None
+    op: str,
+    ctx: Context,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    size: Sequence[int],
+    mean_part: int | None,
+    scale: torch.Tensor | None = None,
 ) -> FusedConfig | None:
     """Return what all ranks take though their parts differ in size; None: each finds it by its own."""
-    if mean_part is None or op == MATMUL_GATHER:
+    operation = BY_NAME[op]
+    if mean_part is None or not (operation.sums or operation.shared == "K"):
         return None
+    weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
-    if op in (GATHER_MATMUL, GATED):
+    if operation.shared == "K":
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, B.shape[0]
-    ranks, level, weights = ctx.num_ranks, ctx.invariant, format_of(B.dtype)
-    return ctx.ops._calls.plan(requested(op, *sizes, ranks, A.dtype, weights=weights, invariant=level))
+        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
+    ranks, level = ctx.num_ranks, ctx.invariant
+    return ctx.ops._calls.plan(requested(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
 
 
-def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None:
-            check_gradient(op, name, t)
+def _fake_product(op: str, given: _Product) -> torch.Tensor:
+    check_gradients(op, A=given.A, B=given.B, bias=given.bias, scale=given.scale)
+    return given.A.new_empty(given.size)
+
+
+def _run_product(op: str, given: _Product) -> torch.Tensor:
+    A, B, bias, size, group, mean_part, scale, depths = given
+    return _run(op, registry.find(group), A, B, bias, size, _parts(mean_part, depths), scale)
+
+
+def _parts(mean_part: int | None, depths: Sequence[int] | None) -> Parts:
+    return Parts(mean_part, tuple(depths) if depths else None)
 
 
 def _register(op: str) -> None:
-    # B comes as a transposed weight: a compiler that laid it out anew would copy every weight in every step
-    _library.define(op + _SCHEMA, tags=(torch.Tag.needs_exact_strides,))
-
-    def kernel(
-        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
-        mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        return _run(op, registry.find(group), A, B, bias, size, mean_part, scale, depths)
-
-    def fake(
-        A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: Sequence[int], group: str,
-        mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        _check_gradients(op, A=A, B=B, bias=bias, scale=scale)
-        return A.new_empty(size)
-
-    _library.impl(op, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"iris_ops::{op}", fake, lib=_library)
+    OPERATORS.add(
+        op + _SCHEMA,
+        lambda *given, **named: _run_product(op, _Product(*given, **named)),
+        lambda *given, **named: _fake_product(op, _Product(*given, **named)),
+    )
 
 
-for _op in (*OPS, GATED):
-    _register(_op)
+for _op in BY_NAME:
+    if _op != rmsnorm_epilogue.OP:  # whose schema is another
+        _register(_op)
 
 
-def _reduce_norm(
-    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
-    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    A, B, bias, residual, weight, group, mean_part, scale, depths = given
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    config = None if depths else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part)
-    out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
+    out, more = _output(ALL_REDUCE, ctx, A, B, (M, N), _parts(mean_part, depths), scale)
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
-    residual, weight = residual.contiguous(), weight.contiguous()
-    ctx.ops.matmul_all_reduce_norm(
-        out,
-        scaled,
-        squares,
-        A,
-        B,
-        residual,
-        weight,
-        bias,
-        config,
-        scale=scale,
-        k_per_rank=tuple(depths) if depths else None,
-    )
+    epilogue = residual.contiguous(), weight.contiguous()
+    ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, scale=scale, **more)
     return out, scaled, squares
 
 
-def _fake_reduce_norm(
-    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
-    group: str, mean_part: int | None = None, scale: torch.Tensor | None = None, depths: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    _check_gradients(rmsnorm_epilogue.OP, A=A, B=B, bias=bias, residual=residual, weight=weight, scale=scale)
+def _fake_reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    A, residual = given.A, given.residual
+    tensors = dict(A=A, B=given.B, bias=given.bias, residual=residual, weight=given.weight, scale=given.scale)
+    check_gradients(rmsnorm_epilogue.OP, **tensors)
     squares = A.new_empty(rmsnorm_epilogue.spans(residual.shape[1]), residual.shape[0], dtype=torch.float32)
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
 
@@ -222,12 +256,12 @@ def sum_over_ranks(ctx: Context, part: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_sum(part: torch.Tensor, group: str) -> torch.Tensor:
-    _check_gradients("sum_over_ranks", part=part)
+    check_gradients("sum_over_ranks", part=part)
     return part.new_empty(part.shape)
 
 
 def _fake_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
-    _check_gradients("gather_rows", rows=rows)
+    check_gradients("gather_rows", rows=rows)
     return rows.new_empty(registry.find(group).num_ranks * rows.shape[0], rows.shape[1])
 
 
@@ -236,27 +270,25 @@ def _fake_gated(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, gro
     return A.new_empty(A.shape[0], B.shape[1] // 2)
 
 
-_library.define(
-    "matmul_gated(Tensor A, Tensor B, Tensor? bias, str group) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+OPERATORS.add(
+    rmsnorm_epilogue.OP + _NORM_SCHEMA,
+    lambda *given, **named: _reduce_norm(_NormedProduct(*given, **named)),
+    lambda *given, **named: _fake_reduce_norm(_NormedProduct(*given, **named)),
 )
-_library.impl(
-    "matmul_gated",
+OPERATORS.add(
+    "matmul_gated(Tensor A, Tensor B, Tensor? bias, str group) -> Tensor",
     lambda A, B, bias, group: matmul_gated(registry.find(group), A, B, bias),
-    "CompositeExplicitAutograd",
+    _fake_gated,
 )
-torch.library.register_fake("iris_ops::matmul_gated", _fake_gated, lib=_library)
-_library.define(
-    rmsnorm_epilogue.OP + "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, "
-    "int? mean_part=None, Tensor? scale=None, int[]? depths=None) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.needs_exact_strides,),
+OPERATORS.add(
+    "gather_rows(Tensor rows, str group) -> Tensor",
+    lambda rows, group: gather_rows(registry.find(group), rows),
+    _fake_rows,
+    exact_strides=False,
 )
-_library.impl(rmsnorm_epilogue.OP, _reduce_norm, "CompositeExplicitAutograd")
-torch.library.register_fake(f"iris_ops::{rmsnorm_epilogue.OP}", _fake_reduce_norm, lib=_library)
-_library.define("gather_rows(Tensor rows, str group) -> Tensor")
-_library.impl("gather_rows", lambda rows, group: gather_rows(registry.find(group), rows), "CompositeExplicitAutograd")
-torch.library.register_fake("iris_ops::gather_rows", _fake_rows, lib=_library)
-_library.define("sum_over_ranks(Tensor part, str group) -> Tensor")
-_library.impl(
-    "sum_over_ranks", lambda part, group: sum_over_ranks(registry.find(group), part), "CompositeExplicitAutograd"
+OPERATORS.add(
+    "sum_over_ranks(Tensor part, str group) -> Tensor",
+    lambda part, group: sum_over_ranks(registry.find(group), part),
+    _fake_sum,
+    exact_strides=False,
 )
-torch.library.register_fake("iris_ops::sum_over_ranks", _fake_sum, lib=_library)

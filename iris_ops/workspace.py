@@ -47,11 +47,10 @@ class Workspace:
         self._outgrown: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
         self.barrier = ctx.new_barrier()  # the ops' own, in their lanes
-        self.kernels: dict = {}  # that follow torch's products ...
-        self.products = relaunch.Calls(4)  # likewise of products of rows that copy engines bring
+        self.products = relaunch.Calls(4)  # of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
-        self.meet()  # so that it is compiled before it is captured
+        self.rendezvous()  # so that it is compiled before it is captured
 
     def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
         """Make room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
@@ -106,7 +105,7 @@ class Workspace:
         self.views[problem] = views
         return views
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """A barrier of all ranks in the current stream, apart from those that the user has under way."""
         self.barrier(tuple(range(self.ctx.num_ranks)))
         self.ctx.check()

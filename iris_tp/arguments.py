@@ -24,8 +24,10 @@ MOST_RANKS = 16
 LENGTH, STEPS = 12, 3
 """Tokens that `verify` reads and generates by default."""
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
+_WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
 _OPS = "ops norms ccl rooted tiles moe all_scatter rma"
-_MODELS_AND_CHECKS = "llm step fp8 invariance stress litmus"
+_MODELS_AND_CHECKS = "llm step fp8 quantised invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
 GPUS = {
@@ -129,7 +131,7 @@ def generate() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's on GPUs, float32 on CPUs")
-    parser.add_argument("--weights", choices=("fp8", "fp8_all"), help="keep linear weights in fp8 (docs/guides/fp8.md)")
+    parser.add_argument("--weights", choices=WEIGHTS, help=_WEIGHTS_HELP)
     parser.add_argument("--heap-gib", type=partial(_number), help="symmetric heap of a rank (default 1; 0.25 on CPUs)")
     return parser
 
@@ -165,6 +167,7 @@ def plan() -> argparse.ArgumentParser:
         "--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it"
     )
     parser.add_argument("--fp8", action="store_true", help="B in fp8, with a scale for each column")
+    parser.add_argument("--weights", metavar="FORMAT", help="B's format: fp8, fp8_block, int4, int4/128, mxfp4, ...")
     parser.add_argument("--experts", type=int, help="of a mixture: how many there are")
     parser.add_argument("--top-k", type=int, help="of a mixture: how many experts a token chooses (default 1)")
     invariant = "only kernels whose sums have one order (docs/concepts/determinism.md)"
@@ -205,6 +208,7 @@ def verify() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=count, default=LENGTH, help="of the prompt, in tokens (default %(default)s)")
     parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--weights", choices=WEIGHTS, help=_WEIGHTS_HELP)
     parser.add_argument("--heap-gib", type=_number, default=1.0, help="symmetric heap of a rank (default 1)")
     parser.add_argument("--nothing", action="store_true", help="of a context that promises nothing, to compare")
     return parser

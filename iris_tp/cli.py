@@ -108,7 +108,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris.machines import machine_named
     from iris_ops.planning.plan import plan
     from iris_ops.planning.requests import requested
-    from iris_ops.planning.weights import BY_FLAG
+    from iris_ops.planning.weights import named_format
+    from iris_ops.problem import Request
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -118,9 +119,9 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     machine = machine_named(name, programs)
     try:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
-        mixture = args.experts, args.top_k
-        problem = requested(args.op, *sizes, dtype, args.form, BY_FLAG[args.fp8], args.invariant, *mixture)
-        chosen = plan(problem, machine, algorithm=args.algorithm)
+        weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
+        request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
+        chosen = plan(requested(request), machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)
     print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")

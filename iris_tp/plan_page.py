@@ -23,7 +23,7 @@ import zlib
 from iris.machines import machine_named
 from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS, MoeProblem, requested_moe_problem
 from iris_ops.planning.plan import WAYS, compare_ways
-from iris_ops.problem import OPS, requested_problem
+from iris_ops.problem import OPS, Request, requested_problem
 import torch
 
 TEMPLATE = Path(__file__).with_name("plan_page.html")
@@ -82,7 +82,7 @@ def survey(grid: Grid, mixtures: MixtureGrid) -> dict[str, Any]:
     """
     texts, points, of_mixtures = _Texts(), [], []
     for gpu, ranks, op, M, N, K in product(grid.gpus, grid.ranks, grid.ops, grid.M, grid.N, grid.K):
-        problem = requested_problem(op, M, N, K, ranks, torch.bfloat16)
+        problem = requested_problem(Request(op, M, N, K, ranks, torch.bfloat16))
         points.append(_point(problem, machine_named(*GPUS[gpu]), texts))
     axes = {axis.name: list(getattr(grid, axis.name)) for axis in fields(grid)}
     own = {axis.name: list(getattr(mixtures, axis.name)) for axis in fields(mixtures)}
@@ -98,7 +98,7 @@ def mixture_of(ranks: int, op: str, tokens: int, experts: int, top_k: int, sizes
     """Return the problem of a point: a rank has its part of each expert's intermediate size."""
     _, hidden, intermediate = sizes
     N, K = (intermediate // ranks, hidden) if op == GATE_UP else (hidden, intermediate // ranks)
-    return requested_moe_problem(op, tokens, N, K, experts, top_k, ranks, torch.bfloat16)
+    return requested_moe_problem(Request(op, tokens, N, K, ranks, torch.bfloat16, experts=experts, top_k=top_k))
 
 
 def _tenths(us: float) -> int:

@@ -29,7 +29,9 @@ def _rank_main(results: Path, args: argparse.Namespace) -> None:
 
     with launch.reporting(results), iris.iris(int(args.heap_gib * 2**30)) as ctx:
         begun = time.monotonic()
-        model = layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype), verify=True)
+        model = layers.from_pretrained(
+            args.model, ctx, dtype=getattr(torch, args.dtype), verify=True, weights=args.weights
+        )
         report = model.parallel_report
         found = {
             "rows": [asdict(each) for each in report.verified],

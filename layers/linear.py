@@ -84,7 +84,7 @@ class ColumnParallelLinear(ShardedLinear):
         if self.gather_output:
             out = self.product(x, x.shape[0], self.out_features)
             return out.view(*input.shape[:-1], self.out_features)
-        out = self.product(x, self._all_tokens(x.shape[0], tokens), self.weight.shape[0])
+        out = self.product(x, self._all_tokens(x.shape[0], tokens), self.local_shape[0])
         return out if input.dim() == 2 else out.unsqueeze(0)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,8 @@ class ColumnParallelLinear(ShardedLinear):
                 "gated is for layers that do not gather: expected neither gather_output nor sequence_parallel"
             )
         x = self.rows(input, self.in_features)
-        weight, bias = self.terms(x.dtype)
+        weight, scale, bias = self.terms(x.dtype)
+        weight = weight if scale is None else self.numbers(0, self.local_shape[0], x.dtype)
         out = torch_ops.gated(self.ctx, x, weight.t(), bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
@@ -270,7 +271,7 @@ class RowParallelLinear(ShardedLinear):
         Without `reduce_results`, what this rank adds to the sum; with `sequence_parallel`, this rank's chunk of the
         tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
         """
-        x = self.rows(input, self.weight.shape[1] if self.input_is_parallel else self.in_features)
+        x = self.rows(input, self.local_shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
             x = self.parts[0].view(x, dim=1)
         elif self.parts[-1].pad:  # heads that are another rank's: their columns count for nothing, whatever they hold

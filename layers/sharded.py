@@ -25,7 +25,7 @@ from torch import nn
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
 from .shard import Shard, Transposed, concat, fill, plain
-from .weight_storage import IN_DTYPE, InDtype, InFp8
+from .weight_storage import IN_DTYPE, Form, InDtype, Quantised
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -54,15 +54,17 @@ class ShardedLinear(nn.Module):
         self.in_features, self.out_features, self.ctx, self.parts = in_features, out_features, ctx, parts
         self._device_type = ctx.device.type  # reading a device's type takes half a microsecond
         even = shard.size * ctx.num_ranks == shard.total
-        self._mean_part = None if even else -(-shard.total // ctx.num_ranks)
+        mean = None if even else -(-shard.total // ctx.num_ranks)
         local = (shard.size, in_features) if self.dim == 0 else (out_features, shard.size)
+        self.local_shape = local  # of the numbers of this rank's weight, however they are stored
         like: dict[str, Any] = {"dtype": dtype, "device": placed}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self._invariant = ctx.invariant
-        self._k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
+        k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
+        self._across_ranks = torch_ops.Parts(mean, k_per_rank)
         self.own_steps = type(self).own_steps and not self._invariant
-        self.weight_scale: nn.Parameter | None = None  # of a storage that has one, a channel
+        self.weight_scale: nn.Parameter | None = None  # of a storage that has scales
         self.storage: InDtype = IN_DTYPE
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -125,17 +127,16 @@ class ShardedLinear(nn.Module):
         given = list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if given != expected:
             raise ShapeError(f"source of {name} has shape {given}: expected {expected}, the unsplit tensor")
-        parameter = self._allocated(name)
-        if split:
-            before = sum(each.size for each in self.parts[:part]) if part else 0
-            if name == "weight":
-                self.storage.fill(self, parameter, before, shard, source)
-            else:
-                shard.fill(parameter.narrow(0, before, shard.size), source, 0)
+        before = sum(each.size for each in self.parts[:part]) if part else 0
+        if name == "weight":
+            self.storage.fill(self, before, shard, source)
+        elif split:
+            shard.fill(self.allocated(name).narrow(0, before, shard.size), source, 0)
         else:
-            fill(parameter, source)
+            fill(self.allocated(name), source)
 
-    def _allocated(self, name: str) -> nn.Parameter:
+    def allocated(self, name: str) -> nn.Parameter:
+        """Return the parameter `name`, on the context's device if it was on meta before."""
         parameter = getattr(self, name)
         if parameter.is_meta:
             parameter = nn.Parameter(torch.empty_like(parameter, device=self.ctx.device), requires_grad=False)
@@ -192,26 +193,30 @@ class ShardedLinear(nn.Module):
             check_no_gradient(self.op, input=x, weight=self.weight, bias=self.bias)
         return x
 
-    def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias for a product in `dtype`, which differs from theirs only under torch.autocast."""
-        weight, bias = self.weight, self.bias
-        if dtype != self.dtype:
-            weight = self.storage.cast(weight, dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return weight, bias
+    def terms(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return weight, its scales if it has some, and bias for a product in `dtype`.
+
+        `dtype` differs from the layer's only under torch.autocast.
+        """
+        weight, scale = self.storage.operand(self, dtype)
+        bias = self.bias
+        return weight, scale, bias if bias is None or bias.dtype == dtype else bias.to(dtype)
 
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """Return the result of `op` on `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
         return self.exchanged(self.storage.op(self), x, size)
 
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        """Return the result of `op` on `x` [rows, K] and the weight, in whichever dtype it is stored."""
-        weight, bias = self.terms(x.dtype)
-        if self._k_per_rank is not None and (k := self._k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
+        """Return the result of `op` on `x` [rows, K] and the weight, however it is stored."""
+        weight, scale, bias = self.terms(x.dtype)
+        k_per_rank = self._across_ranks.k_per_rank
+        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
             x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
-        return torch_ops.product(
-            op, self.ctx, x, weight.t(), bias, size, self._mean_part, self.weight_scale, self._k_per_rank
-        )
+        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._across_ranks, scale)
+
+    def serve_by(self, op: str) -> None:
+        """Let `op` compute forward."""
+        self.storage.serve_by(self, op)
 
     def named(self, op: str) -> str:
         """Return an op and how it reads the stored weight, for reports."""
@@ -219,18 +224,22 @@ class ShardedLinear(nn.Module):
 
     def local_product(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
         """Return `x` [..., K] times this rank's weight, plus the bias, without an exchange."""
-        weight, bias = self.terms(x.dtype)
+        weight, scale, bias = self.terms(x.dtype)
         bias = bias if biased else None
         if self._invariant:
-            return matmul.linear(self.ctx, x, weight, bias, self.weight_scale)
+            return matmul.linear(self.ctx, x, weight, bias, scale)
         if self.own_steps:
-            return skinny_matmul.linear(x, weight, bias, self.weight_scale)
-        return self.storage.linear(self, x, weight, bias)
+            return skinny_matmul.linear(x, weight, bias, scale)
+        return self.storage.linear(self, x, weight, scale, bias)
+
+    def numbers(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of the weight's local rows from `start` to `stop`, in `dtype`, however they are stored."""
+        return self.storage.numbers(self, start, stop, dtype)
 
     @torch.no_grad()
-    def store_as_fp8(self) -> None:
-        """Round the weight to fp8 (see `fp8`), or, while the layer is empty, each weight that will be loaded."""
-        self.storage = InFp8(self)
+    def store_as(self, form: Form) -> None:
+        """Round the weight to `form`, or, while the layer is empty, keep or round each weight that is loaded."""
+        self.storage = Quantised(self, form)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Apply `fn` as torch does; a storage may keep its own dtype."""
@@ -256,7 +265,7 @@ class ShardedLinear(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        local = "x".join(map(str, self.weight.shape))
+        local = "x".join(map(str, self.local_shape))
         return (
             f"in={self.in_features}, out={self.out_features}, local={local}, bias={self.bias is not None},"
             f" op={self.served_by}"

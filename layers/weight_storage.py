@@ -1,4 +1,4 @@
-"""Store the weight of a split linear: in the dtype of its product, or in fp8 with a scale for each output channel.
+"""Store the weight of a split linear: in the dtype of its product, or as quantised codes with scales.
 
 A layer calls its storage where storages differ, so each is an object here and not a condition in the layer. The
 tensors are the layer's own: `weight`, and `weight_scale` where the storage has one.
@@ -7,35 +7,73 @@ tensors are the layer's own: `weight`, and `weight_scale` where the storage has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from iris import platform
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
-from iris_ops.fp8 import linear as fp8
-from iris_ops.fp8 import weight_stream
-from iris_ops.fp8.scaled_matmul import multiplies_in_fp8, quantised, restored
 from iris_ops.local import skinny_matmul
-from iris_ops.planning.weights.fp8 import FP8
+from iris_ops.planning.needs import MOST_ROWS
+from iris_ops.planning.weights import format_of
+from iris_ops.quantised import linear as quantised
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
+from iris_ops.quantised.scaled_matmul import multiplies_in_fp8
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .formats.fp8 import by_rows
-from .shard import Shard
+from .formats.coded import coded, coding_of
+from .formats.weight_format import Coding
+from .shard import Shard, fill
 
 Layer = Any  # a `ShardedLinear`, whose module imports this one
 
 LOCAL = "matmul (local)"
 REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
-# Suffixes of an op in reports once the weight is stored in fp8: multiplied so, or converted.
-WITH_FP8 = {
-    LOCAL: ("fp8 matmul (local)", "matmul (local, weight converted from fp8)"),
-    **{op: (f"fp8 {op}", f"{op} (weight converted from fp8)") for op in (REDUCED, SCATTERED, GATHERED)},
+STORABLE = LOCAL, REDUCED, SCATTERED, GATHERED  # the ops that read a quantised weight
+ELEMENTS = {FP8.name: "e4m3", FP8_BLOCK.name: "e4m3", INT4.name: "int4", MXFP4.name: "e2m1"}
+_PIECE = 1 << 21  # numbers that are rounded at a time
+
+
+@dataclass(frozen=True)
+class Form:
+    """A packing, how many entries along K share a scale (None: a whole row), and the dtype of scales."""
+
+    packing: Packing
+    group: int | None = None
+    scale_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the packing and its group, for reports."""
+        return self.packing.name if self.group is None else f"{self.packing.name} by {self.group}"
+
+    def holds(self, coding: Coding, columns: int) -> bool:
+        """Return whether codes of a weight with so many `columns` can be stored without another rounding."""
+        if coding.element != ELEMENTS[self.packing.name]:
+            return False
+        if self.scale_dtype not in (None, torch.float32, coding.scales):
+            return False
+        by_row = coding.group >= columns
+        return by_row if self.group is None else not by_row and coding.group % self.group == 0
+
+
+FORMS = {
+    "fp8": Form(FP8),
+    "fp8_all": Form(FP8),
+    "fp8_block": Form(FP8_BLOCK, 128),
+    "int4": Form(INT4, 128),
+    "mxfp4": Form(MXFP4, 32),
 }
+"""What `weights=` rounds to, by its name there."""
 
 
 class InDtype:
-    """The weight in the dtype of inputs and outputs."""
+    """The weight in the dtype of inputs and outputs. `reason`: why quantised numbers of the files were widened."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
         """Return the dtype of inputs and outputs."""
@@ -45,61 +83,82 @@ class InDtype:
         """Return the op of forward."""
         return layer.op
 
+    def serve_by(self, layer: Layer, op: str) -> None:
+        """Let `op` compute forward."""
+        layer.op = op
+
     def named(self, op: str) -> str:
         """Return an op and how it reads the weight, for reports."""
         return op
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
         """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
-        return skinny_matmul.most_rows(len(layer.weight) // (1 + gated), gated, True, layer.weight.device)
+        return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), gated, True, layer.weight.device)
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight for a product in `dtype`, under torch.autocast."""
-        return weight.to(dtype)
+    def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight [N, K] for a product in `dtype`, another one under torch.autocast, and its scales."""
+        weight = layer.weight
+        return weight if weight.dtype == dtype else weight.to(dtype), None
 
-    def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        """Return `x` times the weight by torch, plus `bias`."""
+    def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, scale: Any, bias: Any) -> torch.Tensor:
+        """Return `x` times an operand by torch, plus `bias`."""
         return F.linear(x, weight, bias)
 
-    def fill(self, layer: Layer, weight: nn.Parameter, before: int, shard: Shard, source: Any) -> None:
-        """Fill the part of `weight` from entry `before` on with `shard` of `source`."""
-        shard.fill(weight.narrow(layer.dim, before, shard.size), source, layer.dim)
+    def fill(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
+        """Fill the part of the layer's weight from entry `before` on with `shard` of `source`."""
+        shard.fill(layer.allocated("weight").narrow(layer.dim, before, shard.size), source, layer.dim)
 
-    def exact(self, layer: Layer) -> torch.Tensor:
-        """Return the numbers of the weight in the layer's dtype."""
-        return layer.weight.detach()
+    def keeps(self, source: Any) -> bool:
+        """Return whether `fill` copies the codes of `source` and rounds nothing."""
+        return False
+
+    def numbers(self, layer: Layer, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of local rows from `start` to `stop`, in `dtype`."""
+        return layer.weight.detach()[start:stop].to(dtype)
 
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
         """Run `apply(fn)`, by which torch moves and converts the layer's tensors."""
         return apply(fn)
 
 
-class InFp8(InDtype):
-    """The weight in e4m3 with a float32 scale for each output channel; `exact_dtype` is the dtype of outputs."""
+class Quantised(InDtype):
+    """The weight in codes and scales of a `form`; `exact_dtype` is the dtype of inputs and outputs.
 
-    def __init__(self, layer: Layer) -> None:
+    Ops are given codes and scales. One that has no kernel for them restores the weight in each call.
+    """
+
+    def __init__(self, layer: Layer, form: Form) -> None:
+        super().__init__()
         if layer.ctx.invariant == RANKS:
             raise ArgumentError(
-                "weights in fp8 have scales that go by the rank: with invariant='ranks' expected 16 bits or float32"
+                f"weights in {form.name} have scales that go by the rank: with invariant='ranks' expected 16 bits or"
+                " float32"
             )
-        if layer.op not in WITH_FP8 or (layer.dim == 1 and len(layer.parts) > 1):
+        if layer.op not in STORABLE or (layer.dim == 1 and len(layer.parts) > 1):
             raise ArgumentError(
-                f"the layer is served by {layer.op}, with {len(layer.parts)} parts: expected {', '.join(WITH_FP8)}, and"
-                " one part where inputs are split, for fp8 weights"
+                f"the layer is served by {layer.op}, with {len(layer.parts)} parts: expected {', '.join(STORABLE)}, and"
+                f" one part where inputs are split, for {form.name} weights"
             )
+        self.form, self.packing = form, form.packing
         self.exact_dtype, self._op = layer.weight.dtype, layer.op
-        if layer.weight.is_meta:
-            weight, scale = layer.weight.to(FP8), layer.weight.new_empty(layer.weight.shape[0], dtype=torch.float32)
-        else:
-            weight, scale = quantised(layer.weight)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+        exact = layer.weight.detach()
+        rows, columns = layer.local_shape
+        stored = form.packing.stored(rows, columns, form.group, form.scale_dtype)
+        layer.weight, layer.weight_scale = (
+            nn.Parameter(torch.zeros(shape, dtype=dtype, device=exact.device), requires_grad=False)
+            for shape, dtype in stored
+        )
+        if not exact.is_meta:
+            for start, stop in _pieces(*exact.shape):
+                self._round_rows(layer, start, exact[start:stop])
         self._choose(layer)
 
     def _choose(self, layer: Layer) -> None:
-        shape, device = layer.weight.shape, layer.ctx.device
-        streamed = self.exact_dtype == torch.bfloat16 and skinny_matmul.streams(shape, device)
-        self._converts = not (streamed or multiplies_in_fp8(shape, device, self.exact_dtype))
+        shape, device = layer.local_shape, layer.ctx.device
+        has_kernels = self.exact_dtype == torch.bfloat16 and platform.has_warp_specialisation(device) and shape[0] > 0
+        streamed = has_kernels and format_of(layer.weight.t(), layer.weight_scale).streamable(1, shape[1])
+        in_fp8 = self.packing is FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
+        self._converts = not (streamed or in_fp8)
         layer.op = self.named(self._op)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
         alone = streamed or self._op == REDUCED
@@ -111,48 +170,101 @@ class InFp8(InDtype):
     def op(self, layer: Layer) -> str:
         return self._op
 
+    def serve_by(self, layer: Layer, op: str) -> None:
+        self._op = op
+        self._choose(layer)
+
     def named(self, op: str) -> str:
-        return WITH_FP8[op][self._converts]
+        name = self.form.name
+        if not self._converts:
+            return f"{name} {op}"
+        return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return weight_stream.MOST_ROWS
+        return MOST_ROWS
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return weight
+    def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return layer.weight, layer.weight_scale
 
-    def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        assert layer.weight_scale is not None
-        return fp8.linear(x, weight, layer.weight_scale, bias)
+    def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, scale: Any, bias: Any) -> torch.Tensor:
+        return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)
 
-    def fill(self, layer: Layer, weight: nn.Parameter, before: int, shard: Shard, source: Any) -> None:
-        """Copy e4m3 and scales from files that have one for each channel, or one in all; round other weights."""
-        scales = layer._allocated("weight_scale")
-        own = scales.narrow(0, before, shard.size) if layer.dim == 0 else scales
-        local = weight.narrow(layer.dim, before, shard.size)
-        if (stored := by_rows(source)) is not None:
-            codes, scale = stored
-            shard.fill(local, codes, layer.dim)
-            if layer.dim == 0:
-                shard.fill(own, scale, 0)
-            else:
-                scale.copy_to(own, (slice(None),))
-            return
-        exact = torch.empty(local.shape, dtype=self.exact_dtype, device=local.device)
-        shard.fill(exact, source, layer.dim)
-        rounded, scale = quantised(exact)
-        local.copy_(rounded)
-        own.copy_(scale)
+    def keeps(self, source: Any) -> bool:
+        coding = coding_of(source)
+        return not isinstance(coding, str) and self.form.holds(coding, source.shape[1])
 
-    def exact(self, layer: Layer) -> torch.Tensor:
-        return restored(layer.weight.detach(), layer.weight_scale, self.exact_dtype)
+    def fill(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
+        """Copy codes and scales of a file that has such codes; round the numbers of another source."""
+        for key in ("weight", "weight_scale"):
+            if getattr(layer, key).is_meta:
+                layer.allocated(key).view(torch.uint8).zero_()  # kernels read scales of padding
+        (self._copy if self.keeps(source) else self._round)(layer, before, shard, source)
+
+    def _copy(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
+        at = before if layer.dim == 0 else 0
+        for start, stop in shard.ranges:
+            index = (slice(start, stop),) if layer.dim == 0 else (slice(None), slice(start, stop))
+            group = self.form.group
+            for rows, columns, codes, scales in coded(source, index, group or source.shape[1]):
+                scales = scales.flatten() if group is None else scales
+                self._store(layer, at + rows[0], codes, scales, columns[0])
+            at += stop - start
+
+    def _round(self, layer: Layer, before: int, shard: Shard, source: Any) -> None:
+        rows, columns = layer.local_shape
+        ranges = shard.ranges if layer.dim == 0 else ((0, rows),)
+        at = before if layer.dim == 0 else 0
+        for first, last in ranges:
+            for start, stop in _pieces(last - first, columns):
+                exact = torch.zeros(stop - start, columns, dtype=self.exact_dtype, device=layer.weight.device)
+                some = slice(first + start, first + stop)
+                if layer.dim == 0:
+                    fill(exact, source, (some,))
+                elif shard.ranges:
+                    ((begin, end),) = shard.ranges
+                    fill(exact.narrow(1, 0, end - begin), source, (some, slice(begin, end)))
+                self._round_rows(layer, at + start, exact)
+            at += last - first
+
+    def _round_rows(self, layer: Layer, row: int, exact: torch.Tensor) -> None:
+        codes, scales = self.packing.quantise(exact, self.form.group, self.form.scale_dtype)
+        self._store(layer, row, codes, scales)
+
+    def _store(self, layer: Layer, row: int, codes: torch.Tensor, scales: torch.Tensor, column: int = 0) -> None:
+        """Write codes and scales of a piece that begins at a local row and column, the latter a multiple of 128."""
+        packed, stored = self.packing.pack(codes, scales, self.form.group, self.form.scale_dtype)
+        rows, first = slice(row, row + len(packed)), column // self.packing.per_element
+        layer.weight[rows, first : first + packed.shape[1]] = packed
+        if self.form.group is None:
+            layer.weight_scale[rows] = stored
+        else:  # a packed piece has room for scales of four lines
+            count, first = scales.shape[1], column // self.form.group
+            layer.weight_scale[rows, first : first + count] = stored[:, :count]
+
+    def numbers(self, layer: Layer, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        weight, scale = (each.detach()[start:stop] for each in (layer.weight, layer.weight_scale))
+        return self.packing.unpack(weight, scale, layer.local_shape[1], dtype)
+
+    def largest_scale(self, layer: Layer) -> float:
+        """Return the largest of the weight's scales."""
+        scale = layer.weight_scale
+        if scale.dtype == torch.uint8:  # exponents
+            return 2.0 ** (int(scale.max()) - 127)
+        return float(scale.max())
 
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
-        """Apply `fn`; a change of dtype changes `exact_dtype` only, not e4m3 and its scales."""
+        """Apply `fn`; a change of dtype changes `exact_dtype` only, not codes and scales."""
         self.exact_dtype = fn(torch.empty(0, dtype=self.exact_dtype, device=layer.weight.device)).dtype
         kept = layer.weight, layer.weight_scale
         result = apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in kept) else fn(t))
         self._choose(layer)
         return result
+
+
+def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Return spans of rows of about 2 million numbers each."""
+    step = max(1, _PIECE // max(1, columns))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 IN_DTYPE = InDtype()

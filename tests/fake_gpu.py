@@ -68,7 +68,7 @@ def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None
     """A context of rank `number` whose peers never come; its `ops`, `ccl` and heap are the library's own."""
     from iris.barrier import DeviceBarrier
     from iris.context import Iris
-    from iris.device.context import pack
+    from iris.device.context import HEADER, pack
     from iris.heap import Heap
     from iris.launch.streams import SideStream
     from iris.rank import Rank
@@ -92,8 +92,9 @@ def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None
     rank.hosts = SimpleNamespace(members=lambda group: ranks, rank=number, size=world_size)
     rank.agreement, rank.invariant, rank.recording = None, invariant, recording
     rank._handed_out, rank._pool = 1 << 60, None
-    rank._context_tensor = torch.tensor(pack(number, bases, bases, 0, 0, 1), dtype=torch.int64, device=rank.device)
-    rank.heap_bases = rank._context_tensor[:world_size].view(torch.uint64)
+    fields = pack(number, bases, size, bases, 0, 0, 1)
+    rank._context_tensor = torch.tensor(fields, dtype=torch.int64, device=rank.device)
+    rank.heap_bases = rank._context_tensor[HEADER.value : HEADER.value + world_size].view(torch.uint64)
     counts = rank.heap.reserve((DeviceBarrier.WORDS * world_size,), torch.int32)
     rank._barrier = DeviceBarrier(rank.device, rank._context_tensor, world_size, counts)
     rank.side = SideStream(rank.device)

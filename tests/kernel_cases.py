@@ -13,9 +13,9 @@ from typing import Any
 from iris import platform
 from iris.ccl import Config
 from iris_ops import FusedConfig
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
+from iris_ops.quantised import packing, scaled_matmul
 from iris_tp.bench.rows import CALLS, Row
 import torch
 from triton.backends.compiler import GPUTarget
@@ -284,7 +284,16 @@ def _example(ctx: Any) -> None:
     a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
     space, numbers = ctx.ccl.tile_space(64, 4096), (512, 512, 512, 64, 64, 32, WORLD_SIZE)
     kernel = tile_all_reduce.tile_matmul_kernel[(8,)]
-    kernel(ctx.get_device_context(), space, a, b, new(512, 512), *numbers, ONE_TILE=True, **platform.beside(ctx.device))
+    kernel(
+        ctx.get_device_context(),
+        space,
+        a,
+        b,
+        new(512, 512),
+        *numbers,
+        ONE_TILE=True,
+        **platform.pdl_options(ctx.device),
+    )
 
 
 def _example_hopper(ctx: Any) -> None:
@@ -326,9 +335,36 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
+    for name, (form, group) in STREAMED.items():
+        yield f"skinny_{name}", partial(_skinny_stored, form, group)
+        if name in STREAMED_BETWEEN_RANKS:
+            yield f"lamport_{name}", partial(_lamport_stored, form, group)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", _fp8_tiles
+
+
+# Formats with scales of groups: packing, group.
+STREAMED = {
+    "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
+    "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
+    "mxfp4": (packing.MXFP4, 32),
+}  # fmt: skip
+STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
+
+
+def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
+    return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
+
+
+def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    weight, scale = _stored(form, group, 4096, 4096)
+    ctx.ops.matmul_all_reduce(new(8, 4096), new(8, 4096), weight.t(), scale=scale)
+
+
+def _skinny_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    weight, scale = _stored(form, group, 16384, 4096)
+    skinny_matmul.skinny_matmul(new(16, 4096), weight, new(16384), scale=scale)
 
 
 def _skinny_fp8(M: int, N: int, ctx: Any) -> None:

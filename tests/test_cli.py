@@ -13,7 +13,7 @@ from iris.machines import machine_named
 from iris_ops.ops import Ops
 from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, requested_moe_problem
 from iris_ops.planning.plan import WAYS, plan
-from iris_ops.problem import requested_problem
+from iris_ops.problem import Request, requested_problem
 from iris_tp import arguments, cli
 from iris_tp.bench import command
 from iris_tp.bench.rows import CALLS
@@ -44,7 +44,7 @@ def test_the_package_installs_the_command() -> None:
 def test_plan_explains_without_gpu_or_ranks() -> None:
     result = run("plan", "matmul_all_reduce", "2048", "8192", "2048", "--ranks", "4", "--gpu", "h200")
     assert result.returncode == 0, result.stderr
-    problem = requested_problem("matmul_all_reduce", 2048, 8192, 2048, 4, torch.bfloat16)
+    problem = requested_problem(Request("matmul_all_reduce", 2048, 8192, 2048, 4, torch.bfloat16))
     chosen = plan(problem, machine_named("NVIDIA H200", 132))
     assert result.stdout == f"4 ranks, NVIDIA H200; rates: measured\n{chosen.explain()}\n"
     assert "\nchosen " in result.stdout and "FusedConfig(" not in result.stdout
@@ -58,7 +58,7 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "fp8.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
+    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
 )
 def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
@@ -76,7 +76,7 @@ _MIXTURE = ("--experts", "128", "--top-k", "8")
 def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--ranks", "2", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
-    problem = requested_moe_problem(op, tokens, 2048, 384, 128, 8, 2, torch.bfloat16)
+    problem = requested_moe_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
     machine = machine_named("NVIDIA H100", 132)
     chosen = plan(problem, machine)
     assert said == f"2 ranks, NVIDIA H100; rates: of the data sheet, checked on two H100s\n{chosen.explain()}\n"
@@ -102,7 +102,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
     taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
     cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", said)
     free = plan(
-        requested_moe_problem(DOWN_ALL_REDUCE, 4, 2048, 384, 128, 8, 2, torch.bfloat16),
+        requested_moe_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
         machine_named("NVIDIA H100", 132),
     )
     assert cost is not None and abs(max(0.0, taken[0] - free.prediction.total_us) - float(cost[1])) < 0.11

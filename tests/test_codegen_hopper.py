@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.fp8 import weight_stream
+from iris_ops.quantised import weight_stream
+from iris_ops.quantised.packing import LINE
 import pytest
 
 from tests.assembly import (
@@ -19,6 +20,7 @@ from tests.assembly import (
     system_releases,
     unguarded_hand_overs,
 )
+from tests.kernel_cases import STREAMED, STREAMED_BETWEEN_RANKS
 
 pytestmark = pytest.mark.compile
 
@@ -142,3 +144,30 @@ def test_ptx_of_rounded_rows(compiled) -> None:
     for kernel in kernels:
         assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
         assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name
+
+
+def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
+    """Each product of a line is multiplied once, scales come by TMA, and no number moves between threads."""
+    kernels = {f"skinny_{name}": (16, form) for name, form in STREAMED.items()}
+    kernels |= {f"lamport_{name}": (8, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
+    for name, (rows, (form, group)) in kernels.items():
+        kernel, tiles, bits = compiled("sm_90")[name], 2, 4 if form.per_element > 1 else 8
+        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == 8 * (rows // 8) * tiles, name
+        scales = 0 if group is None else LINE // group * form.stored(1, LINE, group)[1][1].itemsize
+        stage = weight_stream.stage_bytes(rows, tiles, 4 * bits, scales)
+        stages, rest = divmod(kernel.shared - weight_stream.shared_bytes(rows, tiles, 0), stage)
+        assert 2 <= stages <= 12 and rest <= 1024, (name, stages, rest)
+        loads = (stages + 1) * (1 + tiles)  # of A and of the weights, before and in the loop
+        assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
+        assert kernel.count(r"cp\.async\.bulk\.tensor\.2d") == (loads - stages - 1 if scales else 0), name
+        if bits == 4:  # rows by whole matrices, a thread's words at once
+            assert kernel.count(r"ldmatrix\.sync\.aligned\.m8n8\.x4") == 4 * (rows // 8), name
+            assert kernel.count(r"prmt\.b32 ") <= 8 * tiles, name
+        assert not kernel.count(r"cvt\S*\.(e4m3|e2m1)"), name
+        if name.startswith("skinny"):
+            assert kernel.count("shfl") <= (name == "skinny_fp8_block_128"), name  # of which warp it is
+            # fused: a group's sum, times its scale, on those before
+            groups = 0 if group is None else LINE // group
+            fused = kernel.count(r"fma\.rn\.f32") - 4 * groups * (rows // 8) * tiles
+            assert 0 <= fused <= 8, name  # and the bias
+        assert registers(kernel) <= 255, name

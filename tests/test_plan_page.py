@@ -10,7 +10,7 @@ import subprocess
 
 from iris.machines import machine_named
 from iris_ops.planning.plan import WAYS, compare_ways, plan
-from iris_ops.problem import requested_problem
+from iris_ops.problem import Request, requested_problem
 from iris_tp import cli
 from iris_tp.plan_page import GPUS, Grid, MixtureGrid, page, survey, unpacked
 import pytest
@@ -40,7 +40,7 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
     points = dict(zip(product(*axes.values()), table["points"], strict=True))
     assert list(axes) == ["gpus", "ranks", "ops", "M", "N", "K"]
     for (gpu, ranks, op, M, N, K), (ways, rejected) in random.sample(sorted(points.items()), 40):
-        problem, machine = requested_problem(op, M, N, K, ranks, torch.bfloat16), machine_named(*GPUS[gpu])
+        problem, machine = requested_problem(Request(op, M, N, K, ranks, torch.bfloat16)), machine_named(*GPUS[gpu])
         chosen = plan(problem, machine)
         told = chosen.explain()
         for way in ways:  # as `explain` prints them
@@ -104,7 +104,8 @@ class TestInBrowser:
         where = f"gpus=h200&ranks={ranks}&ops=matmul_all_reduce&M={M}&N={N}&K={K}"
         dom = shown(file, where, tmp_path)
         chosen = plan(
-            requested_problem("matmul_all_reduce", M, N, K, ranks, torch.bfloat16), machine_named(*GPUS["h200"])
+            requested_problem(Request("matmul_all_reduce", M, N, K, ranks, torch.bfloat16)),
+            machine_named(*GPUS["h200"]),
         )
         times = chosen.prediction
         assert text_of(dom, "verdict").startswith(f"{chosen.kernel} wins: {times.total_us:.1f} µs.")

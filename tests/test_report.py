@@ -8,7 +8,7 @@ from pathlib import Path
 
 from iris.machines import machine_named
 from iris_ops.planning.plan import plan
-from iris_ops.problem import requested_problem
+from iris_ops.problem import Request, requested_problem
 import pytest
 import torch
 
@@ -71,7 +71,7 @@ def test_a_change_marks_what_was_made_by_it(tree: Path, file: str, text: str, ch
 def test_a_row_whose_plan_is_another_says_so() -> None:
     """Where files of the plans have changed, but the row is planned as before, nothing has."""
     sizes = dict(M=64, N=8192, K=2048)
-    problem = requested_problem("matmul_all_reduce", *sizes.values(), 2, torch.bfloat16, None)
+    problem = requested_problem(Request("matmul_all_reduce", *sizes.values(), 2, torch.bfloat16, None))
     now = plan(problem, machine_named("NVIDIA H200", 132), explained=False)
     recorded = {field: getattr(now, field) for field in ("kernel", *marks._FIELDS)}
     for plan_of_row, mark in ((recorded, "no"), ({**recorded, "block_n": 8}, "plan")):

@@ -48,6 +48,9 @@ def test_load_compares_weights_with_the_files(tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "model.layers.0.mlp.down_proj.weight (float32 to bfloat16)" in printed
     assert "2 ranks loaded what the files hold" in printed
+    arguments = ["verify", "load", "--model", str(tmp_path), "--ranks", "2", "--dtype", "bfloat16", "--weights", "int4"]
+    assert cli.main(arguments) == 0
+    assert "model.layers.0.mlp.down_proj.weight (float32 to int4 by 128)" in capsys.readouterr().out
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["verify", "load", "--model", str(tmp_path), "--ranks", "2"]) == 2
     assert "iris-tp verify: CheckpointError: " in capsys.readouterr().err

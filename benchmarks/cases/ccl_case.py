@@ -139,4 +139,4 @@ class Ours:
         return Contender("ours", "ours", prepare, lambda case: True, plan=self.plan)
 
     def plan(self, case: Case, config=None) -> dict:
-        return asdict(self.ctx.ccl.plan(case.op, self.out(case), case.inputs[0], config))
+        return asdict(self.ctx.ccl.plan(case.op, self.out(case), case.inputs[0], config, explained=False))

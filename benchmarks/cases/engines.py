@@ -4,7 +4,7 @@ ours            the layers as they are: fused ops, long prompts sequence paralle
 ours-unshared   those with `sequence_parallel=False`
 ours-batch      our layers by a context with `invariant="batch"`
 ours-ranks      those by one with "ranks", which are not sequence parallel
-ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/fp8/`), not sequence parallel
+ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/quantised/`), not sequence parallel
 fp8-shared      those with sequence parallelism
 nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
 sequence-nccl   those of ours, likewise
@@ -245,7 +245,7 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
 
 def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
     """Return the same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
-    from iris_ops.fp8 import scaled_matmul
+    from iris_ops.quantised import scaled_matmul
     import layers
     from layers.checkpoint.load import _compute_buffers
 
@@ -267,14 +267,14 @@ def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
 def takes_fp8(module: nn.Module) -> bool:
     """Return whether `in_fp8` rounds the weight of this module of a split model."""
     from layers.sharded import ShardedLinear
-    from layers.weight_storage import WITH_FP8
+    from layers.weight_storage import STORABLE
 
-    return isinstance(module, ShardedLinear) and module.op in WITH_FP8
+    return isinstance(module, ShardedLinear) and module.op in STORABLE
 
 
 def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a parameter of a split model as `in_fp8` rounds it, in `dtype`."""
-    from iris_ops.fp8 import scaled_matmul
+    from iris_ops.quantised import scaled_matmul
 
     rounded = name == "weight" and takes_fp8(module)
     return scaled_matmul.restored(*scaled_matmul.quantised(parameter), dtype) if rounded else parameter.to(dtype)

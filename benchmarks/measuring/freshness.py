@@ -23,7 +23,7 @@ import tokenize
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = (
-    "iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.fp8.",
+    "iris.device.", "iris.ccl.", "iris_ops.kernels.", "iris_ops.with_torch.", "iris_ops.local.", "iris_ops.quantised.",
     "iris_ops.moe.",
 )  # fmt: skip
 _ON_CPUS = "iris.device.interpreter.", "iris_ops.planning.interpreted"

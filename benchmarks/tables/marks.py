@@ -17,7 +17,7 @@ from typing import Any
 from iris.errors import IrisError
 from iris.machines import machine_named
 from iris_ops.planning.plan import plan
-from iris_ops.problem import NORM, requested_problem
+from iris_ops.problem import NORM, Request, requested_problem
 from iris_tp.bench.rows import CALLS
 import torch
 
@@ -151,7 +151,9 @@ def planned_alike(run: dict[str, Any], row: dict[str, Any], recorded: dict[str, 
     op = NORM if run["benchmark"].startswith("norms") else CALLS[row["op"]]
     form = None if row["op"] == "ar" else row.get("form", "rows")
     try:
-        problem = requested_problem(op, row["M"], row["N"], row["K"], run["world"], getattr(torch, run["dtype"]), form)
+        problem = requested_problem(
+            Request(op, row["M"], row["N"], row["K"], run["world"], getattr(torch, run["dtype"]), form)
+        )
         now = plan(problem, machine_named(run["gpu"], PROGRAMS), explained=False)
     except IrisError:
         return False

@@ -23,6 +23,7 @@ from benchmarks.tables import (
     page_tables,
     rma_table,
     single_tables,
+    vllm_table,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("invariance", "docs/benchmarks/determinism.md", invariance_tables.invariance),
     ("invariance ranks", "docs/benchmarks/determinism.md", invariance_tables.invariance_ranks),
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
+    ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),

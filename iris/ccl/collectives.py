@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,19 @@ if TYPE_CHECKING:
     from ..rank import Rank
 
 
+class _Call(NamedTuple):
+    """The arguments of a call."""
+
+    op: str
+    out: torch.Tensor
+    inp: torch.Tensor
+    reduce_op: ReduceOp | None = None
+    group: Members = None
+    async_op: bool = False
+    config: Config | None = None
+    workspace: Workspace | None = None
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """What the first call of a shape found out."""
@@ -73,10 +86,9 @@ class Collectives(RootedCalls):
         self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._kernels: dict[tuple, object] = {}
         self._calls = relaunch.Calls(2)
-        self._known_calls = {}  # calls with a root, and messages
-        ctx.on_change += [self._calls.forget, self._known_calls.clear]
+        self._rooted_calls = relaunch.Calls(0, self._calls.kernels)  # and messages
+        ctx.on_change += [self._calls.forget, self._rooted_calls.forget]
         self._device_of = relaunch.device_of(ctx.device)
 
     @KEYWORDS
@@ -211,7 +223,7 @@ class Collectives(RootedCalls):
             args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
             grid = norm.grid(args["M"], self._machine)
             warps = norm.num_warps(inp.shape[-1])
-            relaunch.launch(self._kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
+            relaunch.launch(self._calls.kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
         return workspace
 
     def reserve_norm(self, rows: int, columns: int, dtype: torch.dtype, group: Members = None) -> Workspace:
@@ -233,13 +245,20 @@ class Collectives(RootedCalls):
         return Workspace(self._group(group))
 
     def plan(
-        self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group: Members = None
-    ) -> Plan | None:
-        """Return the plan of a call with its predicted time in µs, or None if `inp` is empty. Launches nothing."""
+        self, op: str, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, group: Members = None,
+        explained: bool = True,
+    ) -> Plan | None:  # fmt: skip
+        """Return the plan of a call with its predicted time in µs, or None if `inp` is empty. Launches nothing.
+
+        `explained`: whether with its reasons, which `Plan.explain` returns.
+        """
         self._ctx.check()
         if op not in OPS:
             raise ArgumentError(f"op is {op!r}; expected one of {', '.join(OPS)}")
-        return self._checked(op, out, inp, None, group, config).plan
+        prepared = self._checked(_Call(op, out, inp, None, group, False, config))
+        if prepared.plan is None or not explained:
+            return prepared.plan
+        return plan(prepared.problem, config or Config(), self._machine, explained=True)
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """Return a function that repeats the call `op`: what distinguishes it from other calls is looked at once."""
@@ -276,17 +295,15 @@ class Collectives(RootedCalls):
             and (done := self._again(known, out))
         ):
             return done
-        return self._make(key, op, out, inp, reduce_op, group, async_op, config, workspace)
+        return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
-    def _make(
-        self, key: tuple | None, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None,
-        group: Members, async_op: bool, config: Config | None, workspace: Workspace | None,
-    ) -> Workspace:  # fmt: skip
-        """Make a call that is not known from before."""
+    def _first(self, call: _Call, key: tuple | None) -> Workspace:
+        """Run a call that cannot be repeated as it is."""
         ctx, calls = self._ctx, self._calls
+        op, out, inp, _, group, async_op, _, workspace = call
         try:
             check_async(op, async_op)
-            prepared = calls.prepared(key, lambda: self._checked(op, out, inp, reduce_op, group, config))
+            prepared = calls.prepared(key, lambda: self._checked(call))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
             (to, at), (out_bytes, inp_bytes) = calls.addresses(key), prepared.spans
@@ -336,7 +353,7 @@ class Collectives(RootedCalls):
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
         moving = self._calls.addresses(key)
-        return relaunch.launch(self._kernels, self._ctx.device, kernel, grid, args, moving, **options)
+        return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
 
     def _key(
         self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
@@ -358,10 +375,8 @@ class Collectives(RootedCalls):
         except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
             return None
 
-    def _checked(
-        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
-        config: Config | None,
-    ) -> _Prepared:  # fmt: skip
+    def _checked(self, call: _Call) -> _Prepared:
+        op, out, inp, reduce_op, group, _, config, _ = call
         check_tensors(op, out, inp, self._ctx.device)
         check_options(op, reduce_op, config)
         return self._prepare(op, out, inp, config or Config(), self._group(group))
@@ -385,7 +400,7 @@ class Collectives(RootedCalls):
             if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:
                 nbytes = out.numel() * out.element_size()
                 # kernels compare where results lie before they write them
-                grown |= workspace.reserve("results", 0, nbytes, meet=False)
+                grown |= workspace.reserve("results", 0, nbytes, rendezvous=False)
                 staged = workspace.areas["results"].staging[:nbytes].view(out.dtype).view(out.shape)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:

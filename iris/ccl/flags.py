@@ -29,7 +29,7 @@ import triton.language as tl
 from ..device.context import DeviceContext
 from ..device.function import device_function
 from ..device.lamport import load_bases, remote, sum_type
-from ..device.places import same_places, tell_place
+from ..device.places import same_places, send_place
 from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .lamport import rounded
 from .view import views
@@ -177,7 +177,7 @@ def flags_kernel(
         chunks = tl.cdiv(per_lane, chunk_units)
         arrived = done + WORLD_SIZE * LANES + parity * half_flags + lane * chunks
         if GATHER:
-            tell_place(ctx, places, LANES, out)
+            send_place(ctx, places, LANES, out)
         for c in range(0, chunks + 1):
             first = begin + c * chunk_units
             if c < chunks:
@@ -206,7 +206,7 @@ def flags_kernel(
                     )
     else:
         if lane == 0:
-            tell_place(ctx, places, LANES, out)
+            send_place(ctx, places, LANES, out)
             signal_others(ctx, entered + rank, epoch)
         # `inp` is this rank's to read: the first unit, if the lane has one, comes while the entries travel
         value = _load(ctx, source, 1, begin, BLOCK, WORLD_SIZE, SCATTER)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ..device.waits import WAITERS
+from ..device.waits import waiter_number
 from ..machines import LinkRates
 from .accumulate import accumulate_kernel
 from .flags import LANES, flags_kernel
@@ -88,7 +88,7 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
         GATHER=_gathers(problem, plan),
         ONE_OUT=problem.op == REDUCE_SCATTER and not problem.cols,
         WORLD_SIZE=problem.world_size,
-        WAITER=WAITERS.index(problem.op),
+        WAITER=waiter_number(problem.op),
     )
     return {name: args[name] for name in kernel_of(plan).arg_names}
 

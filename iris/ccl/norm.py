@@ -28,7 +28,7 @@ from ..device.context import DeviceContext
 from ..device.function import device_function
 from ..device.lamport import load_bases, put, take, without_sentinel
 from ..device.sync import advance, next_epoch
-from ..device.waits import WAITERS
+from ..device.waits import waiter_number
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_memory, check_tensor, check_written, span
 from ..transforms import check_undifferentiated
@@ -235,7 +235,7 @@ def arguments(
         TWO_SHOT=two_shot(M, N, inp.dtype, world_size, machine),
         HAS_SCALE=scale is not None,
         WORLD_SIZE=world_size,
-        WAITER=WAITERS.index(OP),
+        WAITER=waiter_number(OP),
     )
 
 

@@ -6,15 +6,15 @@ in what the config leaves open.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..errors import ArgumentError
 from ..machines import LinkRates
-from ..planning import compare_ways
+from ..planning import Comparison, compare_ways
 from .config import Config
 from .problem import ALL_REDUCE, REDUCE_SCATTER, Problem
-from .ways import WHOLE, allowed
+from .ways import WAYS, WHOLE, allowed, excluded
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,23 @@ class Plan:
     chunk: int
     rings: int
     expected_us: float
+    reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def explain(self) -> str:
+        """Return the reasons for this choice, one a line: the ways with their times, and why others cannot serve."""
+        return "\n".join(self.reasons)
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, config: Config, machine: LinkRates) -> Plan:
-    """Return the fastest plan for `problem` that `config` allows. Raises `ArgumentError` where there is none."""
-    candidates = compare_ways(allowed(problem, config), problem, machine).candidates
-    if not candidates:
+def plan(problem: Problem, config: Config, machine: LinkRates, explained: bool = False) -> Plan:
+    """Return the fastest plan for `problem` that `config` allows. Raises `ArgumentError` where there is none.
+
+    `explained`: whether with its reasons.
+    """
+    comparison = compare_ways(allowed(problem, config), problem, machine)
+    if not comparison.candidates:
         raise ArgumentError(_refusal(problem, config, machine))
-    (way, _, us, _), *_ = candidates
+    (way, _, us, _), *_ = comparison.candidates
     variant, protocol = way.variant, way.protocol
     programs = min(config.comm_sms or machine.num_programs, machine.num_programs)
     shared = machine.resident if _shares_multiprocessors(problem, protocol) and not config.comm_sms else 1
@@ -70,7 +78,18 @@ def plan(problem: Problem, config: Config, machine: LinkRates) -> Plan:
         chunk=chunk,
         rings=config.all_reduce_num_rings if variant == "ring" else 0,
         expected_us=us.total_us,
+        reasons=_reasons(problem, config, machine, comparison) if explained else (),
     )
+
+
+def _reasons(problem: Problem, config: Config, machine: LinkRates, comparison: Comparison) -> tuple[str, ...]:
+    lines = [f"{problem.text} on {machine.name}"]
+    lines += [candidate.row(problem) for candidate in comparison.candidates]
+    lines += comparison.rejections()
+    others = {way: reason for way in WAYS if (reason := excluded(way, problem, config))}
+    for candidate in compare_ways(tuple(others), problem, machine).candidates:
+        lines.append(candidate.left_out(problem, others[candidate.way]))
+    return (*lines, f"chosen {comparison.candidates[0].label(problem)}")
 
 
 # Into how many chunks a lane cuts its units, so that sums begin while others are pushed, and what it pushes to an owner

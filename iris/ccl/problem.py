@@ -64,6 +64,11 @@ class Problem:
         return self.op in (ALL_REDUCE, REDUCE_SCATTER)
 
     @property
+    def text(self) -> str:
+        """The problem in the words of a plan's first line."""
+        return f"{self.op} of {self.n} elements of {self.dtype} on each of {self.world_size} ranks"
+
+    @property
     def nbytes(self) -> int:
         """The bytes that a rank puts in."""
         return self.n * self.dtype.itemsize

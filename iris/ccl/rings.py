@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import platform
-from ..device.waits import WAITERS
+from ..device.waits import waiter_number
 from ..heap import extent
 from ..launch import relaunch
 from .transfer import SENT, SLOT, TAKEN, in_table, transfer_kernel
@@ -207,7 +207,7 @@ class Rings:
             ALIGNED=not any(place % relaunch.ALIGNMENT for place in places),
             REDUCE=dtype is not None,
             WORLD_SIZE=group.size,
-            WAITER=WAITERS.index(waiter),
+            WAITER=waiter_number(waiter),
         )
         grid = (senders + takers + 2, 1, 1)
         launched = relaunch.launch(self._kernels, ctx.device, transfer_kernel, grid, args, num_warps=_WARPS)

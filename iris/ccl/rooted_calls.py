@@ -10,8 +10,8 @@ import torch
 
 from ..aliases import keywords
 from ..errors import ArgumentError
+from ..launch import relaunch
 from ..launch.streams import check_async
-from ..transforms import are_differentiated
 from . import messages, rooted
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .messages import P2POp, P2PState, Work
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..rank import Rank
     from .group import Group
 
-_MOST_CALLS = 4096  # calls that are known from before
-
 
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
@@ -35,8 +33,7 @@ class RootedCalls:
     """
 
     _ctx: Rank
-    _kernels: dict
-    _known_calls: dict[tuple, tuple[Callable[[], bool], Workspace]]
+    _rooted_calls: relaunch.Calls
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -243,25 +240,25 @@ class RootedCalls:
     ) -> Workspace:  # fmt: skip
         """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
         self._ctx.check()
-        key = _key(op, tensors, root, reduce_op, group, async_op, config)
+        key = relaunch.key_of(op, *tensors, root, reduce_op, group, async_op, config)
         if (workspace := self._launched_again(key)) is None:
             members = self._group(group)
             with self._ctx.reporting_refusals(op, members.ranks):
                 check_async(op, async_op)
                 check_options(op, None, config)
             workspace = self._workspace_of(op, members, None)
-            rings = Rings(workspace, "rooted", self._kernels)
+            rings = Rings(workspace, "rooted", self._rooted_calls.kernels)
             act(rings, workspace.group)
             self._keep(key, rings, workspace)
         return workspace
 
     def _message_rings(self) -> Rings:
         """Return the rings of messages, which are all ranks'."""
-        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._kernels)
+        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._rooted_calls.kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
         self._ctx.check()
-        key = _key(op, [each.tensor for each in listed], *((each.op, each.peer) for each in listed), group)
+        key = relaunch.key_of(op, *(part for each in listed for part in (each.op, each.peer, each.tensor)), group)
         if self._launched_again(key) is None:
             self._ctx.side.join()
             rings = self._message_rings()
@@ -270,7 +267,7 @@ class RootedCalls:
 
     def _launched_again(self, key: tuple | None) -> Workspace | None:
         """Launch a known call again and return its workspace; None for a new one."""
-        known = self._known_calls.get(key) if key and self._ctx.agreement is None else None
+        known = self._rooted_calls.known.get(key) if key and self._ctx.agreement is None else None
         if known is None:
             return None
         again, workspace = known
@@ -279,27 +276,8 @@ class RootedCalls:
 
     def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
         if key and (again := rings.again):
-            if len(self._known_calls) >= _MOST_CALLS:
-                self._known_calls.clear()
-            self._known_calls[key] = again, workspace
+            self._rooted_calls.keep(key, (again, workspace), None)
 
 
 def _at_most(slots: int) -> str:
     return f"at most {slots * SLOT.value >> 10} KiB"
-
-
-def _key(op: str, tensors: Sequence[Any], *rest: Any) -> tuple | None:
-    """Return the key of a call: one with the same key passes the same checks and launches the same."""
-    parts: list[Any] = [op, *rest]
-    try:
-        for t in tensors:
-            if t is None:
-                parts.append(None)
-                continue
-            if are_differentiated(t) or t.is_conj() or t.is_neg():
-                return None
-            parts += (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-        hash(key := tuple(parts))
-    except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
-        return None
-    return key

@@ -26,10 +26,13 @@ class Collective(Way):
     slow = False
     """Whether it is never the fastest, and runs only where a config names it."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, {self.protocol}"
+
     def predicted(self, problem: Problem, config: None, machine: LinkRates) -> Times:
-        if problem.world_size == 1:
-            return Times(machine.launch_us)
-        return Times(machine.launch_us + self.exchange_us(problem, machine))
+        exchange_us = 0.0 if problem.world_size == 1 else self.exchange_us(problem, machine)
+        return Times(exchange_us, machine.launch_us + exchange_us)
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
         """Return the microseconds among two ranks and more, beside the launch."""
@@ -121,12 +124,19 @@ WAYS: tuple[Collective, ...] = (OneShotLamport(), TwoShotLamport(), TwoShotFlags
 
 def allowed(problem: Problem, config: Config) -> tuple[Collective, ...]:
     """Return the ways that a user's config leaves."""
+    return tuple(way for way in WAYS if excluded(way, problem, config) is None)
+
+
+def excluded(way: Collective, problem: Problem, config: Config) -> str | None:
+    """Return the reason why a user's config excludes a way, or None."""
     variant = config.all_reduce_variant if problem.op == ALL_REDUCE else None
-    return tuple(
-        way
-        for way in WAYS
-        if (variant == way.variant or variant is None and not way.slow) and config.protocol in (None, way.protocol)
-    )
+    if variant is None and way.slow:
+        return "it is never the fastest, and runs where config.all_reduce_variant names it"
+    if variant not in (None, way.variant):
+        return f"config.all_reduce_variant is {variant!r}"
+    if config.protocol not in (None, way.protocol):
+        return f"config.protocol is {config.protocol!r}"
+    return None
 
 
 def _everyone_owns(problem: Problem) -> bool:

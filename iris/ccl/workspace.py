@@ -49,10 +49,11 @@ class Workspace:
             self.parts[group] = Workspace(group)
         return self.parts[group]
 
-    def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0, meet: bool = True) -> bool:
+    def reserve(self, name: str, num_flags: int, nbytes: int, fill: int = 0, rendezvous: bool = True) -> bool:
         """Make room in an area: int32 flags, bytes of staging, which begins with every byte as `fill`.
 
-        The same on all ranks of the group, which `meet` where there was less before: returns whether there was.
+        The same on all ranks of the group. They wait for each other if `rendezvous` and there was less before. Returns
+        whether there was.
         """
         device = self.group.ctx.device
         area = self.areas.get(name)
@@ -74,7 +75,7 @@ class Workspace:
                     self.group.ctx.heap.free(flags)
                 raise
         area.flags, area.staging = flags, staging
-        if grown and meet:
+        if grown and rendezvous:
             # no peer stores here before this rank's memory is as it must be, and where it must be
             self.group.barrier()
         return grown

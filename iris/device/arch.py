@@ -168,7 +168,7 @@ def has_pdl():
 
 @device_function
 def follow():
-    """Wait for the end of the preceding kernel; first call of a kernel launched with `platform.beside`.
+    """Wait for the end of the preceding kernel; first call of a kernel launched with `platform.pdl_options`.
 
     All stores of that kernel are visible then, so the work of two kernels never overlaps. A no-op without PDL.
     """

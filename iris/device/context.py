@@ -1,8 +1,8 @@
 """`DeviceContext`: the RMA functions without the arguments that a kernel would repeat at every call.
 
 The context tensor is int64, one a rank, built by `pack` on the host and read here: `[rank, world_size, status address,
-record address, time-out in ticks, event buffer address, its capacity in events, address of the ranks' names or 0, heap
-bases ..., process ids ..., where the library's results begin on the heap]`.
+record address, time-out in ticks, event buffer address, its capacity in events, address of the ranks' names or 0, bytes
+of a heap, a mark (`bounds.py`), heap bases ..., process ids ..., where the library's results begin on the heap]`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,19 +11,22 @@ import triton
 import triton.language as tl
 
 from ..triton_private import aggregate
-from . import atomics, rma
+from . import atomics, bounds, rma
 from .function import device_function
 from .tracing import DeviceTracing, device_tracing
 
-HEADER = tl.constexpr(8)
+HEADER = bounds.HEADER
 TRACING_WORDS = slice(5, 7)
 # Past the end of every heap: the library has handed out no memory for results yet.
 _NOWHERE = 1 << 62
 
 
-def pack(rank: int, bases: list[int], pids: list[int], status: int, record: int, timeout_ticks: int) -> list[int]:
-    """Return the entries of the context tensor."""
-    return [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, *bases, *pids, _NOWHERE]
+def pack(
+    rank: int, bases: list[int], span: int, pids: list[int], status: int, record: int, timeout_ticks: int
+) -> list[int]:
+    """Return the entries of the context tensor, of heaps of `span` bytes each."""
+    header = [rank, len(bases), status, record, timeout_ticks, 0, 0, 0, span, bounds.MARK.value]
+    return [*header, *bases, *pids, _NOWHERE]
 
 
 class RemoteAccess:

@@ -107,7 +107,7 @@ def take(
 
 
 @device_function
-def take_found(
+def take_loaded(
     ctx, found, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
 ):
     """Take one block of values as `take` does; `found` was loaded before, by `arch.load_fresh`.

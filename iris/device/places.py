@@ -25,7 +25,7 @@ def place_of(ctx, pointer):
 
 
 @device_function
-def tell_place(ctx, places, step, out):
+def send_place(ctx, places, step, out):
     """Store the place of `out` into `places + rank * step` at every other rank; the next signal orders it."""
     for i in tl.static_range(1, ctx.world_size):
         ctx.store(places + ctx.rank * step, place_of(ctx, out), (ctx.rank + i) % ctx.world_size)

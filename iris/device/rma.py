@@ -5,13 +5,11 @@ difference of two heap bases is the peer's. `pointer` arguments are always the c
 block; `heap_bases` is `Iris.get_heap_bases()`. Accesses are unordered: `sync.signal` or an atomic's `sem` orders them.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from . import bounds
 from .arch import INTERPRET, is_cuda
+from .bounds import METHOD_CALLED, is_pointer, within
 from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
@@ -26,29 +24,10 @@ HINT_BY_KEYWORD = tl.constexpr(
 )
 
 
-METHOD_CALLED = tl.constexpr(
-    "heap_bases is the method of a device context, not its result; expected ctx.heap_bases(), with parentheses "
-    "(docs/guides/coming-from-iris.md)"
-)
-
-
-@triton.constexpr_function
-def is_pointer(value):
-    """Return whether `value` is no function: a port of ROCm/iris passes the method `heap_bases` itself."""
-    return not callable(value) and not hasattr(value, "__func__")  # interpreted, and compiled
-
-
 @triton.constexpr_function
 def is_modifier(value):
     """Return whether `value` may be a cache modifier."""
     return value is None or isinstance(value, str)
-
-
-def _host_check(*args: Any) -> None:
-    bounds.check(*args)
-
-
-_host_check.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @device_function
@@ -57,14 +36,6 @@ def translate(pointer, from_rank, to_rank, heap_bases):
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     target, base = tl.load(heap_bases + to_rank), tl.load(heap_bases + from_rank)
     return moved(pointer, base.to(tl.int64), target.to(tl.int64))
-
-
-@device_function
-def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
-    """Raise, in the interpreter, where an access of `call` leaves the heaps (`bounds.py`)."""
-    tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
-    if INTERPRET:
-        _host_check(call, pointer, mask, tl.load(heap_bases + own_rank), tl.load(heap_bases + other_rank), either)
 
 
 @device_function
@@ -131,7 +102,7 @@ def load(
             multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
         volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both.
     """
-    check("load", pointer, mask, to_rank, from_rank, heap_bases)
+    mask = within("load", pointer, mask, to_rank, from_rank, heap_bases)
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
     if volatile and is_cuda():
         return tl.load(remote, mask=mask, other=other, volatile=True)
@@ -151,7 +122,7 @@ def store(
     hint: tl.constexpr = None,
 ):
     """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
-    check("store", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("store", pointer, mask, from_rank, to_rank, heap_bases)
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, value, mask=mask, cache_modifier=cache_modifier)
@@ -175,7 +146,7 @@ def get(
     The two ranks may come in either order, as in code written for ROCm/iris: the caller is the one in whose heap
     `from_ptr` lies. `DeviceContext.get` skips that check.
     """
-    check("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
+    mask = within("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
     remote = hinted(across(from_ptr, to_rank, from_rank, heap_bases), hint)
     data = tl.load(remote, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
@@ -202,9 +173,9 @@ def put(
     """
     tl.static_assert(not use_copy_engine, NO_COPY_ENGINE)
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    check("put", to_ptr, mask, from_rank, to_rank, heap_bases)
+    stored = within("put", to_ptr, mask, from_rank, to_rank, heap_bases)
     remote = hinted(translate(to_ptr, from_rank, to_rank, heap_bases), hint)
-    tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
+    tl.store(remote, data, mask=stored, cache_modifier=store_cache_modifier)
 
 
 @device_function
@@ -222,9 +193,9 @@ def copy(
     hint: tl.constexpr = None,
 ):
     """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
-    check("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
-    check("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
+    read = within("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
+    stored = within("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
     source = hinted(translate(src_ptr, cur_rank, from_rank, heap_bases), hint)
-    data = tl.load(source, mask=mask, other=other, cache_modifier=load_cache_modifier)
+    data = tl.load(source, mask=read, other=other, cache_modifier=load_cache_modifier)
     remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)
-    tl.store(remote, data, mask=mask, cache_modifier=store_cache_modifier)
+    tl.store(remote, data, mask=stored, cache_modifier=store_cache_modifier)

@@ -285,8 +285,8 @@ class Tiles:
 def open_tiles(ctx, space):
     """Begin a call. `space`: int32, from `ctx.ccl.tile_space`.
 
-    A kernel that begins by this may be launched with `**iris.platform.beside(ctx.device)`, on the host: then a Hopper
-    GPU prepares it while the preceding kernel still runs, and it waits here for the end of that one.
+    The host may launch a kernel that begins by this with `**iris.platform.pdl_options(ctx.device)`: then a Hopper GPU
+    prepares it while the preceding kernel still runs, and it waits here for the end of that one.
     """
     arch.follow()
     return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, tl.load(space), tl.load(space + 2))

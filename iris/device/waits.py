@@ -22,8 +22,8 @@ import triton.language as tl
 from . import arch
 from .function import device_function
 
-# What waits, by the number that a failure record carries.
-WAITERS = (
+# What waits, by the number that a failure record of this rank carries.
+WAITERS = [
     "a kernel",
     "device_barrier",
     "matmul_all_reduce",
@@ -47,7 +47,34 @@ WAITERS = (
     "scatter",
     "reduce",
     "all_reduce_norm",
-)
+    *(
+        f"iris.{call}"  # which do not wait (`bounds.py`)
+        for call in (
+            "load",
+            "store",
+            "get",
+            "put",
+            "copy",
+            "atomic_cas",
+            "atomic_add",
+            "atomic_xchg",
+            "atomic_xor",
+            "atomic_and",
+            "atomic_or",
+            "atomic_min",
+            "atomic_max",
+        )
+    ),
+]
+
+
+def waiter_number(name: str) -> int:
+    """Return the number by which failure records name what waits. A new name gets the next one."""
+    if name not in WAITERS:
+        WAITERS.append(name)
+    return WAITERS.index(name)
+
+
 # A failure record is int64: [kind, waiter, rank, peer, expected, seen], kind 0 while there is none. `expected` and
 # `seen` are an epoch or a count of a LOST peer; the place of `out` of a peer that stores its results into ours
 # (OUT_DIFFERS); or the digest of a barrier's allocations (HEAPS_DIFFER). A peer that LEFT wrote that into the status
@@ -56,6 +83,8 @@ RECORD_WORDS = 6
 LOST, OUT_DIFFERS, HEAPS_DIFFER, LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 # Nobody waited: a token's expert, `seen`, is not below the number of experts, `expected`.
 BAD_EXPERT = tl.constexpr(5)
+# Nor here: `expected` is an address outside the heaps, `seen` the two ranks that the access named, 32 bits each.
+OUTSIDE_HEAP = tl.constexpr(6)
 # The status word of a rank is 0; the number of the program, from 1, whose wait has failed; -1 once that is recorded;
 # or, from here down, the mark of a peer that has departed, by its number among all ranks.
 _LEFT_MARK = tl.constexpr(-2)
@@ -73,7 +102,7 @@ def healthy(ctx):
     """Return whether no wait of this rank has failed so far; the same answer for all threads of a program."""
     # One thread performs an atomic and all get its result. Each thread's own load could differ from the next one's, and
     # threads that diverge around a barrier hang the program.
-    return tl.atomic_add(_status(ctx), 0, sem="relaxed", scope="gpu") == 0
+    return tl.atomic_add(_status(ctx.ctx_ptr), 0, sem="relaxed", scope="gpu") == 0
 
 
 @device_function
@@ -107,7 +136,7 @@ def keeps_waiting(ctx, missing, late, polls):
     follow the mark.
     """
     if polls % _POLLS_A_CHECK == 0:
-        tl.atomic_cas(_status(ctx), 0, tl.where(late & missing, _own_mark(), 0), sem="relaxed", scope="gpu")
+        tl.atomic_cas(_status(ctx.ctx_ptr), 0, tl.where(late & missing, _own_mark(), 0), sem="relaxed", scope="gpu")
         missing = missing & healthy(ctx)
     return missing
 
@@ -115,15 +144,21 @@ def keeps_waiting(ctx, missing, late, polls):
 @device_function
 def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr = LOST):
     """Write the record that the host raises from, after a failed wait, if it is this program that marked the rank."""
-    mark = tl.atomic_cas(_status(ctx), _own_mark(), -1)
+    _report(ctx.ctx_ptr, ctx.rank, waiter, expected, peer, seen, kind)
+
+
+@device_function
+def _report(ctx_ptr, rank, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr):
+    status = _status(ctx_ptr)
+    mark = tl.atomic_cas(status, _own_mark(), -1)
     departed = mark < -1  # the mark of a peer: the first program takes and reports it
     if departed:
-        departed = tl.atomic_cas(_status(ctx), mark, -1) == mark
+        departed = tl.atomic_cas(status, mark, -1) == mark
     if departed | (mark == _own_mark()):  # once, however many reports follow
-        record = tl.load(ctx.ctx_ptr + 3).to(tl.pointer_type(tl.int64))
+        record = tl.load(ctx_ptr + 3).to(tl.pointer_type(tl.int64))
         tl.store(record + 1, waiter)
-        tl.store(record + 2, _name(ctx, ctx.rank))
-        tl.store(record + 3, tl.where(departed, tl.cast(-mark, tl.int64) + _LEFT_MARK, _name(ctx, peer)))
+        tl.store(record + 2, _name(ctx_ptr, rank))
+        tl.store(record + 3, tl.where(departed, tl.cast(-mark, tl.int64) + _LEFT_MARK, _name(ctx_ptr, peer)))
         tl.store(record + 4, tl.cast(expected, tl.int64))
         tl.store(record + 5, tl.cast(seen, tl.int64))
         tl.debug_barrier()
@@ -135,13 +170,21 @@ def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr =
 @device_function
 def report_difference(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr):
     """Report a value of `peer` that should be the same here; no wait of this rank continues."""
-    tl.atomic_cas(_status(ctx), 0, _own_mark(), sem="relaxed", scope="gpu")
+    tl.atomic_cas(_status(ctx.ctx_ptr), 0, _own_mark(), sem="relaxed", scope="gpu")
     report(ctx, waiter, expected, peer, seen, kind)
 
 
 @device_function
-def _status(ctx):
-    return tl.load(ctx.ctx_ptr + 2).to(tl.pointer_type(tl.int32))
+def report_outside(ctx_ptr, waiter: tl.constexpr, address, named):
+    """Report an access that leaves the heaps (`bounds.py`) to the rank of a context tensor."""
+    tl.atomic_cas(_status(ctx_ptr), 0, _own_mark(), sem="relaxed", scope="gpu")
+    rank = tl.load(ctx_ptr)
+    _report(ctx_ptr, rank, waiter, address, rank, named, OUTSIDE_HEAP)
+
+
+@device_function
+def _status(ctx_ptr):
+    return tl.load(ctx_ptr + 2).to(tl.pointer_type(tl.int32))
 
 
 @device_function
@@ -150,9 +193,9 @@ def _own_mark():
 
 
 @device_function
-def _name(ctx, rank):
+def _name(ctx_ptr, rank):
     """Return the number among all ranks of a rank counted in a group, which the host reports."""
-    names = tl.load(ctx.ctx_ptr + 7)
+    names = tl.load(ctx_ptr + 7)
     name = tl.cast(rank, tl.int64)
     if names != 0:
         name = tl.load(names.to(tl.pointer_type(tl.int64)) + tl.maximum(name, 0))

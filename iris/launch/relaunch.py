@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, overload
 import torch
 import triton
 
+from .. import transforms
 from ..heap import extent
 from ..log import logger
 from ..triton_private import (
@@ -50,11 +51,13 @@ class Launch(NamedTuple):
 
 class Calls:
     """Earlier calls by their keys. A key is a tuple: the addresses of so many `tensors`, then all else that the call's
-    checks and launches depend on, last the workspace. No tensor of a caller's is held.
+    checks and launches depend on, last the workspace. No tensor of a caller's is held. `kernels`: those that the calls
+    launch, for `launch`.
     """
 
-    def __init__(self, tensors: int) -> None:
+    def __init__(self, tensors: int = 0, kernels: dict[tuple, object] | None = None) -> None:
         self.known: dict[tuple | None, Any] = {}  # None is no key of a call
+        self.kernels: dict[tuple, object] = {} if kernels is None else kernels
         self._tensors = tensors
         self._prepared: dict[tuple, Any] = {}
         self._moves: dict[tuple, Callable] = {}
@@ -97,6 +100,29 @@ class Calls:
         """Forget calls, but not what was prepared for them: kernels or memory that they use have changed."""
         self.known.clear()
         self._moves.clear()
+
+
+def key_of(*parts: object) -> tuple | None:
+    """Return the key of a call with these tensors, and whatever else decides it; None if it cannot be known again.
+
+    A call with the same key passes the same checks and launches the same.
+    """
+    key: list[object] = []
+    differentiates, transforms_run = torch.is_grad_enabled(), transforms.are_under_way()
+    try:
+        for part in parts:
+            if not isinstance(part, torch.Tensor):
+                key.append(part)
+                continue
+            if differentiates and part.requires_grad or transforms_run and transforms.any_hides(part):
+                return None
+            if part.dtype in LAZY and (part.is_neg() or part.is_conj()):
+                return None
+            key += (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
+        hash(result := tuple(key))
+    except (RuntimeError, TypeError):  # a tensor without memory, a wrong argument: the checks will say so
+        return None
+    return result
 
 
 def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:

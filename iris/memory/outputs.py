@@ -15,8 +15,8 @@ The region has a part for eager calls and, with CUDA, a part for graphs. Each ho
     eager, CUDA   torch's caching allocator cuts its part, as one segment of a `MemPool`: so torch handles streams,
                   `record_stream` and the splitting of blocks, as with any other tensor
     eager, CPU    first fit; a block is free when its tensor's storage has died
-    graphs        replays write to a block long after its tensor has died. So blocks belong to a `Kept`, which the
-                  owner of the graphs keeps with them; a call captured without one takes ordinary memory and copies
+    graphs        replays write to a block long after its tensor has died. So blocks belong to a `GraphOutputs`, which
+                  the owner of the graphs keeps with them; a call captured without one takes ordinary memory and copies
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Outputs:
         self._logged = False
         self._eager: _Part | None = None
         self._graphs: _Blocks | None = None
-        self._kept: Kept | None = None
+        self._kept: GraphOutputs | None = None
 
     def reserve(self, nbytes: int) -> None:
         """Reserve room for outputs of `nbytes`, more than the `largest` before. Collective."""
@@ -139,7 +139,7 @@ class Outputs:
         return shortage if whole >= _COUNTS[0] * self.largest else f"{shortage}, or {larger}"
 
     @contextmanager
-    def keeping(self, kept: Kept) -> Iterator[None]:
+    def keeping(self, kept: GraphOutputs) -> Iterator[None]:
         """Take outputs of calls captured in the block from the heap; they last as long as `kept`."""
         before, self._kept = self._kept, kept
         try:
@@ -148,7 +148,7 @@ class Outputs:
             self._kept = before
 
 
-class Kept:
+class GraphOutputs:
     """Blocks of CUDA graphs that share their memory. Keep it as long as the graphs, and replay one after the other.
 
     Calls that are captured later use a block again, in the same stream, when its tensor has died. `record_stream` of

@@ -171,7 +171,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StreamForm:
-    """How a program streams weights that it widens (`fp8/weight_stream.py`): T tiles at a time, by SLICES warps.
+    """How a program streams weights that it widens (`quantised/weight_stream.py`): T tiles at a time, by SLICES warps.
 
     LATER: what sums are multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of
     the tiles are for the gate. SPANS: of the sums of squares, a power of two at least as many.

@@ -96,7 +96,7 @@ def lamport_gather_matmul_kernel(
     for piece in range(tl.program_id(0), down * across, tl.num_programs(0)):
         piece_m, piece_k = by_columns(piece, down)
         ok = exchange.take_parts(whole, piece_m * PIECE_M, piece_k * PIECE_K, PIECE_M, PIECE_K, BY_K, ok)
-    ok = exchange.hear_from_peers(dtype) and ok
+    ok = exchange.wait_for_peers(dtype) and ok
 
     # All programs have read the epoch and moved their pieces when the last one comes here.
     arch.drain_stores()

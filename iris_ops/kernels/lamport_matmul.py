@@ -244,7 +244,7 @@ def lamport_matmul_kernel(
             else:
                 _finish_tile(exchange, order, kept, epilogue, C, tile_m, tile_n, tile, EXCHANGE == "owners", A.FOLDED)
     if MEETS:
-        exchange.hear_from_peers(dtype)
+        exchange.wait_for_peers(dtype)
 
 
 def lamport_arguments(

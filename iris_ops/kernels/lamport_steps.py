@@ -14,7 +14,7 @@ before it takes any cannot wait in a circle.
     send_tile, send_to_owners     a tile goes to every rank, or each of its rows or columns to its owner
     sum_all, take_sums            a rank sums what all ranks have sent, or takes sums that owners have sent
     take_parts                    a rank puts what peers have sent into its place in a gathered matrix
-    tell_peers, hear_from_peers   each rank learns that its peers have begun this call
+    tell_peers, wait_for_peers   each rank learns that its peers have begun this call
 """
 
 from iris.device import arch
@@ -172,7 +172,7 @@ class Exchange:
             self.send_to_all(here, self.after_blocks + ranks, ranks == self.ctx.rank, TO_SELF=False)
 
     @device_function
-    def hear_from_peers(self, dtype: tl.constexpr):
+    def wait_for_peers(self, dtype: tl.constexpr):
         """Wait, in the first program, for every peer's signal. Return whether all came in time."""
         ranks = tl.arange(0, triton.next_power_of_2(self.ctx.world_size))
         arrived = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.device.waits import WAITERS
+from iris.device.waits import waiter_number
 import torch
 import triton
 
@@ -64,7 +64,7 @@ def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, co
 
 def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torch.Tensor) -> dict:
     """Return what every kernel is given."""
-    world = World(problem.world_size, WAITERS.index(problem.called_op), rank.recording)
+    world = World(problem.world_size, waiter_number(problem.called_op), rank.recording)
     return dict(out=out, sync=sync, ctx_ptr=rank.get_device_context(), K=problem.K, world=world)
 
 

@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..operators import OPERATORS
+
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _TOLD_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
@@ -257,11 +259,8 @@ def decode_attention(
     return out
 
 
-# One opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define(
+OPERATORS.add(
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool invariant=False) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
+    decode_attention,
+    lambda q, *_: q.new_empty(q.shape),
 )
-_library.impl("decode_attention", decode_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("iris_ops::decode_attention", lambda q, *_: q.new_empty(q.shape), lib=_library)

@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from iris.errors import DeviceError, DtypeError, ShapeError
-from iris.launch import relaunch
 from iris.machines import machine_of
 import torch
 
 from ..checks import check_bias, check_gradient
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
+from ..operands import Operands
 from ..planning.candidates import copy_gather_configs
 from ..planning.needs import GATE
 from ..planning.tile_model import gemm_us
@@ -83,17 +83,5 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
         return out
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    known = ctx.once(_Launches)
-    product = gather_matmul.product
-    product(ctx, known.calls, known.kernels, problem, config, out, A, A, B, bias, known.nothing, known.nothing)()
+    gather_matmul.multiply_alone(ctx, problem, config, Operands(out, A, B, bias))
     return out
-
-
-class _Launches:
-    """What is known of earlier launches on a rank, and flags for which nobody waits: no rows arrive from peers."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.calls = relaunch.Calls(4)
-        self.kernels: dict = {}
-        self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
-        rank.on_change.append(self.calls.forget)

@@ -16,10 +16,9 @@ Which one depends on sizes, but all of one machine sum a row in one order (`plan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from iris import fixed_order, registry
-from iris.launch import relaunch
 from iris.machines import machine_of
 import numpy as np
 import torch
@@ -27,6 +26,8 @@ import torch
 from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..named import named
+from ..operands import Operands
+from ..operators import OPERATORS
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..planning.weights import format_of
@@ -49,7 +50,7 @@ def multiply(
     if out.numel() == 0:
         return
     if scale is not None:
-        restored = named(format_of(B.dtype).fixed_product)(A, B.t(), scale, bias, out)
+        restored = named(format_of(B, scale).fixed_product)(A, B.t(), scale, bias, out)
         if restored is None:
             return
         B = restored.t()
@@ -73,15 +74,12 @@ def _in_16_bits(
     stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
     if config is not None and stored and operands.supports(config, A, B, out) is None:
-        known = ctx.once(_Launches)
-        nothing = known.nothing
-        gather_matmul.product(ctx, known.calls, known.kernels, problem, config, out, A, A, B, bias, nothing, nothing)()
+        gather_matmul.multiply_alone(ctx, problem, config, Operands(out, A, B, bias))
         return
-    options: dict[str, Any] = {"gated": gated, "least": least_rows(machine)}
-    if out.is_contiguous():
-        skinny_matmul.skinny_matmul(A, B.t(), bias, **options, out=out)
-    else:
-        out.copy_(skinny_matmul.skinny_matmul(A, B.t(), bias, **options))
+    launch = skinny_matmul.Launch(least_rows=least_rows(machine), out=out if out.is_contiguous() else None)
+    result = skinny_matmul.skinny_matmul(A, B.t(), bias, gated=gated, launch=launch)
+    if result is not out:
+        out.copy_(result)
 
 
 def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -132,28 +130,8 @@ def _array(t: torch.Tensor) -> np.ndarray:
     return t.detach().float().numpy()
 
 
-class _Launches:
-    """What is known of earlier launches on a rank, and flags for which nobody waits."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.calls = relaunch.Calls(4)
-        self.kernels: dict = {}
-        self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
-        rank.on_change.append(self.calls.forget)
-
-
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define(
+OPERATORS.add(
     "invariant_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_library.impl(
-    "invariant_linear",
     lambda x, weight, bias, scale, group: _linear(registry.find(group), x, weight, bias, scale),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake(
-    "iris_ops::invariant_linear",
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
-    lib=_library,
 )

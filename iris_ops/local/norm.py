@@ -21,6 +21,8 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
+from ..operators import OPERATORS
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 1 << 15  # elements of a row that a program's registers hold
 _AT_ONCE = 1024  # elements of a program, of rows that are shorter; of the interpreter's, which likes large blocks
@@ -102,27 +104,25 @@ def _add_rms_norm(
     return total, _rms_norm(total, weight, eps, offset)
 
 
-# Opaque operators for compilers.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define("rms_norm(Tensor input, Tensor weight, float eps, float offset=0.0) -> Tensor")
-_library.define(
-    "add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)"
-)
-_library.define("layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor")
-_library.impl("layer_norm", _layer_norm, "CompositeExplicitAutograd")
-_library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
-_library.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
-
-
 def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-torch.library.register_fake("iris_ops::layer_norm", lambda x, weight, bias, eps: _like(x), lib=_library)
-torch.library.register_fake("iris_ops::rms_norm", lambda x, weight, eps, offset=0.0: _like(x), lib=_library)
-torch.library.register_fake(
-    "iris_ops::add_rms_norm", lambda x, residual, weight, eps, offset=0.0: (_like(x), _like(x)), lib=_library
+rms_norm = OPERATORS.add(
+    "rms_norm(Tensor input, Tensor weight, float eps, float offset=0.0) -> Tensor",
+    _rms_norm,
+    lambda x, *_: _like(x),
+    exact_strides=False,
 )
-rms_norm = torch.ops.iris_ops.rms_norm
-add_rms_norm = torch.ops.iris_ops.add_rms_norm
-layer_norm = torch.ops.iris_ops.layer_norm
+add_rms_norm = OPERATORS.add(
+    "add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)",
+    _add_rms_norm,
+    lambda x, *_: (_like(x), _like(x)),
+    exact_strides=False,
+)
+layer_norm = OPERATORS.add(
+    "layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor",
+    _layer_norm,
+    lambda x, *_: _like(x),
+    exact_strides=False,
+)

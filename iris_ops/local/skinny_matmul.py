@@ -18,6 +18,7 @@ than torch's product, so this serves only what is compiled or captured.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 from iris import platform
@@ -29,11 +30,14 @@ from torch.nn import functional as F
 import triton
 import triton.language as tl
 
-from ..fp8 import linear as fp8
-from ..fp8 import skinny_stream, weight_stream
 from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import in_whole_vectors, operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from
+from ..operators import OPERATORS
+from ..planning.weights import format_of
+from ..planning.weights.fp8 import FP8_FORMAT
+from ..quantised import linear as quantised
+from ..quantised import skinny_stream, weight_stream
 from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
@@ -120,10 +124,20 @@ def is_faster(
         return False
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
-    kind = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), bias is None, gated, scale is None
+    kind = (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        gated,
+        scale is not None and scale.shape,
+    )
     if kind not in _loaded:
         _loaded.add(kind)
-        skinny_matmul(x, weight, bias, scale, gated, launched=False)
+        skinny_matmul(x, weight, bias, scale, gated, launch=_LOAD)
     return False
 
 
@@ -131,11 +145,11 @@ _loaded: set[tuple] = set()  # kinds of calls
 
 
 def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, gated: bool) -> bool:
-    if weight.shape[0] == 0:
+    if torch.jit.is_tracing() or weight.shape[0] == 0:  # a trace's sizes are tensors, which open no branch
         return False
     if scale is not None:
         few = is_eligible(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16
-        return few and weight_stream.streamable(1, weight.shape[1])
+        return few and format_of(weight.t(), scale).streamable(1, x.shape[-1])
     rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
     return x.dtype == weight.dtype and is_eligible(x, rows)
 
@@ -186,7 +200,7 @@ def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
     """Return whether products of few rows with a weight of `shape` in eight bits may be served here."""
-    return platform.has_warp_specialisation(device) and shape[0] > 0 and weight_stream.streamable(1, shape[1])
+    return platform.has_warp_specialisation(device) and shape[0] > 0 and FP8_FORMAT.streamable(1, shape[1])
 
 
 def is_eligible(x: torch.Tensor, rows: int) -> bool:
@@ -203,41 +217,47 @@ def has_few_rows(x: torch.Tensor, most: int) -> bool:
     return not torch.jit.is_tracing() and statically_known_true(rows <= most) and rows > 0
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How `skinny_matmul` launches its kernel.
+
+    `runs`: whether it runs; else it is compiled and loaded only, and the result is not filled. `least_rows`: of a
+    block, at least. `out`: contiguous; is filled and returned in place of a new tensor.
+    """
+
+    runs: bool = True
+    least_rows: int = _LEAST_ROWS
+    out: torch.Tensor | None = None
+
+
+_RUN, _LOAD = Launch(), Launch(runs=False)
+
+
 def skinny_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    gated: bool = False,
-    squares: torch.Tensor | None = None,
-    eps: float = 0.0,
-    launched: bool = True,
-    least: int = _LEAST_ROWS,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None,
+    gated: bool = False, squares: torch.Tensor | None = None, eps: float = 0.0, launch: Launch = _RUN,
+) -> torch.Tensor:  # fmt: skip
     """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
 
-    `scale` [N]: the weight is in eight bits, see `iris_ops/fp8/scaled_matmul.py`; x is in bf16 then, and `streams` must
-    hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2]. `squares` [spans, rows]:
-    rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias. With `launched` False the kernel is
-    compiled and loaded only, and what is returned is not filled. `least`: rows of a block, at least. `out`: what is
-    filled and returned in place of a new tensor, contiguous.
+    `scale`: the weight is quantised, as `iris_ops/quantised/packing.py` stores it; x is in bf16 then, and the format's
+    `streamable` must hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2].
+    `squares` [spans, rows]: rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias.
     """
     rows = x.reshape(row_count(x), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
-    out = x.new_empty(*x.shape[:-1], N) if out is None else out
+    out = x.new_empty(*x.shape[:-1], N) if launch.out is None else launch.out
     if scale is not None:
         rows, weight = map(in_whole_vectors, (rows, weight))
-        skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launched)
+        skinny_stream.multiply(out.view(M, N), rows, weight, scale, bias, gated, squares, eps, launch.runs)
         return out
     rows, weight = (each if each.stride(1) == 1 else each.contiguous() for each in (rows, weight))
-    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device), least)
+    block_m, block_n = tile_of(M, N, gated, platform.num_programs(x.device), launch.least_rows)
     block_k, stages = depth(platform.shared_bytes(x.device), gated, block_m, block_n)
     # by TMA fewer rows take as long or longer
     a = rows_operand(rows, (block_m, block_k))[0] if block_m == _BLOCKS[-1] else rows
     b, _ = operand(weight, (block_n, block_k))
     # blocks that share weights follow each other
-    grid = (triton.cdiv(M, block_m) if launched else 0, triton.cdiv(N, block_n))
+    grid = (triton.cdiv(M, block_m) if launch.runs else 0, triton.cdiv(N, block_n))
     spans = 1 if squares is None else squares.shape[0]
     skinny_matmul_kernel[grid](
         a, b, TileEpilogue(bias, squares=squares), out, M, N, K, spans, eps, rows.stride(0), weight.stride(0),
@@ -257,7 +277,7 @@ def linear(
     """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in eight bits."""
     if is_faster(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
-    return F.linear(x, weight, bias) if scale is None else fp8.linear(x, weight, scale, bias)
+    return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)
 
 
 def gated(
@@ -284,16 +304,9 @@ def depth(shared_bytes: int, gated: bool, rows: int, outputs: int = BLOCK_N) -> 
     return block_k, max(2, min(stages, room // (width * block_k * 2)))
 
 
-# One opaque operator for compilers, as `iris_ops.torch_ops` has them.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define(
+OPERATORS.add(
     "skinny_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, bool gated, Tensor? squares=None, float eps=0)"
     " -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_library.impl("skinny_matmul", skinny_matmul, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "iris_ops::skinny_matmul",
-    lambda x, weight, bias, scale, gated, squares=None, eps=0.0: x.new_empty(*x.shape[:-1], _width(weight, gated)),
-    lib=_library,
+    skinny_matmul,
+    lambda x, weight, bias, scale, gated, *_: x.new_empty(*x.shape[:-1], _width(weight, gated)),
 )

@@ -96,7 +96,7 @@ def moe_lamport_combine_kernel(
                 total, _ = exchange.sum_all(exchange.places(t, c), mask, dtype, own)
             tl.store(target, arch.round_to(total, dtype), mask=inside)
     else:
-        exchange.hear_from_peers(dtype)
+        exchange.wait_for_peers(dtype)
 
 
 def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:

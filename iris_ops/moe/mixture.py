@@ -23,7 +23,7 @@ from . import checks, grouped_matmul, routing
 from .activation import activation_of
 from .operands import Down, GateUp
 from .routing import Routing
-from .steps import Steps, key_of
+from .steps import Steps
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -35,13 +35,9 @@ if TYPE_CHECKING:
 class Mixture:
     """Made once for a context. Its methods take a workspace that `Ops` has checked or made."""
 
-    def __init__(self, ctx: Rank) -> None:
-        self._ctx = ctx
-        self._steps, self._calls = Steps(ctx), relaunch.Calls(0)
-
-    def forget(self) -> None:
-        """Forget known launches: memory that they use has changed, on all ranks."""
-        self._calls.forget()
+    def __init__(self, ctx: Rank, calls: relaunch.Calls) -> None:
+        self._ctx, self._calls = ctx, calls
+        self._steps = Steps(ctx, calls.kernels)
 
     def _again(self, key: tuple | None) -> bool:
         """Make a call that is known once more. Return whether it was."""
@@ -69,7 +65,7 @@ class Mixture:
         """`ctx.ops.moe_gate_up`."""
         ctx, (out, A, B, experts, bias, activation, interleaved) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, bias, activation, interleaved, config, workspace)
-        key = key_of(GATE_UP, parts)
+        key = relaunch.key_of(GATE_UP, *parts)
         if self._again(key):
             return
         problem = checks.describe_gate_up(ctx, out, A, B, experts, bias)
@@ -91,7 +87,7 @@ class Mixture:
         """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
         ctx, (out, A, B, experts, weights, bias, shared) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, config, workspace)
-        key = key_of(op, parts)
+        key = relaunch.key_of(op, *parts)
         if self._again(key):
             return
         with ctx.reporting_refusals(op, None):

@@ -30,7 +30,8 @@ class MixtureOps:
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
-        self._calls, self._mixture = Calls(ctx), Mixture(ctx)
+        self._calls = Calls(ctx)
+        self._mixture = Mixture(ctx, self._calls.of_mixtures)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.

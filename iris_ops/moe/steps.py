@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from iris import platform, transforms
+from iris import platform
 from iris.launch import relaunch
 import torch
 import triton
@@ -15,17 +15,15 @@ from ..workspace import refuse_capture
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-# Given to tell calls apart: tensors, None, and whatever has a hash.
-Parts = Sequence[object]
 Launches = list[Callable[[], object]]
 
 
 class Steps:
     """Launches on one rank. Those between `begin` and `end` are what makes a call."""
 
-    def __init__(self, ctx: Rank) -> None:
+    def __init__(self, ctx: Rank, kernels: dict[tuple, object]) -> None:
         self.ctx = ctx
-        self._kernels: dict[tuple, object] = {}
+        self._kernels = kernels
         self._now: Launches | None = None
         self._rooms: list[torch.Tensor] = []
 
@@ -55,7 +53,7 @@ class Steps:
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
         """Launch a kernel that begins by `arch.follow`."""
-        options |= platform.beside(self.ctx.device)
+        options |= platform.pdl_options(self.ctx.device)
         launched = relaunch.launch(self._kernels, self.ctx.device, kernel, grid, args, (), **options)
         if launched is None:
             self._now = None
@@ -67,26 +65,3 @@ class Steps:
         step()
         if self._now is not None:
             self._now.append(step)
-
-
-def key_of(op: str, parts: Parts) -> tuple | None:
-    """Return the key of a call: one with the same key passes the same checks and launches the same. None: unknown."""
-    if transforms.any_hides(*(part for part in parts if isinstance(part, torch.Tensor))):
-        return None
-    key: list[Any] = [op]
-    for part in parts:
-        if not isinstance(part, torch.Tensor):
-            key.append(part)
-            continue
-        try:
-            if part.requires_grad and torch.is_grad_enabled() or part.dtype in relaunch.LAZY and part.is_neg():
-                return None
-            key += (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
-        except RuntimeError:  # no memory of its own: the checks will say so
-            return None
-    result = tuple(key)
-    try:
-        hash(result)
-    except TypeError:
-        return None
-    return result

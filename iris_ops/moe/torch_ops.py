@@ -17,15 +17,14 @@ from typing import Any
 from iris import registry
 import torch
 
-from ..checks import check_gradient
+from ..checks import check_gradients
+from ..operators import OPERATORS
 from ..planning.moe_ways import need_sorting
 from ..problem import part_of
 from ..recording import is_recording
 from ..torch_ops import Context
 from .activation import Activation, activation_of
 from .routing import Routing
-
-_library = torch.library.Library("iris_ops", "FRAGMENT")  # registrations last as long as this object
 
 
 def mixture(
@@ -116,7 +115,7 @@ def _fake_gate_up(
     A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, activation: str,
     interleaved: bool, width: int, group: str,
 ) -> torch.Tensor:  # fmt: skip
-    _check_gradients("moe_gate_up", A=A, B=B, bias=bias)
+    check_gradients("moe_gate_up", A=A, B=B, bias=bias)
     return A.new_empty(experts.shape[0] * experts.shape[1], width)
 
 
@@ -124,7 +123,7 @@ def _fake_down(
     A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
     shared: torch.Tensor | None, scatter: bool, group: str,
 ) -> torch.Tensor:  # fmt: skip
-    _check_gradients("moe_down", A=A, B=B, weights=weights, bias=bias, shared=shared)
+    check_gradients("moe_down", A=A, B=B, weights=weights, bias=bias, shared=shared)
     return A.new_empty(_rows(registry.find(group), experts.shape[0], scatter), B.shape[2])
 
 
@@ -134,18 +133,10 @@ def _fake_experts(
     interleaved: bool, scatter: bool, group: str,
 ) -> torch.Tensor:  # fmt: skip
     tensors = dict(A=A, gate_up=gate_up, down=down, weights=weights, shared=shared)
-    _check_gradients("moe_experts", **tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    check_gradients("moe_experts", **tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
     return A.new_empty(_rows(registry.find(group), experts.shape[0], scatter), down.shape[2])
 
 
-def _check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None:
-            check_gradient(op, name, t)
-
-
-# B comes as a transposed weight: a compiler that laid it out anew would copy every weight in every step
-_TAGS = (torch.Tag.needs_exact_strides,)
 _SCHEMAS: dict[str, tuple[str, Any, Any]] = {
     "moe_gate_up": (
         "(Tensor A, Tensor B, Tensor experts, Tensor? bias, str activation, bool interleaved, SymInt width, str group) "
@@ -164,6 +155,4 @@ _SCHEMAS: dict[str, tuple[str, Any, Any]] = {
     ),
 }  # fmt: skip
 for _name, (_schema, _kernel, _fake) in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=_TAGS)
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"iris_ops::{_name}", _fake, lib=_library)
+    OPERATORS.add(_name + _schema, _kernel, _fake)

@@ -8,8 +8,9 @@ from iris.errors import ArgumentError
 from iris.invariance import RANKS
 import torch
 
-from ..problem import check_sizes, part_size
-from .needs import FREE_SUMS, PLAIN, ROWS_ALIKE, Sums, WeightFormat
+from ..problem import Request, part_size
+from .needs import PLAIN, WeightFormat
+from .sums import FREE_SUMS, ROWS_ALIKE, Sums, level_of
 
 ROUTE = "moe_route"
 GATE_UP = "moe_gate_up"
@@ -66,7 +67,7 @@ class MoeProblem:
     @property
     def sums(self) -> Sums:
         """Which results of a token are to have the same bits."""
-        return Sums(ROWS_ALIKE, self.invariant) if self.invariant else FREE_SUMS
+        return Sums(ROWS_ALIKE, level_of(self.invariant)) if self.invariant else FREE_SUMS
 
     @property
     def free(self) -> MoeProblem:
@@ -111,17 +112,17 @@ class MoeProblem:
         return self.pairs // block_m + min(self.experts, self.pairs)
 
 
-def requested_moe_problem(
-    op: str, tokens: int, N: int, K: int, experts: int | None, top_k: int, world_size: int, dtype: torch.dtype,
-    form: str | None = None, weights: WeightFormat = PLAIN, invariant: str | None = None,
-) -> MoeProblem:  # fmt: skip
-    """Return the problem that the arguments describe; for `moe_gate_up`, N is I, and experts are gated.
+def requested_moe_problem(request: Request) -> MoeProblem:
+    """Return the problem of a request; for `moe_gate_up`, N is I, and experts are gated. `top_k` is 1 by default.
 
     Raises `ArgumentError` where it makes no sense.
     """
+    op, tokens, N, K, world_size, dtype = request.op, request.M, request.N, request.K, request.world_size, request.dtype
+    form, weights, invariant, experts = request.form, request.weights, request.invariant, request.experts
+    top_k = 1 if request.top_k is None else request.top_k
     if op not in MOE_OPS:
         raise ArgumentError(f"op is {op!r}; expected one of {', '.join(MOE_OPS)}, for there are experts")
-    check_sizes(tokens, N, K, world_size, dtype, invariant)
+    request.check_sizes()
     for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
         if type(size) is not int or not 1 <= size <= most:
             raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")
@@ -132,7 +133,7 @@ def requested_moe_problem(
         raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
     if weights is not PLAIN:
         raise ArgumentError(
-            f"{weights.flag} is True for {op}; expected False: experts are multiplied in the tokens' dtype"
+            f"{weights.request} for {op}; expected {weights.no_request}: experts are multiplied in the tokens' dtype"
         )
     return MoeProblem(
         op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows"

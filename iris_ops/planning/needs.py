@@ -1,4 +1,4 @@
-"""What a problem needs of a way, beside its sizes: the format of weights, the order of sums, the epilogue.
+"""What a problem needs of a way, beside its sizes and its sums (`sums.py`): the format of weights, the epilogue.
 
 Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
 one: an object, and its name in the ways that serve it.
@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from iris.invariance import RANKS
 import torch
-
-from .. import sum_tree
 
 if TYPE_CHECKING:
     from iris.machines import Machine
+
+
+# Of the stream of weights (`quantised/weight_stream.py`): rows of A at most, and elements along K that a warp takes.
+MOST_ROWS, LINE = 16, 128
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,20 @@ class WeightFormat:
 
     name: str = "in A's dtype"
     """As messages and traces call it."""
-    flag: str = ""
-    """The argument of `ctx.ops.plan` that asks for it."""
+    request: str = ""
+    """What an error reports of the argument of `ctx.ops.plan` that requests it."""
+    no_request: str = ""
+    """The argument that requests none."""
     dtype: torch.dtype | None = None
     """Of B's elements as they lie in memory, packed or not. None: A's."""
-    packed: int = 1
-    """Numbers in an element of `dtype`."""
+    packing: str = "fp8"
+    """Its name in `quantised/packing.py`."""
     group: int = 0
     """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""
+    granule: int = 0
+    """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
+    by_rank: bool = True
+    """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
     """Bytes of a number as tensor cores multiply it, where rows of A are rounded to the same. 0: as A's."""
     operands: str = ""
@@ -44,7 +51,7 @@ class WeightFormat:
     fixed_product: str = ""
     """The same of one that gives a row the same bits at any number of rows."""
     widening: str = ""
-    """`module:object` of the policy by which kernels widen B in registers (`fp8/widening.py`)."""
+    """`module:object` of the policy by which kernels widen B in registers (`quantised/widening.py`)."""
 
     @property
     def rounds_rows(self) -> bool:
@@ -60,6 +67,26 @@ class WeightFormat:
     def row_text(self) -> str:
         """What an order of sums says of rows of A; "" where they stay as they are."""
         return f"rows {self.name}" if self.rounds_rows else ""
+
+    def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
+        """Return whether B [K, N], the transpose of a stored weight, is in this format."""
+        return B.dtype == self.dtype and (scale is None or scale.ndim == 1)
+
+    def depth(self, stored: int, K: int) -> int:
+        """Return how many numbers a stored row of so many elements holds; K if they are K and padding."""
+        return stored
+
+    def scale_of(self, N: int, stored: int) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+        """Return the shape of a weight's scale, and which dtypes it may have, of N rows of `stored` elements."""
+        return (N,), (torch.float32,)
+
+    def nbytes(self, N: int, K: int) -> int:
+        """Return the bytes of a stored weight and its scales."""
+        return N * K
+
+    def streamable(self, rows: int, K: int) -> bool:
+        """Return whether the stream of weights serves products of such shapes, on Hopper."""
+        return 0 < rows <= MOST_ROWS and self.granule > 0 and K > 0 and K % self.granule == 0
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""
@@ -87,42 +114,6 @@ class WeightFormat:
 
 
 PLAIN = WeightFormat()
-
-ANY_ORDER = "in any order"
-ROWS_ALIKE = "alike at any number of rows"
-RANKS_ALIKE = "alike on any number of ranks"
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Which results of a row have the same bits: `kind` is what ways list.
-
-    `level`: the context's `invariant`. `k_per_rank`: each rank's K, of sums that are alike on any number of ranks; else
-    empty. `biased`: whether a bias follows the ranks' sum, of which bits are promised.
-    """
-
-    kind: str = ANY_ORDER
-    level: str | None = None
-    k_per_rank: tuple[int, ...] = ()
-    biased: bool = False
-
-    @property
-    def promised(self) -> bool:
-        """Whether any bits are promised: then a plan takes tiles of one order only, which it finds first."""
-        return self.level is not None
-
-    @property
-    def on_any_ranks(self) -> bool:
-        """Whether they are promised on any number of ranks."""
-        return self.level == RANKS
-
-    @property
-    def tree(self) -> sum_tree.Tree | None:
-        """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
-        return sum_tree.tree_of("", self.k_per_rank) if self.kind == RANKS_ALIKE else None
-
-
-FREE_SUMS = Sums()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class Order:
     leaves: int = 0
     early_bias: bool = False
 
+    @property
+    def preference(self) -> tuple[int, int]:
+        """The rank of this order among those that no time decides; the lowest is taken."""
+        return _INSTRUCTIONS.index(self.instruction), self.step
+
     def __str__(self) -> str:
         text = f"{self.instruction} of {self.step} along K"
         text += f", parts of {self.part}" if self.part else ""
@@ -122,7 +127,7 @@ def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) ->
     """Return the order of all ways that serve `problem`, however many rows it has: of several, the fastest in the mean.
 
     `offers`: the orders that there are for a problem, each with its least microseconds. `problem.M` is not looked at.
-    With "ranks", the first of `_INSTRUCTIONS`: what is fastest depends on the ranks. None: there is no such order.
+    Where bits are portable, the first of `_INSTRUCTIONS`. None: there is no such order.
     """
     offered_at = [offers(replace(problem, M=rows)) for rows in _ROWS]
     common = [order for order in offered_at[0] if all(order in offered for offered in offered_at)]
@@ -133,6 +138,5 @@ def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) ->
             product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
         return product
 
-    if problem.sums.on_any_ranks:
-        return min(common, key=lambda order: (_INSTRUCTIONS.index(order.instruction), order.step), default=None)
-    return min(common, key=mean, default=None)
+    assert problem.sums.level is not None, "only a promise of equal bits needs an order"
+    return problem.sums.level.best(common, mean)

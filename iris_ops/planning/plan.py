@@ -54,17 +54,14 @@ def choose(
     reasons: tuple[str, ...] = ()
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
-        choice = trace.Choice(problem, machine, serving, comparison.rejected, other_orders, required, free)
+        choice = trace.Choice(problem, machine, comparison, serving, other_orders, required, free)
         reasons = trace.reasons(choice)
     return replace(chosen.config, prediction=chosen.times, reasons=reasons)
 
 
 def _refusal(problem: Any, comparison: Comparison, algorithm: str | None, required: Order | None) -> str:
-    if problem.sums.on_any_ranks and problem.chooses_order and not required:
-        return (
-            f"{problem.called_op}: {problem.world_size} ranks' parts of K = {problem.K} begin within a block; with"
-            " invariant='ranks' expected parts of whole blocks, or A gathered by rows"
-        )
+    if problem.chooses_order and not required and (reason := problem.sums.level.without_order(problem)):
+        return f"{problem.called_op}: {reason}"
     algorithms = ", ".join(sorted({candidate.config.algorithm for candidate in comparison.candidates}))
     counts = trace.of_what(problem)
     same_order = f", and sum in the order that all numbers of {counts} have, {required}" if required else ""
@@ -115,27 +112,20 @@ def common_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
 
 
 def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
-    """Raise `ArgumentError` for a user's configuration in which a row would be summed in an order of its own."""
+    """Raise `ArgumentError` for a user's configuration that sums in an order of its own, where bits are portable."""
+    if not problem.sums.on_any_ranks:
+        return
     expected, way = common_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)
     served = problem.sums.kind in way.sums
     order = way.order(problem if served else problem.free, config, machine)
     cut = problem.tree and problem.tree.depth % config.block_k
-    portable = problem.tree and served and not way.warp_specialised
-    if portable and config.warp_specialised:
-        raise ArgumentError(
-            f"{problem.called_op}: config.warp_specialised is True; with invariant='ranks' expected False, but for two"
-            " ranks of which each has half of the leaves of K"
-        )
-    if portable and config.algorithm == "two_shot" and problem.M < problem.world_size**2:
-        raise ArgumentError(
-            f"{problem.called_op}: config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected"
-            f" 'one_shot' below {problem.world_size**2}"
-        )
+    if served and (reason := way.refuses_config(problem, config)):
+        raise ArgumentError(f"{problem.called_op}: {reason}")
     if cut or order is None or order != expected:
         raise ArgumentError(
             f"{problem.called_op}: config sums by {order or 'an order of its own'}"
-            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level!r} expected None,"
-            f" or one that sums by {expected}"
+            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level.name!r} expected"
+            f" None, or one that sums by {expected}"
         )
 
 

@@ -16,6 +16,7 @@ from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
 from .needs import GATE
 from .tile_model import gemm_us
+from .torch_model import expected_in_turn, expected_us
 
 # Blocks of `skinny_matmul`, as tiles that the model knows: (rows, columns, depth, warps, stages).
 _SKINNY = tuple(
@@ -48,3 +49,17 @@ def product_us(M: int, N: int, K: int, problem: Problem, machine: Machine) -> fl
 
 def _skinny_us(problem: Problem, machine: Machine) -> float:
     return min(gemm_us(problem, config, machine) for config in _SKINNY)
+
+
+def library_us(problem: Problem, machine: Machine) -> float:
+    """Return the microseconds of a rank's product by `with_torch/products.py`."""
+    if problem.sums.promised:
+        return product_us(*problem.gemm, problem, machine)
+    return expected_us(*problem.gemm, machine, weights=problem.weights)
+
+
+def library_us_in_turn(rows: list[int], problem: Problem, machine: Machine) -> list[float]:
+    """Return the microseconds of each of several such products after each other, of so many rows."""
+    if problem.sums.promised:
+        return [product_us(m, problem.N, problem.K, problem, machine) for m in rows]
+    return expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)

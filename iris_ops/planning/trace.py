@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from iris.machines import Machine
-from iris.planning import Candidate
+from iris.planning import Candidate, Comparison
 
 from ..config import Prediction
 from . import tritonblas
 from .orders import Order
-from .way import Way
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class Choice:
 
     problem: Any
     machine: Machine
+    comparison: Comparison
     serving: Sequence[Candidate]
-    rejected: Sequence[tuple[Way, str]]
     other_orders: Sequence[tuple[Candidate, Order | None]]
     required: Order | None
     free: Prediction | None
@@ -32,11 +31,11 @@ def reasons(choice: Choice) -> tuple[str, ...]:
     """Return the lines, the chosen one last but for what follows from it."""
     problem, chosen = choice.problem, choice.serving[0]
     lines = [f"{problem.text} on {choice.machine.name}", *tritonblas.reasons(problem, choice.machine.name)]
-    lines += [row(problem, candidate) for candidate in choice.serving]
-    lines += [f"rejected {way.name}: {reason}" for way, reason in choice.rejected]
+    lines += [candidate.row(problem) for candidate in choice.serving]
+    lines += choice.comparison.rejections()
     for candidate, order in choice.other_orders:
         reason = f"it sums by {order}" if order else f"its order of sums depends on the number of {of_what(problem)}"
-        lines.append(f"left out {label(problem, candidate)}, {candidate.times.total_us:.1f} us: {reason}")
+        lines.append(candidate.left_out(problem, reason))
     if choice.free:
         least = chosen.times.total_us
         cost = max(0.0, least - choice.free.total_us)
@@ -45,7 +44,7 @@ def reasons(choice: Choice) -> tuple[str, ...]:
             f"all sum by {choice.required or problem.order_text}: the same bits at every number of {of_what(problem)}"
             f" cost {cost:.1f} us, {share:.1f} %"
         )
-    lines.append(f"chosen {label(problem, chosen)}")
+    lines.append(f"chosen {chosen.label(problem)}")
     if chosen.way.writes_to_peers(problem):
         lines.append(
             "peers write out directly when it lies on the heap, as outputs of layers do where they find room; "
@@ -56,18 +55,5 @@ def reasons(choice: Choice) -> tuple[str, ...]:
 
 def of_what(problem: Any) -> str:
     """Return the name of the counts on which a row's bits do not depend."""
-    return "rows and ranks" if problem.sums.on_any_ranks else problem.counted
-
-
-def label(problem: Any, candidate: Candidate) -> str:
-    """Return the kernel's name and its form."""
-    return candidate.way.label(problem, candidate.config)
-
-
-def row(problem: Any, candidate: Candidate) -> str:
-    """Return a candidate, its product's time, its exchange's, and both together."""
-    times = candidate.times
-    return (
-        f"{label(problem, candidate):<56} product {times.gemm_us:9.1f} us, link {times.link_us:9.1f} us, "
-        f"together {times.total_us:9.1f} us"
-    )
+    level = problem.sums.level
+    return level.counted(problem) if level else problem.counted

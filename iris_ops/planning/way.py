@@ -15,8 +15,9 @@ from iris import planning
 
 from ..config import FusedConfig, Prediction
 from . import orders
-from .needs import ANY_ORDER, GATE, NORM, PLAIN, ROWS_ALIKE, Epilogue
+from .needs import GATE, NORM, PLAIN, Epilogue
 from .orders import Order
+from .sums import ANY_ORDER, ROWS_ALIKE
 from .tile_model import gemm_us
 from .torch_model import gate_us
 
@@ -75,6 +76,10 @@ class Way(planning.Way):
 
     def refuses(self, problem: Any) -> str | None:
         """Return the reason why not even a user's configuration can serve `problem`; None if it can."""
+        return None
+
+    def refuses_config(self, problem: Any, config: FusedConfig) -> str | None:
+        """Return the reason why a user's `config` for this way cannot keep what is promised, or None."""
         return None
 
     def tiles(self, problem: Any, machine: Machine) -> Sequence[FusedConfig]:

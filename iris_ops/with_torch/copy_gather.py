@@ -30,19 +30,18 @@ from typing import TYPE_CHECKING
 
 from iris.device.context import own_context
 from iris.device.sync import wait
-from iris.device.waits import WAITERS
+from iris.device.waits import waiter_number
 from iris.launch import relaunch, streams
 import torch
 import triton
 import triton.language as tl
 
 from ..kernels.hopper import gather_matmul
-from ..local import gating, matmul
 from ..operands import Operands
 from ..planning.needs import GATE
 from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
 from ..problem import Problem, part_of
-from . import torch_matmul
+from .products import multiplier
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
@@ -77,7 +76,7 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
 
     def again() -> bool:
         stream = streams.current(ctx.device)
-        workspace.meet()
+        workspace.rendezvous()
         entered.set(stream)
         first()
         with copies.instead_of(stream) as lane:
@@ -100,11 +99,8 @@ _Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
 def _at_once(
     workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
 ) -> _Ways:
-    out, A, B, bias, _ = tensors
-    launch = gather_matmul.product(
-        workspace.ctx, workspace.products, workspace.kernels, problem, config, out, A, gathered, B, bias,
-        workspace.arrivals, workspace.barrier.passed,
-    )  # fmt: skip
+    rows = gather_matmul.Rows(gathered, workspace.arrivals, workspace.barrier.passed)
+    launch = gather_matmul.product(workspace.ctx, workspace.products, problem, config, tensors, rows)
     return launch, lambda stream: None
 
 
@@ -113,9 +109,7 @@ def _in_steps(
 ) -> _Ways:
     out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
-    multiply: Callable[..., None] = gating.multiply if problem.epilogue is GATE else torch_matmul.multiply
-    if problem.sums.promised:
-        multiply = partial(matmul.gated if problem.epilogue is GATE else matmul.multiply, workspace.ctx)
+    multiply = multiplier(workspace.ctx, problem, gated=problem.epilogue is GATE)
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
         return partial(multiply, out[begin:end], rows, B, bias, scale)
@@ -149,7 +143,7 @@ def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[
     """For each step a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
-                 WAITER=WAITERS.index(problem.called_op))  # fmt: skip
+                 WAITER=waiter_number(problem.called_op))  # fmt: skip
     waits = tuple(_wait(workspace, dict(known, begin=step.start, end=step.stop)) for step in steps)
     return workspace.remember((problem, *steps), waits)
 
@@ -161,7 +155,7 @@ def _wait(workspace: Workspace, args: dict) -> Callable[[], None]:
         nonlocal again
         if again is None or not again():
             device = workspace.ctx.device
-            launched = relaunch.launch(workspace.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
+            launched = relaunch.launch(workspace.products.kernels, device, arrived_kernel, (1, 1, 1), args, num_warps=1)
             again = launched and launched.again
 
     return arrived

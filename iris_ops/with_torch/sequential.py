@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from iris.ccl import problem as ccl
 from iris.ccl.collectives import Collectives
 
-from ..local import matmul
 from ..planning.ways.sequential import sequential_elements
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
-from . import torch_matmul
+from .products import multiplier
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +47,8 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
     else:
         partial_sums = between.view(problem.M, problem.N)
         product, moved = (partial_sums, A, B, once, scale), [(ccl.REDUCE_SCATTER, out, partial_sums)]
-    multiply = partial(torch_matmul.multiply, *product)
-    if problem.sums.promised:
-        multiply = partial(matmul.multiply, ctx, *product)
     parts: list[Callable[[], object]] = [
-        multiply,
+        partial(multiplier(ctx, problem), *product),
         *(ctx.once(Collectives).ready(*each, workspace.collective) for each in moved),
     ]
     if problem.op == GATHER_MATMUL:

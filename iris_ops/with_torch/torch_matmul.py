@@ -15,7 +15,7 @@ def multiply(
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
         A = A.contiguous()
     if scale is not None:
-        named(format_of(B.dtype).product)(A, B.t(), scale, bias, out)
+        named(format_of(B, scale).product)(A, B.t(), scale, bias, out)
     elif bias is None:
         torch.mm(A, B, out=out)
     else:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..formats.registry import scheme_of
-from ..formats.scheme import Contents, contents
+from ..formats.scheme import Contents, Kept, contents
 from ..formats.weight_format import quantised_weights
 from ..hf.parallelize import Options, check_options, split_layers
 from ..hf.tied import retie
@@ -36,6 +36,7 @@ from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import check_context, flags, keep_units, part_of, split_parameter
 from ..together import agree, one_line, raise_together, run_together, shown
+from ..weight_storage import Quantised
 from . import names
 from .buffers import Staging
 from .composed import Source
@@ -74,8 +75,9 @@ def from_pretrained(
     Return it in eval mode. It is a causal language model, an encoder-decoder, or a model of text and images.
 
     `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default; quantised weights (see `formats`) are widened to it. `verify` compares a weight of each kind with the
-    files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
+    by default. Quantised weights (see `formats`) of split linears keep their codes and scales where a packing holds
+    them. Others, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with
+    the files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
     reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
     No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
     Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
@@ -110,7 +112,8 @@ def _load_split(
         if place is not None and place.stages > 1:
             part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
             held.sources = part.here(model, held.sources)
-        report = split_layers(model, ctx, **(options if part is None else part.served(dict(options))))
+        split_options: Any = options if part is None else part.served(dict(options))
+        report = split_layers(model, ctx, **split_options, files=held.sources)
         try:
             for target, source in _progress(held.sources, ctx):
                 _load(model, target, source, ctx.device)
@@ -128,9 +131,8 @@ def _load_split(
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = [f"{each} has nowhere to come from" for each, tensor in tensors if tensor.is_meta]
     raise_together(empty, f"{name} cannot be loaded", ctx)
-    in_fp8 = {name for name in held.quantised if getattr(_owner(model, name)[0], "weight_scale", None) is not None}
     dtype = dtype or model.config.dtype
-    if line := held.line(dtype, in_fp8):
+    if line := held.line(dtype, {name: _kept(model, name, source) for name, source in held.quantised.items()}):
         report = replace(report, widened=line)
         if ctx.cur_rank == 0:
             ctx.info(f"{name}: {line}")
@@ -256,6 +258,15 @@ def _tie(model: nn.Module, stored: dict[str, Source], device: torch.device) -> N
             _load(model, target, stored[source], device)
         else:
             setattr(module, key, getattr(other, of))
+
+
+def _kept(model: nn.Module, name: str, source: Source) -> Kept:
+    """Return what became of a quantised weight of the files."""
+    module, key = _owner(model, name)
+    storage = getattr(module, "storage", None) if key == "weight" else None
+    if not isinstance(storage, Quantised):
+        return Kept(reason="not a split linear" if storage is None else storage.reason)
+    return Kept(storage.form.name, storage.keeps(source))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[Any, str]:

@@ -20,7 +20,6 @@ import shutil
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.fp8.scaled_matmul import restored
 import torch
 from torch import nn
 
@@ -29,12 +28,16 @@ from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
 from ..sharded import check_context, part_of
 from ..together import agree, digest, one_line, raise_together, safe_repr, shown
+from ..weight_storage import Quantised
 from .buffers import Staging
 from .files import StoredTensor, layout
 from .replacement import PARTIAL, Replacement
 
 if TYPE_CHECKING:
     from iris.context import Iris
+
+
+_PIECE = 1 << 21  # numbers that are restored at a time
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,11 @@ class _Held:
     shape: tuple[int, ...]
     shard: Shard | None = None
     dim: int = 0
-    scale: torch.Tensor | None = None  # of an fp8 weight, which is stored converted back
-    stored_as: torch.dtype | None = None
+    layer: Any = None  # of a quantised weight: what restores its numbers, which are stored
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.stored_as or self.local.dtype
+        return self.local.dtype if self.layer is None else self.layer.dtype
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +66,24 @@ class _Held:
         at = 0
         for start, stop in self.shard.ranges:
             index = (slice(None),) * self.dim + (slice(start, stop),)
-            piece = self.local.narrow(self.dim, at, stop - start)
-            if self.scale is not None:
-                rows = self.scale.narrow(0, at, stop - start) if self.dim == 0 else self.scale
-                piece = restored(piece, rows, self.dtype)
-            place.copy_from(piece, index)
+            if self.layer is None:
+                place.copy_from(self.local.narrow(self.dim, at, stop - start), index)
+            else:
+                self._store_restored(place, at, start, stop)
             at += stop - start
+
+    def _store_restored(self, place: StoredTensor, at: int, start: int, stop: int) -> None:
+        """Store entries `start` to `stop` of a quantised weight, which begin at local entry `at`, by rows."""
+        rows, columns = self.layer.local_shape
+        first, last = (at, at + stop - start) if self.dim == 0 else (0, rows)
+        step = max(1, _PIECE // max(1, columns))
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            piece = self.layer.numbers(row, end, self.dtype)
+            if self.dim == 0:
+                place.copy_from(piece, (slice(start + row - at, start + end - at),))
+            else:
+                place.copy_from(piece.narrow(1, at, stop - start).contiguous(), (slice(row, end), slice(start, stop)))
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shard_size: int | str = "5GB") -> None:
@@ -186,12 +200,12 @@ def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
             local = local.detach()
             if split and (key == "weight" or module.dim == 0):
                 shape = (module.out_features, module.in_features) if key == "weight" else (module.out_features,)
-                scaled = (module.weight_scale, module.dtype) if key == "weight" else (None, None)
+                quantised = module if key == "weight" and isinstance(module.storage, Quantised) else None
                 if key == "weight" and module.stored_transposed:
-                    exact = module.storage.exact(module)
+                    exact = module.numbers(0, module.local_shape[0], module.dtype)
                     yield name, _Held(exact.t().contiguous(), shape[::-1], concat(module.parts), 1 - module.dim)
                     continue
-                yield name, _Held(local, shape, concat(module.parts), module.dim, *scaled)
+                yield name, _Held(local, shape, concat(module.parts), module.dim, quantised)
             elif split_by := part_of(module, key):
                 part, dim = split_by
                 yield name, _Held(local, (*local.shape[:dim], part.total, *local.shape[dim + 1 :]), part, dim)

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import re
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.fp8.scaled_matmul import restored
 import torch
 from torch import nn
 
 from ..digests import checksum
-from ..formats.fp8 import by_rows
 from ..formats.weight_format import quantised_weights
 from ..shard import Shard, Transposed, concat, fill
 from ..sharded import part_of
 from ..together import one_line, raise_together
+from ..weight_storage import ELEMENTS, Quantised
 from .composed import Source
 
 if TYPE_CHECKING:
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 21  # numbers that are compared at a time
 _SLACK = 2.0**-22  # of the arithmetic in float32 before the rounding
-_OF_FP8, _SMALLEST_FP8 = 2.0**-4, 2.0**-10  # what rounding to e4m3 costs: of a number, and of its channel's scale
+# What rounding costs by element: of a number, and of its group's scale.
+_ROUNDED = {"e4m3": (2.0**-4, 2.0**-10), "e2m1": (2.0**-2, 2.0**-2), "int4": (2.0**-20, 0.5 + 2.0**-20)}
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,18 @@ def _stored(source: Source) -> str:
 
 def _verified(model: nn.Module, name: str, source: Any) -> Verified:
     parent, _, key = name.rpartition(".")
-    module = model.get_submodule(parent)
+    module: Any = model.get_submodule(parent)
     local, shard, dim = _part(module, key)
-    scale = getattr(module, "weight_scale", None) if key == "weight" else None
+    storage = getattr(module, "storage", None) if key == "weight" else None
     local_dtype = str(local.dtype).removeprefix("torch.")
-    if scale is None:
-        allowed = _Allowed.of(local.dtype)
-    else:
-        local = restored(local, scale, torch.float32)
-        again = by_rows(source) is None
-        allowed = _Allowed(_OF_FP8, float(scale.max()) * _SMALLEST_FP8) if again else _Allowed(_SLACK)
+    allowed = _Allowed.of(local.dtype)
+    if isinstance(storage, Quantised):
+        local_dtype, allowed = storage.form.name, _Allowed(_SLACK)
+        local = module.numbers(0, module.local_shape[0], torch.float32)
+        if not storage.keeps(source):
+            share, of_scale = _ROUNDED[ELEMENTS[storage.form.packing.name]]
+            # numbers are rounded to the layer's dtype, and then to codes
+            allowed = _Allowed(share + torch.finfo(module.dtype).eps, storage.largest_scale(module) * of_scale)
     stored = _stored(source)
     if getattr(module, "stored_transposed", False) and key == "weight":
         source = Transposed(source)

@@ -14,9 +14,9 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import fields
+from .bits import Span, fields
 from .integers import GroupedIntegers
-from .weight_format import Index, QuantisedWeight, Span
+from .weight_format import Index, QuantisedWeight
 
 _BITS = 4
 _NIBBLE_OF = (0, 4, 1, 5, 2, 6, 3, 7)  # of each column of a word
@@ -38,8 +38,10 @@ class Awq(GroupedIntegers):
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
         return self._unpacked(held["zero"], rows)
 
-    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return held["scale"].t()
+    def scales(
+        self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return held["scale"].t().to(dtype)
 
     def _unpacked(self, packed: torch.Tensor, rows: Span) -> torch.Tensor:
         codes = fields(packed, _BITS).unflatten(1, (-1, 8))

@@ -6,8 +6,7 @@ from functools import cache
 
 import torch
 
-from .weight_format import Span
-
+Span = tuple[int, int]  # [start, stop)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -48,9 +47,9 @@ def blocks(span: Span, size: int) -> Span:
     return span[0] // size, -(-span[1] // size)
 
 
-def block_of(span: Span, size: int, device: torch.device) -> torch.Tensor:
-    """Return the block of `size` entries that each entry of `span` is in, counted from the first that it touches."""
-    return torch.arange(*span, device=device) // size - span[0] // size
+def block_of(span: Span, size: int, device: torch.device, step: int = 1) -> torch.Tensor:
+    """Return the block of `size` entries that each `step`th entry of `span` is in, from the first that it touches."""
+    return torch.arange(*span, step, device=device) // size - span[0] // size
 
 
 def grouped(per_group: torch.Tensor, columns: Span, size: int) -> torch.Tensor:

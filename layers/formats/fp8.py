@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from iris.errors import CheckpointError
 import torch
 
-from ..checkpoint.composed import Concatenation, Source
 from ..checkpoint.files import StoredTensor
-from .bits import block_of, blocks, scales
-from .weight_format import Index, QuantisedWeight, Span, WeightFormat
+from .bits import Span, blocks, scales
+from .weight_format import Coding, Index, QuantisedWeight, WeightFormat
 
 SCALES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8
 
@@ -38,6 +37,10 @@ class Fp8(WeightFormat):
             return "fp8 by tensor"
         return "fp8 by channel" if self.block == (1, self.shape[1]) else f"fp8 by {self.block[0]} x {self.block[1]}"
 
+    @property
+    def unit(self) -> int:
+        return self.block[1] if self.block[1] < self.shape[1] else 1
+
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         first, last = self._row_block(rows[0]), self._row_block(rows[1] - 1) + 1
         return {
@@ -45,13 +48,21 @@ class Fp8(WeightFormat):
             "scale": (slice(first, last), slice(*blocks(columns, self.block[1]))),
         }
 
-    def widen(
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
+        return Coding("e4m3", self.per_scale, tensors["scale"].dtype)
+
+    @property
+    def per_scale(self) -> int:
+        return self.block[1]
+
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        return held["weight"]
+
+    def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         scale = scales(held["scale"], dtype)
-        row = self._row_blocks(rows, scale.device) - self._row_block(rows[0])
-        column = block_of(columns, self.block[1], scale.device)
-        return held["weight"].to(dtype) * scale.index_select(0, row).index_select(1, column)
+        return scale.index_select(0, self._row_blocks(rows, scale.device) - self._row_block(rows[0]))
 
     def _row_block(self, row: int) -> int:
         half = self.shape[0] // self.halves
@@ -60,34 +71,6 @@ class Fp8(WeightFormat):
     def _row_blocks(self, rows: Span, device: torch.device) -> torch.Tensor:
         row, half = torch.arange(*rows, device=device), self.shape[0] // self.halves
         return row // half * -(-half // self.block[0]) + row % half // self.block[0]
-
-
-class _RowScales:
-    """The scales of the rows of a weight, float32 [N]."""
-
-    def __init__(self, weight: QuantisedWeight) -> None:
-        self._weight, self.shape, self.dtype = weight, weight.shape[:1], torch.float32
-        self.nbytes, self.place = weight.tensors["scale"].nbytes, weight.tensors["scale"].place
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def copy_to(self, local: torch.Tensor, index: Index = ()) -> None:
-        stored = self._weight.tensors["scale"]
-        one = stored.shape[0] == 1
-        local.copy_(scales(stored[(slice(None) if one else index[0],)], torch.float32).flatten().expand(local.shape))
-
-
-def by_rows(source: Any) -> tuple[Source, Source] | None:
-    """Return the codes e4m3 [N, K] and the scales float32 [N] of `source` if a row has one scale there, else None."""
-    if isinstance(source, QuantisedWeight) and isinstance(source.format, Fp8):
-        if source.format.block[1] >= source.shape[1] and source.tensors["scale"].shape[0] in (1, source.shape[0]):
-            return source.tensors["weight"], _RowScales(source)
-    elif isinstance(source, Concatenation) and source.dim == 0:
-        inside = [each for one in source.inside if (each := by_rows(one)) is not None]
-        if len(inside) == len(source.inside):
-            return Concatenation([each[0] for each in inside], 0), Concatenation([each[1] for each in inside], 0)
-    return None
 
 
 def fp8_weight(

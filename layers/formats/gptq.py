@@ -19,9 +19,9 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import fields
+from .bits import Span, fields
 from .integers import GroupedIntegers
-from .weight_format import Index, QuantisedWeight, Span
+from .weight_format import Index, QuantisedWeight
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
@@ -51,8 +51,10 @@ class Gptq(GroupedIntegers):
         packed = held["zero"] + _ONES[self.bits] if self.less_one else held["zero"]
         return self.within(fields(packed, self.bits).t(), rows, 0)
 
-    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return held["scale"].t()
+    def scales(
+        self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return held["scale"].t().to(dtype)
 
 
 def gptq_weight(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .bits import block_of, blocks
-from .weight_format import Index, Span, WeightFormat
+from ..checkpoint.files import StoredTensor
+from .bits import Span, block_of, blocks
+from .weight_format import Coding, Index, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,30 @@ class GroupedIntegers(WeightFormat):
         apart = self.ordered or self.group >= self.shape[1]
         return 32 // self.bits if apart else self.group
 
+    @property
+    def per_scale(self) -> int:
+        return self.group
+
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding | str:
+        if self.bits != 4:
+            return f"it has {self.bits} bits"
+        if self.ordered:
+            return "its entries are ordered by activation"
+        return (
+            "it has zero points"
+            if "zero" in tensors and not self._is_symmetric(tensors["zero"])
+            else Coding("int4", self.group, tensors["scale"].dtype)
+        )
+
+    def _is_symmetric(self, stored: StoredTensor) -> bool:
+        """Return whether all zero points in `stored` are the middle one. Reads them, of all ranks."""
+        rows, columns = (0, self.shape[0]), (0, self.shape[1])
+        for some in ((0, self.group), columns):  # most weights that are not have others in the first group
+            zeros = self.zeros({"zero": stored[self.reads(rows, some)["zero"]]}, rows)
+            if not isinstance(zeros, torch.Tensor) or not (zeros == 1 << (self.bits - 1)).all():
+                return False
+        return True
+
     def groups(self, columns: Span) -> Span:
         """Return the groups whose scales `columns` need: all of them where entries are ordered by activation."""
         return (0, -(-self.shape[1] // self.group)) if self.ordered else blocks(columns, self.group)
@@ -49,7 +74,7 @@ class GroupedIntegers(WeightFormat):
     def widen(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        scale = self.scales(held).to(dtype)
+        scale = self.scales(held, rows, columns, dtype)
         of = held["order"].long() if self.ordered else block_of(columns, self.group, scale.device)
         zero = self.zeros(held, rows)
         codes = self.codes(held, rows, columns).to(dtype)
@@ -57,13 +82,5 @@ class GroupedIntegers(WeightFormat):
         return codes * scale.index_select(1, of)
 
     @abstractmethod
-    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        """Return the integers [rows, columns]."""
-
-    @abstractmethod
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
         """Return the integers that represent 0: [rows, groups read], or one for all."""
-
-    @abstractmethod
-    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scales [rows, groups read]."""

@@ -13,8 +13,8 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import blocks, e2m1, grouped, nibbles, scales, window
-from .weight_format import Index, QuantisedWeight, Span, WeightFormat
+from .bits import Span, blocks, e2m1, nibbles, scales, window
+from .weight_format import Coding, Index, QuantisedWeight, WeightFormat
 
 GROUP = 32
 
@@ -32,11 +32,23 @@ class Mxfp4(WeightFormat):
         index = slice(*rows), slice(*blocks(columns, GROUP))
         return {"packed": index, "scale": index}
 
-    def widen(
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
+        return Coding("e2m1", GROUP, tensors["scale"].dtype)
+
+    @property
+    def per_scale(self) -> int:
+        return GROUP
+
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        return window(nibbles(held["packed"].flatten(1)), columns, GROUP)
+
+    def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return e2m1(codes, dtype)
+
+    def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        codes = window(nibbles(held["packed"].flatten(1)), columns, GROUP)
-        return e2m1(codes, dtype) * grouped(scales(held["scale"], dtype), columns, GROUP)
+        return scales(held["scale"], dtype)
 
 
 def mxfp4_weight(packed: StoredTensor, scale: StoredTensor) -> QuantisedWeight:

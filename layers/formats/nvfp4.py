@@ -15,8 +15,8 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import blocks, e2m1, grouped, nibbles, window
-from .weight_format import Index, QuantisedWeight, Span, WeightFormat
+from .bits import Span, blocks, e2m1, nibbles, window
+from .weight_format import Index, QuantisedWeight, WeightFormat
 
 GROUP = 16
 
@@ -37,13 +37,24 @@ class Nvfp4(WeightFormat):
         index = slice(*rows), slice(*blocks(columns, GROUP))
         return {"packed": index, "scale": index, "global": ()}
 
-    def widen(
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> str:
+        return "its scales have two factors"
+
+    @property
+    def per_scale(self) -> int:
+        return GROUP
+
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        return window(nibbles(held["packed"].flatten(1)), columns, GROUP)
+
+    def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return e2m1(codes, dtype)
+
+    def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        codes = window(nibbles(held["packed"].flatten(1)), columns, GROUP)
         scale, overall = held["scale"].to(dtype), held["global"].to(dtype)
-        scale = scale / overall if self.divides else scale * overall
-        return e2m1(codes, dtype) * grouped(scale, columns, GROUP)
+        return scale / overall if self.divides else scale * overall
 
 
 def nvfp4_weight(packed: StoredTensor, scale: StoredTensor, overall: StoredTensor, divides: bool) -> QuantisedWeight:

@@ -16,9 +16,9 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import fields
+from .bits import Span, fields
 from .integers import GroupedIntegers
-from .weight_format import Index, QuantisedWeight, Span
+from .weight_format import Index, QuantisedWeight
 
 _SCALES = torch.float32, torch.bfloat16, torch.float16
 
@@ -52,8 +52,10 @@ class Packed(GroupedIntegers):
         zero = held["zero"]
         return zero if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
 
-    def scales(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return held["scale"]
+    def scales(
+        self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return held["scale"].to(dtype)
 
 
 def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[int, ...]) -> QuantisedWeight:

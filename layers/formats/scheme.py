@@ -12,7 +12,7 @@ scale has no weight, and where the file has scales of a quantised KV cache, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 import math
 
@@ -22,7 +22,6 @@ import torch
 from ..checkpoint.composed import Source, Stack
 from ..checkpoint.files import StoredTensor
 from ..together import listed, one_line, shown
-from .fp8 import by_rows
 from .weight_format import QuantisedWeight, quantised_weights
 
 Roles = Mapping[str, StoredTensor]
@@ -60,30 +59,41 @@ class Contents:
     def quantised(self) -> dict[str, Source]:
         return {name: source for name, source in self.sources.items() if quantised_weights(source)}
 
-    def line(self, dtype: torch.dtype, in_fp8: Set[str] = frozenset()) -> str:
+    def line(self, dtype: torch.dtype, kept: Mapping[str, Kept]) -> str:
         """Return a line that reports how quantised weights were loaded, empty where there are none.
 
-        `in_fp8`: the names of the weights that layers hold in fp8.
+        `kept`: what became of each of them, by name.
         """
         name = str(dtype).removeprefix("torch.")
-        quantised = self.quantised
-        widened = [each for key in quantised.keys() - in_fp8 for each in quantised_weights(quantised[key])]
-        held = [quantised[key] for key in quantised.keys() & in_fp8]
-        kept = [source for source in held if by_rows(source) is not None]
         parts = []
-        if widened:
+        for again in (False, True):
+            some = [self.sources[key] for key, each in kept.items() if each.form and again != each.as_stored]
+            forms = ", ".join(sorted({each.form for each in kept.values() if each.form and again != each.as_stored}))
+            if some and again:
+                parts.append(f"{len(some)} weights rounded again, to {forms}")
+            elif some:
+                parts.append(f"{len(some)} weights kept as stored, in {forms}: {_size(sum(_sizes(some)))}")
+        by_reason: dict[str, list[QuantisedWeight]] = {}
+        for key, each in kept.items():
+            if not each.form:
+                by_reason.setdefault(each.reason, []).extend(quantised_weights(self.sources[key]))
+        for reason, widened in by_reason.items():
             kinds = ", ".join(sorted({each.format.label for each in widened}))
             now = _size(sum(math.prod(each.shape) for each in widened) * dtype.itemsize)
-            parts.append(f"weights in {kinds} widened to {name}: {now} instead of {_size(sum(_sizes(widened)))}")
-            if not in_fp8 and any(by_rows(quantised[key]) is not None for key in quantised):
-                parts.append("weights='fp8_all' keeps linears by channel or by tensor as they are stored")
-        if kept:
-            parts.append(f"{len(kept)} weights kept in fp8 as stored: {_size(sum(_sizes(kept)))}")
-        if len(held) > len(kept):
-            parts.append(f"{len(held) - len(kept)} weights rounded again, to fp8 by channel")
-        if widened and self.activation_scales:
+            before = _size(sum(_sizes(widened)))
+            parts.append(f"weights in {kinds} widened to {name} ({reason}): {now} instead of {before}")
+        if parts and self.activation_scales:
             parts.append(f"activations stay in {name}")
         return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of a quantised weight: the form that holds it, with or without another rounding, or why none does."""
+
+    form: str = ""
+    as_stored: bool = False
+    reason: str = ""
 
 
 def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: bool) -> Contents:

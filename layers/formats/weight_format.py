@@ -1,7 +1,9 @@
 """The interface of a weight format, and a quantised weight as the source of a parameter.
 
-    reads(rows, columns)        which part of each stored tensor these rows and columns of the weight need
-    widen(held, rows, columns)  their numbers, from those parts
+    reads(rows, columns)                which part of each stored tensor these rows and columns of the weight need
+    codes(held, rows, columns)          their codes, from those parts
+    scales(held, rows, columns, dtype)  the scales of their groups along K
+    widen(held, rows, columns)          their numbers: what a code means, times the scale of its group
 
 Rows, columns, blocks and groups are counted in the unsplit weight [N, K]. So a rank may cut inside a block: two
 ranks that share a block both read its scale. A quantised weight is read a few rows at a time, so that loading holds
@@ -12,16 +14,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from ..checkpoint.files import StoredTensor
+from .bits import Span, block_of, grouped
 
-Span = tuple[int, int]  # [start, stop)
 Index = tuple[slice, ...]
 _PIECE = 1 << 21  # numbers that are widened at a time
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What a weight's codes mean, without the layout of the file that they are in.
+
+    `element`: "e4m3"; "e2m1", codes 0 to 15; or "int4", codes 0 to 15 that mean -8 to 7. `group` consecutive entries of
+    a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them.
+    """
+
+    element: str
+    group: int
+    scales: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,37 @@ class WeightFormat(ABC):
         """Return the index of the part of each stored tensor that `rows` and `columns` of the weight need."""
 
     @abstractmethod
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding | str:
+        """Return what the codes mean, or, where a code and one scale do not make the number, why not.
+
+        Zero points among `tensors` may be read.
+        """
+
+    @property
+    def per_scale(self) -> int:
+        """Return how many consecutive entries of a row have one scale."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        """Return the codes [rows, columns] from the parts that `reads` names."""
+
+    @abstractmethod
+    def scales(
+        self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return the scales [rows, groups that `columns` touch] from the parts that `reads` names, in `dtype`."""
+
+    def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what `codes` mean before they are scaled."""
+        return codes.to(dtype)
+
     def widen(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return the numbers [rows, columns] of the weight, computed in `dtype` from the parts that `reads` names."""
+        codes, scales = self.codes(held, rows, columns), self.scales(held, rows, columns, dtype)
+        return self.numbers(codes, dtype) * grouped(scales, columns, self.per_scale)
 
 
 class QuantisedWeight:
@@ -85,8 +128,39 @@ class QuantisedWeight:
 
     def values(self, rows: Span, columns: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the numbers [rows, columns], computed in `dtype`."""
-        held = {role: self.tensors[role][index] for role, index in self.format.reads(rows, columns).items()}
-        return self.format.widen(held, rows, columns, dtype)
+        return self.format.widen(self._read(rows, columns), rows, columns, dtype)
+
+    @cached_property
+    def coding(self) -> Coding | str:
+        """Return what the codes mean, or why a code and one scale do not make the number. May read zero points."""
+        coding = self.format.coding(self.tensors)
+        return coding if isinstance(coding, str) else replace(coding, group=min(coding.group, self.shape[1]))
+
+    def coded(self, index: Index, group: int) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
+        """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group].
+
+        Scales are exact in float32. Entry j of a row of `self[index]` has scale j // group. A stored group may have
+        several of these. A piece starts at a multiple of 128. Raises `ValueError` where a stored group does not have
+        whole ones.
+        """
+        (first, last), (start, stop) = self._spans(index)
+        own = self.format.per_scale
+        if start % own + stop - start > own and (own % group or start % group):
+            raise ValueError(f"groups of {group} from column {start} on: the stored groups are of {own}")
+        by_columns = self.format.stored_by_columns
+        along, across = ((start, stop), last - first) if by_columns else ((first, last), stop - start)
+        step = max(1, _PIECE // max(1, across) // 128) * 128
+        for at in range(*along, step):
+            some = at, min(at + step, along[1])
+            rows, columns = ((first, last), some) if by_columns else (some, (start, stop))
+            held = self._read(rows, columns)
+            scales = self.format.scales(held, rows, columns, torch.float32)
+            of = block_of(columns, own, scales.device, group)
+            codes = self.format.codes(held, rows, columns)
+            yield _from((first, last), rows), _from((start, stop), columns), codes, scales.index_select(1, of)
+
+    def _read(self, rows: Span, columns: Span) -> dict[str, torch.Tensor]:
+        return {role: self.tensors[role][index] for role, index in self.format.reads(rows, columns).items()}
 
     def _spans(self, index: Index) -> tuple[Span, Span]:
         padded = (*index, *[slice(None)] * (2 - len(index)))

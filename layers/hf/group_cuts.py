@@ -17,12 +17,14 @@ from . import styles as styles_of
 from .linear_like import as_linear
 
 
-def units_of(model: nn.Module, linears: dict[str, str], ctx: Any) -> dict[tuple[str, int], int]:
-    """By module and size: in which units its linears are cut, where the files store groups that share a scale.
+def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, made: int = 1) -> dict[tuple[str, int], int]:
+    """By module and size: in which units its linears are cut, where groups along K share a scale.
 
+    The files have such groups, or weights are rounded to a format with groups of `made`.
     That is what a row-parallel linear multiplies and a column-parallel one of the same module makes.
     """
-    units = {name: unit_of(model.get_submodule(name)) for name, style in linears.items() if style in styles_of.ROW}
+    rows = [name for name, style in linears.items() if style in styles_of.ROW]
+    units = {name: max(made, unit_of(model.get_submodule(name))) for name in rows}
     grouped = {name: unit for name, unit in units.items() if unit > 1 and ctx.invariant != RANKS}
     if not grouped:
         return {}

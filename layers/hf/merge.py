@@ -46,7 +46,7 @@ class Slice(WeightView, nn.Module):
         super().__init__()
         before = sum(part.size for part in merged.parts[:index])
         part = merged.parts[index]
-        self.start, self.stop, self.width = before, before + part.size, merged.weight.shape[0]
+        self.start, self.stop, self.width = before, before + part.size, merged.local_shape[0]
         self.index, self.parts, self.ctx = index, (part,), merged.ctx
         self.in_features, self.out_features = merged.in_features, part.total
         self._of = (merged,)  # in a tuple: the merged linear is a child of the module only
@@ -80,6 +80,14 @@ class Slice(WeightView, nn.Module):
         if hasattr(whole, _FILLED):  # a view does not inherit it, and would be filled anew
             setattr(rows, _FILLED, getattr(whole, _FILLED))
         return rows
+
+    def numbers(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of local rows of this output's weight, in `dtype`, however they are stored."""
+        return self.merged.numbers(self.start + start, self.start + stop, dtype)
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.in_features
 
     @property
     def weight_scale(self) -> torch.Tensor | None:
@@ -143,7 +151,7 @@ class Product:
 
 def _is_ambiguous(merged: ColumnParallelLinear) -> bool:
     """Return whether a product is as wide as its input."""
-    return merged.weight.shape[0] == merged.in_features
+    return merged.local_shape[0] == merged.in_features
 
 
 def _is_product(merged: ColumnParallelLinear, product: torch.Tensor) -> bool:

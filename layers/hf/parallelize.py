@@ -20,7 +20,7 @@ own dropout would diverge, and no parameter keeps a gradient (see `guards`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 import hashlib
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -29,8 +29,11 @@ from iris.errors import ArgumentError, StyleError
 from iris.invariance import RANKS
 from torch import nn
 
+from ..checkpoint.composed import Source
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
+from ..formats.coded import coding_of
+from ..formats.weight_format import Coding, quantised_weights
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import place_in
@@ -40,7 +43,6 @@ from ..sharded import ShardedLinear, check_context, flags, split_parameter
 from ..together import run_together
 from ..verify import verify
 from ..verify.skeleton import kind_of
-from ..weight_storage import GATHERED, LOCAL, REDUCED
 from . import recurrent_heads, sequence
 from . import styles as styles_of
 from .fused_heads import Taken, layout_of
@@ -57,6 +59,7 @@ from .plans import built_in
 from .report import Report, make_report, unconverted
 from .shared_experts import join_shared
 from .snapshot import Snapshot
+from .stored import FORMS, WEIGHTS, WIDENED, group_made, store_weights
 from .tied import TiedColumnParallelLinear, retie
 from .whole_products import keep_rows_alike
 from .without_kernels import drop_kernels
@@ -64,9 +67,6 @@ from .without_kernels import drop_kernels
 if TYPE_CHECKING:
     from iris.context import Iris
     from torch.distributed.device_mesh import DeviceMesh
-
-# the ops of linears whose weights are stored in each format
-_FP8 = {"fp8": (LOCAL, GATHERED), "fp8_all": (LOCAL, GATHERED, REDUCED)}
 
 
 class Options(TypedDict, total=False):
@@ -97,8 +97,9 @@ def parallelize(
     `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
     `filter_fn(name, module)` keeps a module unsplit by returning False. `fuse`: linears that share an input become one
     product where the model's forward allows it (see `merge`), plain norms one kernel (see `norms`), and gates part of
-    the product before them (see `gated_mlp`). `weights="fp8"` keeps the weights of column-parallel linears, but the
-    head's, in fp8, `"fp8_all"` those of row-parallel ones too (see `fp8`). `sequence_parallel`: whether ranks
+    the product before them (see `gated_mlp`). `weights`: "fp8" rounds the weights of column-parallel linears, but
+    the head's, to fp8; "fp8_all", "fp8_block", "int4" and "mxfp4" round those of row-parallel ones too (see
+    `stored`). None and "widened" keep the model's dtype. `sequence_parallel`: whether ranks
     share the tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is
     given. "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without
     `weights`; there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the
@@ -133,16 +134,19 @@ def parallelize(
 def split_layers(
     model: nn.Module, ctx: Iris, *, plan: str | dict[str, str] = "auto",
     filter_fn: Callable[[str, nn.Module], bool] | None = None, fuse: bool = True, weights: str | None = None,
-    sequence_parallel: bool | int | str = "auto", partial: bool = False,
+    sequence_parallel: bool | int | str = "auto", partial: bool = False, files: Mapping[str, Source] | None = None,
 ) -> Report:  # fmt: skip
-    """Do what `parallelize` does without a mesh, on the layers that `model` has."""
+    """Do what `parallelize` does without a mesh, on the layers that `model` has.
+
+    `files`: by name the sources that the model will be filled from.
+    """
 
     def prove() -> _Split:
         options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)
         check_options(plan=plan, filter_fn=filter_fn, **options)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        split = _resolve(model, plan, filter_fn, **options)
+        split = _resolve(model, plan, filter_fn, files or {}, **options)
         split = _on_any_ranks(split, sequence_parallel) if ctx.invariant == RANKS else split
 
         def apply(skeleton: nn.Module, inside: _Split, alone: bool) -> None:
@@ -174,8 +178,8 @@ def check_options(
     """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
     styles_of.check_plan(plan)
     flags(fuse=fuse, partial=partial)
-    if weights not in (None, *_FP8):
-        raise ArgumentError(f"weights is {weights!r}: expected None, 'fp8' or 'fp8_all'")
+    if weights not in WEIGHTS:
+        raise ArgumentError(f"weights is {weights!r}: expected {', '.join(map(repr, WEIGHTS[:-1]))} or {WEIGHTS[-1]!r}")
     if filter_fn is not None and not callable(filter_fn):
         raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
     counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
@@ -197,6 +201,7 @@ class _Split:
     plan: str  # its origin, for the report
     fuse: bool
     weights: str | None
+    codings: dict[str, Coding | str]  # of what the files have quantised, by module: codes, or why they are widened
     shares_tokens: bool
     least: int | None  # tokens of the shortest call that shares them; None: the measured break-even
 
@@ -230,6 +235,7 @@ class _Split:
             "plan": f"one of {len(self.styles)} modules ({_digest(sorted(self.styles.items()))})",
             "fuse": self.fuse,
             "weights": self.weights,
+            "files": f"one of {len(self.codings)} quantised linears ({_digest(sorted(self.codings.items()))})",
             "sequence_parallel": (self.shares_tokens, self.least),
         }
 
@@ -247,38 +253,46 @@ class _Alone:
 
 
 def _resolve(
-    model: nn.Module, plan: str | dict[str, str], filter_fn: Callable[[str, nn.Module], bool] | None, *,
-    fuse: bool, weights: str | None, sequence_parallel: bool | int | str, partial: bool,
+    model: nn.Module, plan: str | dict[str, str], filter_fn: Callable[[str, nn.Module], bool] | None,
+    files: Mapping[str, Source], *, fuse: bool, weights: str | None, sequence_parallel: bool | int | str, partial: bool,
 ) -> _Split:  # fmt: skip
     styles = styles_of.resolve_plan(model, plan, filter_fn)
     automatic = plan == "auto"
     by_default = sequence_parallel == "auto"
-    if by_default:
-        sequence_parallel = automatic and fuse and weights is None and sequence.is_known(model, styles)
-    elif sequence_parallel:
-        sequence.check(model, styles)
     modules = dict(model.named_modules())
     linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
+    codings = {
+        name: coding_of(source)
+        for name in modules
+        if (source := files.get(f"{name}.weight")) is not None and quantised_weights(source)
+    }
+    if by_default:
+        plainly = weights in (None, WIDENED) and (weights or not codings)
+        sequence_parallel = automatic and fuse and bool(plainly) and sequence.is_known(model, styles)
+    elif sequence_parallel:
+        sequence.check(model, styles)
     experts = _experts(modules, styles)
     recurrent = [name for name, style in styles.items() if style == recurrent_heads.STYLE and name in modules]
     if automatic and not partial:
         styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
     stored = styles_of.COLUMN | styles_of.PACKED
-    if weights == "fp8_all":
+    if weights != "fp8":
         stored |= styles_of.ROW | styles_of.ROW_SPLIT
-    if weights and not set(linears.values()) & stored:
-        missing = "product" if weights == "fp8_all" else "colwise product without an exchange"
+    if weights in FORMS and not set(linears.values()) & stored:
+        missing = "colwise product without an exchange" if weights == "fp8" else "product"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {missing}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     source, _ = styles_of.rules_of(model, plan)
     own = automatic and filter_fn is None and built_in(model) is None
-    return _Split(styles, linears, recurrent, experts, own, source, fuse, weights, bool(sequence_parallel), least)
+    return _Split(
+        styles, linears, recurrent, experts, own, source, fuse, weights, codings, bool(sequence_parallel), least
+    )
 
 
 def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
     """Return the variant of `split` with the same bits on any number of ranks. Raises where there is none."""
-    if split.weights:
-        raise ArgumentError(f"weights is {split.weights!r}: expected None with invariant='ranks'")
+    if split.weights in FORMS:
+        raise ArgumentError(f"weights is {split.weights!r}: expected None or {WIDENED!r} with invariant='ranks'")
     for names, what in ((split.experts, "the sums over its experts"), (split.recurrent, "its state's sums")):
         if names:
             name = next(iter(names))
@@ -316,7 +330,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    units = units_of(model, split.linears, ctx)
+    units = units_of(model, split.linears, ctx, group_made(split.weights))
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -357,10 +371,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     if split.fuse:
         fuse_gates(model)
         fuse_norms(model, ctx.invariant)
-    if split.weights:
-        for module in list(model.modules()):
-            if isinstance(module, ShardedLinear) and module.op in _FP8[split.weights]:
-                module.store_as_fp8()
+    store_weights(model, split.codings, split.weights, ctx)
     retie(model)
     return styles
 
@@ -382,7 +393,7 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
     agree_on_samples(model, ctx)
     watch_inputs(model, ctx)
     wrap_save_pretrained(model, ctx)
-    if split.weights and ctx.cur_rank == 0 and (names := unconverted(model, split.styles)):
+    if split.weights in FORMS and ctx.cur_rank == 0 and (names := unconverted(model, split.styles)):
         ctx.warning(
             f"weights={split.weights!r} converts linears only: {', '.join(names[:2])}"
             f"{f' and {len(names) - 2} others' if len(names) > 2 else ''} (experts or recurrent states) keep"

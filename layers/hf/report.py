@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import re
 from typing import TYPE_CHECKING, Any
 
-from iris_ops.planning.weights.fp8 import FP8
 from torch import nn
 
 from ..experts import SplitExperts
 from ..sharded import ShardedLinear, part_of
+from ..weight_storage import Quantised
 from .mixture import is_split_experts
 from .recurrent_heads import STYLE as RECURRENT
+from .stored import FORMS
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -89,16 +90,18 @@ def make_report(
             style += ", kept whole"
         weight = module.weight if "weight" in own else next(iter(own.values()))
         op = _served_by(module)
-        if weights and split and (dtype := _kept_dtype(own)):
+        quantised = isinstance(getattr(module, "storage", None), Quantised)
+        if weights in FORMS and split and not quantised and (dtype := _kept_dtype(own)):
             op += f" (weight kept in {dtype})"
-        report.rows.append(ReportRow(name, style, tuple(weight.shape), size, op))
+        shape = module.local_shape if isinstance(module, ShardedLinear) else tuple(weight.shape)
+        report.rows.append(ReportRow(name, style, shape, size, op))
     return report
 
 
 def _kept_dtype(parameters: dict[str, nn.Parameter]) -> str | None:
-    """Return the dtype of the matrices among `parameters` where none is in fp8; None where there are none."""
+    """Return the dtype of the matrices among `parameters`; None where there are none."""
     kinds = {each.dtype for each in parameters.values() if each.dim() > 1}
-    return None if not kinds or FP8 in kinds else str(min(kinds, key=str)).removeprefix("torch.")
+    return str(min(kinds, key=str)).removeprefix("torch.") if kinds else None
 
 
 def unconverted(model: nn.Module, styles: dict[str, str]) -> list[str]:

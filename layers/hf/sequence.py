@@ -66,13 +66,13 @@ class Sharing:
         finally:
             self.replayed = False
 
-    def suits(self, tokens: int) -> bool:
+    def has_enough(self, tokens: int) -> bool:
         """Return whether there are enough tokens."""
         return self.world > 1 and tokens >= (self.least if self.replayed else self.eager)
 
     def decide(self, tokens: int) -> bool:
         # a graph for all lengths has one way for all lengths
-        self.now = not is_leaving_torch() and self.suits(tokens) and tokens % self.world == 0
+        self.now = not is_leaving_torch() and self.has_enough(tokens) and tokens % self.world == 0
         return self.now
 
 
@@ -91,7 +91,7 @@ class GatheringColumn(ColumnParallelLinear):
         if input.dim() != 2:
             return self.local_product(self.check(input, self.in_features))
         x = self.rows(input, self.in_features)
-        size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0])
+        size = (x.shape[0] * self.ctx.num_ranks, self.local_shape[0])
         return self.exchanged(GATHERED, x, size)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class GatheringColumn(ColumnParallelLinear):
         if input.dim() != 2:
             return super().gated(input)
         x = self.rows(input, self.in_features)
-        size = (x.shape[0] * self.ctx.num_ranks, self.weight.shape[0] // 2)
+        size = (x.shape[0] * self.ctx.num_ranks, self.local_shape[0] // 2)
         return self.exchanged(GATED, x, size)
 
 
@@ -115,7 +115,7 @@ class ScatteringRow(RowParallelLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.sharing.now:
             return super().forward(input)
-        x = self.rows(input, self.weight.shape[1])
+        x = self.rows(input, self.local_shape[1])
         size = (x.shape[0] // self.ctx.num_ranks, self.out_features)
         return self.exchanged(SCATTERED, x, size)
 

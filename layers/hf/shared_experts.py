@@ -53,12 +53,7 @@ def join_shared(model: nn.Module) -> int:
             continue
         shared: Any = children[name]
         last = [each for each in shared.modules() if isinstance(each, RowParallelLinear)]
-        if (
-            len(last) != 1
-            or not last[0].reduce_results
-            or last[0].weight_scale is not None
-            or last[0].sequence_parallel
-        ):
+        if len(last) != 1 or not last[0].reduce_results or last[0].sequence_parallel:
             continue
         if shared._forward_hooks or "forward" in vars(shared):
             continue
@@ -66,7 +61,8 @@ def join_shared(model: nn.Module) -> int:
         if kind not in is_sum:
             is_sum[kind] = _is_sum(block, name)
         if is_sum[kind]:
-            last[0].reduce_results, last[0].op = False, LOCAL
+            last[0].reduce_results = False
+            last[0].serve_by(LOCAL)
             experts.shared = (shared,)  # in a tuple: a child of the block only
             setattr(block, name, Joined(shared).train(shared.training))
             count += 1

@@ -17,6 +17,7 @@ from torch import nn
 from ..linear import ColumnParallelLinear
 from ..shard import Shard, fill
 from ..verify.views import WeightView
+from ..weight_storage import Form
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -65,8 +66,8 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
         if not registered.is_meta:
             fill(registered, source)
 
-    def store_as_fp8(self) -> None:
-        raise ArgumentError(f"the layer's weight is {self.tied_to}: expected a weight of its own, for fp8")
+    def store_as(self, form: Form) -> None:
+        raise ArgumentError(f"the layer's weight is {self.tied_to}: expected a weight of its own, for {form.name}")
 
 
 def retie(model: nn.Module) -> None:

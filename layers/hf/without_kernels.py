@@ -26,8 +26,8 @@ def drop_kernels(skeleton: nn.Module) -> None:
 
 def _return_empty(layer: Any) -> None:
     layer.exchanged = lambda op, x, size: x.new_empty(size)
-    layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.weight.shape[0])
-    layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.weight.shape[0] // 2)
+    layer.local_product = lambda x, biased=True: x.new_empty(*x.shape[:-1], layer.local_shape[0])
+    layer.gated = lambda x: x.new_empty(*x.shape[:-1], layer.local_shape[0] // 2)
 
 
 def _return_like_tokens(experts: Any) -> None:

@@ -103,7 +103,7 @@ def attending(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
 
 
-def forget_behind(cache: Any, tokens: torch.Tensor) -> None:
+def drop_last_tokens(cache: Any, tokens: torch.Tensor) -> None:
     """Remove the last `tokens` [1] of each row from an engine's cache."""
     counts = ("cumulative_length", "indexer_cumulative_length")
     lengths = [getattr(layer, count) for layer in attending(cache) for count in counts if hasattr(layer, count)]
@@ -123,7 +123,7 @@ def cache_name(model: Any) -> str:
     return next((name for had in of_classes for name in ("cache", "past_key_values") if name in had), "past_key_values")
 
 
-def fits(cache: Any, shape: tuple, batch_size: int, max_length: int) -> bool:
+def is_compatible(cache: Any, shape: tuple, batch_size: int, max_length: int) -> bool:
     """Return whether `cache` is another engine's, of these sizes. It has a batch size once it is filled."""
     if getattr(cache, "shape", None) != shape:
         return False

@@ -137,7 +137,7 @@ class CompiledLayers:
                         torch._dynamo.mark_dynamic(each, dim)
         self._backend.has_stray_half = False
         try:
-            output, *known = self._compiled(layer, following, normed, name, *self._caches[index], args, given)
+            output, *known = self._compiled(layer, following, normed, name, self._caches[index], args, given)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             text = lines[: 1 + lines[0].endswith(":")]  # where torch raised, and its error
@@ -168,14 +168,16 @@ class CompiledLayers:
 
 
 def _run(
-    layer: Any, following: Any, normed: Any, name: str, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor,
+    layer: Any, following: Any, normed: Any, name: str, cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     args: tuple, kwargs: dict,
 ) -> tuple[Any, torch.Tensor, Any]:  # fmt: skip
     """Run a layer's forward, with its part of the cache as argument `name`, and the following norm: the compiled code.
 
+    `cache`: the keys, the values, and where the step begins.
+
     Returns the layer's output, the hidden states (some layers return them first in a tuple), and their norm.
     """
-    kwargs = {name: _LayerCache(keys, values, start), **kwargs}
+    kwargs = {name: _LayerCache(*cache), **kwargs}
     if following is None:
         output = type(layer).forward(layer, *args, **kwargs)
         return output, _hidden_of(output), None
@@ -234,7 +236,7 @@ class _Backend:
         if name == "inductor":
             # The kernel that rotates the query and those that write keys and values become one.
             self.options["config_patches"] = {"combo_kernels": True}
-            if platform.beside(device):
+            if platform.pdl_options(device):
                 from . import inductor_waits  # it imports inductor
 
                 self.options["config_patches"] |= inductor_waits.patches()

@@ -29,7 +29,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import ArgumentError
-from iris.memory.outputs import Kept
+from iris.memory.outputs import GraphOutputs
 import torch
 from torch import nn
 
@@ -49,9 +49,9 @@ from .arguments import (
 from .cache import (
     attending,
     cache_name,
-    fits,
-    forget_behind,
+    drop_last_tokens,
     has_windows,
+    is_compatible,
     known_empty,
     recurrent,
     shape_of,
@@ -59,11 +59,11 @@ from .cache import (
 )
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
-from .prompts import common_length, padded_behind, until
+from .prompts import common_length, pad_right, until
 from .requests import Request, checked_request
 from .rope_switch import RopeSwitch
 from .sampling import Sampler
-from .served import check_compilable, first_call, keeps_any_logits, wants_whole_masks
+from .served import check_compilable, first_call, keeps_any_logits, needs_full_masks
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -125,7 +125,7 @@ class Engine:
         options = {"graphs": graphs, "step_attention": step_attention, "compile": compile}
         crosses_hosts = check_engine(model, graphs, compile)
         compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
-        if cache is not None and not fits(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
+        if cache is not None and not is_compatible(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
             )
@@ -154,7 +154,7 @@ class Engine:
         # Shaped for a step's attention; with windows, or another attention, the model derives its own masks.
         config: Any = model.config
         own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
-        self._full_masks = wants_whole_masks(model)
+        self._full_masks = needs_full_masks(model)
         self._seen = self.mask[:, None, None] if own and not self._full_masks else self.mask
         self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
@@ -165,7 +165,7 @@ class Engine:
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
         self.prompts = Graphs(
             prompt_graphs if capturable and captures and not self._recurrent else 0,
-            around=partial(ctx.ops.outputs.keeping, Kept()),
+            around=partial(ctx.ops.outputs.keeping, GraphOutputs()),
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._cached = self._generated = 0  # tokens of each row in the cache, and in `output`, as the host counts them
@@ -276,7 +276,7 @@ class Engine:
             most = self.max_length - 1  # those that fill the cache are compiled apart
             longer = max(length, min(longer, most - most % self._step(batch)))
             if batch * longer <= _GRAPH_TOKENS:
-                prompts, mask = padded_behind(prompts, mask, longer)
+                prompts, mask = pad_right(prompts, mask, longer)
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
         with self._sharing.replaying() if self._sharing else nullcontext():
@@ -285,7 +285,7 @@ class Engine:
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of the prompts. `end` [1]: their length, where shorter than the tensor; the rest is padding."""
         batch, length = prompts.shape
-        prompts, mask = padded_behind(prompts, mask, self._sharable(batch, length))
+        prompts, mask = pad_right(prompts, mask, self._sharable(batch, length))
         keep = prompts.shape[1] - length + 1 if end is None else end - 1
         end = torch.full((1,), length, device=prompts.device) if end is None else end
         seen = (torch.arange(prompts.shape[1], device=prompts.device) < end).expand(prompts.shape)
@@ -298,7 +298,7 @@ class Engine:
         with known_empty(self.cache):
             logits = self._logits(prompts, self.mask if self._full_masks else mask, positions, keep)
         if not isinstance(keep, int) or keep > 1:  # the cache has the padding, too
-            forget_behind(self.cache, prompts.shape[1] - end)
+            drop_last_tokens(self.cache, prompts.shape[1] - end)
         return logits
 
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -310,7 +310,7 @@ class Engine:
 
     def _sharable(self, batch: int, length: int) -> int:
         """Return the next length at which ranks can share the tokens, if the model does and there are enough."""
-        if self._sharing is None or self._recurrent or not self._sharing.suits(batch * length):
+        if self._sharing is None or self._recurrent or not self._sharing.has_enough(batch * length):
             return length
         longer = -(-length // self._step(batch)) * self._step(batch)
         return longer if longer <= self.max_length else length

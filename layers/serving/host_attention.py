@@ -7,6 +7,7 @@ a GPU: its order is fixed, it is not fast. Keys count from the first that a row 
 from __future__ import annotations
 
 from iris import fixed_order
+from iris_ops.operators import OPERATORS
 import numpy as np
 import torch
 
@@ -58,12 +59,10 @@ def _attend(rows: np.ndarray, keys: np.ndarray, values: np.ndarray, shown: np.nd
     return sums / np.where(total == 0, np.float32(1), total)
 
 
-# One opaque operator for compilers, which cannot trace numpy.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define("host_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? mask=None) -> Tensor")
-_library.impl("host_attention", host_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "iris_ops::host_attention",
+# Compilers cannot trace numpy.
+OPERATORS.add(
+    "host_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? mask=None) -> Tensor",
+    host_attention,
     lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
-    lib=_library,
+    exact_strides=False,
 )

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from iris import platform
+from iris_ops.operators import OPERATORS
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -123,15 +124,9 @@ def _has_plans(device: torch.device) -> bool:
     return known and (torch.backends.cudnn.version() or 0) > _CUDNN
 
 
-# One opaque operator for compilers, which would choose a backend for all lengths.
-_library = torch.library.Library("iris_ops", "FRAGMENT")
-_library.define(
+# A compiler would choose one backend for all lengths.
+OPERATORS.add(
     "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None, bool invariant=False) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_library.impl("prefill_attention", prefill_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "iris_ops::prefill_attention",
+    prefill_attention,
     lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
-    lib=_library,
 )

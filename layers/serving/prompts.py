@@ -84,7 +84,7 @@ def common_length(batch: int, length: int, weights: float) -> int:
     return longer if batch * longer * weights <= _HOST_LIMITED else length
 
 
-def padded_behind(
+def pad_right(
     prompts: torch.Tensor, mask: torch.Tensor | None, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Right-pad both to [rows, length]; no prompt attends to new tokens. They attend to themselves, to avoid NaN."""

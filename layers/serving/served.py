@@ -98,7 +98,7 @@ def _biased_before_convolution(model: Any) -> str:
     return ""
 
 
-def wants_whole_masks(model: Any) -> bool:
+def needs_full_masks(model: Any) -> bool:
     """Return whether the model makes biases of its mask (ALiBi), which then has to be [rows, cache length]."""
     return getattr(model.config, "model_type", None) == "bloom" or bool(getattr(model.config, "alibi", False))
 

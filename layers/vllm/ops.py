@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from iris.errors import ClosedError
 from iris_ops.kernels.rmsnorm_epilogue import spans
+from iris_ops.operators import Operators
 from iris_ops.problem import ALL_REDUCE
 import torch
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _contexts: dict[str, Iris] = {}
 _kernels: dict[str, Callable] = {}
-_library = torch.library.Library("iris_vllm", "FRAGMENT")  # registrations last as long as this object
+_OPERATORS = Operators("iris_vllm")
 
 
 def serve(group: str, ctx: Iris) -> None:
@@ -75,11 +76,8 @@ def _all_reduce_norm(
 
 
 def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
-    # a compiler that changed a weight's layout would copy it in every step
-    _library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
     _kernels[name] = kernel
-    _library.impl(name, lambda *args: _kernels[name](*args), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"iris_vllm::{name}", fake, lib=_library)
+    _OPERATORS.add(name + schema, lambda *args: _kernels[name](*args), fake)
 
 
 _define(

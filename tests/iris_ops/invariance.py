@@ -18,6 +18,7 @@ from iris_ops.problem import (
     GATHER_MATMUL,
     MATMUL_GATHER,
     REDUCE_SCATTER,
+    Request,
     part_of,
     part_size,
     promised,
@@ -94,7 +95,7 @@ class Probe:
 
 def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     """One configuration of each kernel that a plan for the case may take."""
-    problem = requested_problem(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None)
+    problem = requested_problem(Request(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None))
     problem = promised(problem, ctx.invariant, None, case.bias)
     machine = machine_of(ctx.device)
     required = common_order(WAYS, replace(problem, M=0), machine)

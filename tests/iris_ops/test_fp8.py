@@ -7,13 +7,13 @@ from itertools import product
 import iris
 from iris import platform
 from iris_ops import FusedConfig
-from iris_ops.fp8 import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, Problem
+from iris_ops.quantised import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
 import pytest
 import torch
 import triton
@@ -93,10 +93,10 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
         b = apart(b)
     planned = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
     if config is None:
-        ours = weight_stream.streamable(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
+        ours = FP8_FORMAT.streamable(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
         assert (planned.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
-    streams = weight_stream.streamable(M, K) and dtype == BF16 and b.stride(1) == K
-    assert not ON_GPU or (weight_stream.supports(a, b) is None) == streams
+    streams = FP8_FORMAT.streamable(M, K) and dtype == BF16 and b.stride(1) == K
+    assert not ON_GPU or (weight_stream.supports(a, b, scale) is None) == streams
     rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
     rounds_rows &= M > weight_stream.MOST_ROWS or planned.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None

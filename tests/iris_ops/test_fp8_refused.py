@@ -64,7 +64,7 @@ def others_body(ctx: iris.Iris) -> None:
     with pytest.raises(DtypeError, match=r"B has dtype torch.float8_e4m3fn; expected one of .*float32$"):
         ctx.ops.matmul_all_gather(out, A[0], B[0])
     with pytest.raises(ArgumentError, match="matmul_all_gather: scale is given; expected None"):
-        torch_ops.product("matmul_all_gather", ctx, A[0], B[0], None, tuple(out.shape), None, scales[0])
+        torch_ops.product("matmul_all_gather", ctx, A[0], B[0], None, tuple(out.shape), scale=scales[0])
     with pytest.raises(ArgumentError, match="fp8 is True for matmul_all_gather; expected False, or one of"):
         ctx.ops.plan("matmul_all_gather", 2, 64, 128, BF16, fp8=True)
 

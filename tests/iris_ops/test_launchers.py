@@ -17,7 +17,6 @@ from iris import log, platform
 from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, launch
 from iris_ops.config import WITH_TORCH
-from iris_ops.fp8 import weight_stream
 from iris_ops.kernels.hopper import operands
 from iris_ops.launch import loading, supports
 from iris_ops.named import named
@@ -27,6 +26,7 @@ from iris_ops.planning.waves import gemm_tiles
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
+from iris_ops.quantised import weight_stream
 import pytest
 import torch
 

@@ -10,7 +10,7 @@ from iris_ops.planning import plan as engine
 from iris_ops.planning.ways import WAYS
 from iris_ops.planning.ways.lamport import Lamport
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
-from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, requested_problem
+from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, Request, requested_problem
 import pytest
 import torch
 
@@ -47,7 +47,7 @@ def launcher(rank, workspace, problem, config, tensors):
 
 
 def choose(*sizes, **more):
-    return engine.choose((*WAYS, Toy()), requested_problem(*sizes, 2, torch.bfloat16, **more), H200)
+    return engine.choose((*WAYS, Toy()), requested_problem(Request(*sizes, 2, torch.bfloat16, **more)), H200)
 
 
 def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
@@ -55,7 +55,7 @@ def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
     assert chosen.kernel == "toy" and chosen.reasons[1].startswith("toy 16x32x32 one_shot")
     assert chosen.explain().splitlines()[-1] == "chosen toy 16x32x32 one_shot, 4 warps"
     assert choose(MATMUL_GATHER, 16, 512, 256) == engine.plan(
-        requested_problem(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16), H200
+        requested_problem(Request(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16)), H200
     )
 
 

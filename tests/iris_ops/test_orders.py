@@ -8,18 +8,17 @@ from iris.errors import ArgumentError
 from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig, sum_tree
 from iris_ops.local import skinny_matmul
-from iris_ops.planning import orders
-from iris_ops.planning.needs import ROWS_ALIKE, Sums
+from iris_ops.planning import orders, sums
 from iris_ops.planning.plan import plan, way_named
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, requested_problem
+from iris_ops.problem import GATHER_MATMUL, SUMS, Problem, Request, requested_problem
 import pytest
 import torch
 
 from tests.reference import FORMS
 
 MACHINES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "AMD Instinct MI300X": 304, "NVIDIA A100": 108, INTERPRETER: 1}
-BATCH = Sums(ROWS_ALIKE, "batch")
+BATCH = sums.Sums(sums.ROWS_ALIKE, sums.BATCH)
 ROWS = (1, 3, 16, 17, 64, 65, 128, 200, 256, 512, 1000, 4096, 16384, 60000)
 
 
@@ -56,7 +55,9 @@ def test_plans_of_any_number_of_rows_share_an_order(name):
             and "gather" not in op[-7:]
             and rng.random() < 0.3
         )
-        problems = [requested_problem(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch") for M in ROWS]
+        problems = [
+            requested_problem(Request(op, M, N, K, world, dtype, form or None, BY_FLAG[fp8], "batch")) for M in ROWS
+        ]
         distinct = {order_of(problem, machine) for problem in problems}
         assert len(distinct) == 1 and None not in distinct, f"{problems[0]} on {name}: {[*map(str, distinct)]}"
 
@@ -76,7 +77,9 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
                 given = {"k_per_rank": k_per_rank} if op in SUMS else {}
                 if form == "k" and K // world % 256:
                     continue  # no whole blocks: an error, see below
-                problem = requested_problem(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                problem = requested_problem(
+                    Request(op, M, *sizes, world, dtype, form or None, invariant="ranks", **given)
+                )
                 distinct.add(order_of(problem, machine))
         assert len(distinct) == 1 and None not in distinct, (
             f"{op} {form}, N {N}, K {K} on {name}: {[*map(str, distinct)]}"
@@ -86,4 +89,4 @@ def test_plans_of_any_number_of_ranks_share_an_order(name, dtype):
 @pytest.mark.parametrize("invariant", ["rows", True, 1, ["batch"]])
 def test_another_level_is_refused(invariant):
     with pytest.raises(ArgumentError, match="invariant is"):
-        requested_problem("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant)
+        requested_problem(Request("matmul_all_reduce", 1, 16, 16, 2, torch.bfloat16, invariant=invariant))

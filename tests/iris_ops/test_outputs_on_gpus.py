@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import iris
-from iris.memory.outputs import Kept
+from iris.memory.outputs import GraphOutputs
 from iris_ops import torch_ops
 from iris_ops.problem import ALL_REDUCE
 import pytest
@@ -92,7 +92,7 @@ def test_more_outputs_than_the_heap_has_room_for(world_size: int) -> None:
 
 def captured(ctx: iris.Iris) -> None:
     """Two calls in a graph, the first's output gone when the second is captured; eager calls between replays."""
-    product, storage = Product(ctx, ALL_REDUCE), Kept()
+    product, storage = Product(ctx, ALL_REDUCE), GraphOutputs()
     A, B = product.inputs.A[ctx.cur_rank].clone(), product.inputs.B[ctx.cur_rank]
     bias = torch.zeros_like(product.inputs.bias[0])
     exact = product.exact - product.inputs.bias[0].double()

@@ -16,7 +16,16 @@ from iris_ops.planning.candidates import fitting
 from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for, way_named, workspace_size
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, Problem, requested_problem
+from iris_ops.problem import (
+    ALL_REDUCE,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    OPS,
+    REDUCE_SCATTER,
+    Problem,
+    Request,
+    requested_problem,
+)
 import pytest
 import torch
 
@@ -171,7 +180,7 @@ def test_collectives_have_a_most_that_they_move(op: str, rows: int) -> None:
 
 def test_an_odd_number_of_gates_and_ups_is_refused() -> None:
     with pytest.raises(ArgumentError, match="N is 7 for all_gather_matmul_gated; expected an even number"):
-        requested_problem("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16)
+        requested_problem(Request("all_gather_matmul_gated", 2048, 7, 64, 2, torch.bfloat16))
 
 
 # --- as the ops use it -----------------------------------------------------------------------------------------------
@@ -227,10 +236,12 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
 def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
-    chosen = plan(requested_problem(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=FP8_FORMAT), H200)
+    chosen = plan(
+        requested_problem(Request(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=FP8_FORMAT)), H200
+    )
     assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
     others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
     for machine, dtype in others:
-        problem = requested_problem(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=FP8_FORMAT)
+        problem = requested_problem(Request(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=FP8_FORMAT))
         assert plan(problem, machine).algorithm == "sequential"

@@ -10,7 +10,7 @@ from iris.machines import machine_named
 from iris_ops import FusedConfig
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, requested_problem
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem, Request, requested_problem
 from iris_tp.bench.rows import CALLS
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_t
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:
         sizes, taken = (row["M"], row["N"], row["K"]), row["us"]["fp8"]
-        problem = requested_problem(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, weights=FP8_FORMAT)
+        problem = requested_problem(Request(ALL_REDUCE, *sizes, report["world"], torch.bfloat16, weights=FP8_FORMAT))
         chosen = plan(problem, machine)
         assert chosen.algorithm != "sequential", sizes
         if abs(chosen.prediction.total_us / taken - 1) > 0.2:

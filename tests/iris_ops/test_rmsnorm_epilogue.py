@@ -8,7 +8,7 @@ from iris_ops import FusedConfig, torch_ops  # noqa: F401  (which registers oper
 from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
 from iris_ops.planning import needs
 from iris_ops.planning.plan import way_for
-from iris_ops.problem import NORM, requested_problem
+from iris_ops.problem import NORM, Request, requested_problem
 import pytest
 import torch
 
@@ -66,7 +66,7 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, inside) -> list[t
     exact = torch.einsum("rmk,rkn->mn", A.double(), B.double()) + residual.double()
     exact = exact if bias is None else exact + bias.double()
     norm = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    problem, digest = requested_problem(NORM, M, N, K, ctx.num_ranks, dtype), None
+    problem, digest = requested_problem(Request(NORM, M, N, K, ctx.num_ranks, dtype)), None
     chosen = config or ctx.ops.plan(NORM, M, N, K, dtype)
     assert inside in (None, ends_with_norm(problem, chosen))
     mine = A[ctx.cur_rank], B[ctx.cur_rank].t().contiguous().t(), residual, weight, bias

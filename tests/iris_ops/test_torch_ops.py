@@ -45,7 +45,7 @@ def same_bits_body(ctx) -> None:
             getattr(ctx.ops, op)(out, A, B, b)
             for result in (
                 registered(op)(A, B, b, size, ctx.group_name, mean_part),
-                torch_ops.product(op, ctx, A, B, b, size, mean_part),
+                torch_ops.product(op, ctx, A, B, b, size, torch_ops.Parts(mean_part)),
             ):
                 held.append((op, result, out))
                 for earlier, result, out in held:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from iris import platform
 from iris.device.tracing import PRODUCT, PUSH, SIGNAL, SUM
 from iris_ops import FusedConfig
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, Problem
+from iris_ops.quantised import scaled_matmul
 import numpy as np
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from layers.checkpoint.buffers import Staging
 from layers.checkpoint.files import Checkpoint
 from layers.experts import part_of_experts
 from layers.formats import bits, weight_format
+from layers.formats.coded import coded
 from layers.formats.nvfp4 import Nvfp4
 from layers.formats.registry import SCHEMES, scheme_of
 from layers.formats.scheme import contents
+from layers.formats.weight_format import Coding
 from layers.shard import even_unit, in_units, plain
 import pytest
 from safetensors.torch import save_file
@@ -83,6 +86,64 @@ def test_every_cut_has_the_numbers_of_the_whole(tmp_path: Path, name: str) -> No
                     rounded = exact[slice(*own)].float().to(torch.bfloat16)
                     tie = 2**-7 if "nvfp4" in name else 0  # of two roundings of its scales to float32
                     assert torch.allclose(result, rounded, rtol=tie, atol=0), (world, rank)
+
+
+MEANINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "e4m3": lambda codes: codes.double(),
+    "e2m1": lambda codes: written_formats.E2M1[codes.long()],
+    "int4": lambda codes: codes.double() - 8,
+}
+# What each format's codes are, and the entries of a row that share a scale: "K" for all.
+CODINGS: dict[str, tuple[str, int | str]] = {
+    **dict.fromkeys(("fp8_block", "fp8_block_bf16", "fp8_block_e8m0", "ct_fp8_block"), ("e4m3", 128)),
+    **dict.fromkeys(("fp8_tensor_static", "fbgemm_fp8", "ct_fp8_channel", "ct_fp8_tensor", "modelopt_fp8"),
+                    ("e4m3", "K")),
+    "ct_mxfp8": ("e4m3", 32), "ct_mxfp4": ("e2m1", 32), "ct_int4_32": ("int4", 32), "ct_int4_channel": ("int4", "K"),
+    "gptq": ("int4", 32), "awq_symmetric": ("int4", 32),
+}  # fmt: skip
+UNCODED = {
+    "ct_nvfp4": "two factors", "modelopt_nvfp4": "two factors", "ct_int4_zeros": "zero points", "awq": "zero points",
+    "ct_int8_128": "8 bits", "ct_int8": "8 bits", "gptq_v2": "8 bits", "gptq_ordered": "ordered",
+}  # fmt: skip
+
+
+def coded_numbers(source: Any, rows: tuple[int, int], columns: tuple[int, int], group: int) -> torch.Tensor:
+    """The numbers of a part, from its codes and scales by the definitions in this file."""
+    out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), torch.nan, dtype=torch.float64)
+    for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group):
+        assert codes.shape == (b - a, d - c) and scales.shape == (b - a, -(-(d - c) // group)) and c % 128 == 0
+        by_entry = scales.double().repeat_interleave(group, 1)[:, : d - c]
+        out[a:b, c:d] = MEANINGS[source.coding.element](codes) * by_entry
+    return out
+
+
+@alone
+@pytest.mark.parametrize("name", CODINGS)
+def test_codes_and_scales_of_every_cut_are_the_stored_ones(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(weight_format, "_PIECE", 5000)
+    rows, columns = sizes_of(name)[0] if "awq" not in name else (16, 704)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 2, columns)
+    source, exact = opened(tmp_path, name, weight)
+    element, group = CODINGS[name]
+    group = columns if group == "K" else group
+    assert source.coding == Coding(element, group, source.tensors["scale"].dtype)
+    for world in range(1, 5):
+        for rank in range(world):
+            cut = in_units(columns, world, rank, 16).ranges[0]
+            for own in ((0, rows), plain(rows, world, rank).ranges[0]):
+                finer = math.gcd(group, cut[0]) if group < columns else columns
+                result = coded_numbers(source, own, cut, finer)
+                assert torch.allclose(result, exact[slice(*own), slice(*cut)], rtol=1e-12, atol=0), (world, rank)
+    if group < columns:
+        with pytest.raises(ValueError, match="the stored groups are of"):
+            list(coded(source, (slice(0, 4), slice(group // 2, None)), group))
+
+
+@alone
+@pytest.mark.parametrize("name", UNCODED)
+def test_weights_that_are_no_code_times_a_scale_say_why(tmp_path: Path, name: str) -> None:
+    source, _ = opened(tmp_path, name, torch.randn(16, 768))
+    assert UNCODED[name] in source.coding
 
 
 @alone
@@ -250,14 +311,15 @@ def test_experts_that_are_stored_as_one_have_blocks_for_gates_and_for_ups(tmp_pa
 
 
 def shifted(stored: Callable) -> Callable:
-    def block_of(span, size, device):
-        return torch.clamp(stored(span, size, device) + 1, max=bits.blocks(span, size)[1] - span[0] // size - 1)
+    def block_of(span, size, device, step=1):
+        return torch.clamp(stored(span, size, device, step) + 1, max=bits.blocks(span, size)[1] - span[0] // size - 1)
 
     return block_of
 
 
 FAULTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "a scale's index off by one block": ("fp8_block", "layers.formats.fp8.block_of", shifted),
+    "a scale's index off by one block": ("fp8_block", "layers.formats.bits.block_of", shifted),
+    "a kept scale's index off by one block": ("fp8_block", "layers.formats.weight_format.block_of", shifted),
     "a group's index off by one": ("ct_int4_32", "layers.formats.integers.block_of", shifted),
     "nibbles swapped": (
         "ct_mxfp4", "layers.formats.mxfp4.nibbles", lambda right: lambda b: right(b.view(torch.uint8) << 4 | b >> 4),
@@ -276,8 +338,13 @@ def test_planted_faults_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import importlib
 
     monkeypatch.setattr(place, wrong(getattr(importlib.import_module(module), attribute)))
-    with pytest.raises(AssertionError):
-        test_every_cut_has_the_numbers_of_the_whole(tmp_path, name)
+    (tmp_path / "coded").mkdir()
+    if "kept" not in fault:
+        with pytest.raises(AssertionError):
+            test_every_cut_has_the_numbers_of_the_whole(tmp_path, name)
+    if "kept" in fault or "nibbles" in fault:
+        with pytest.raises(AssertionError):
+            test_codes_and_scales_of_every_cut_are_the_stored_ones(tmp_path / "coded", monkeypatch, name)
 
 
 @alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from iris.errors import ArgumentError
 import layers
 from layers import ColumnParallelLinear, RowParallelLinear
+from layers.weight_storage import FORMS
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def made(ctx) -> dict[str, nn.Module]:
         "qkv": layers.QKVParallelLinear.from_linear([linear, linear, linear], 4, 2, 2, ctx=ctx),
     }
     found["in fp8"] = column(linear, ctx=ctx)
-    found["in fp8"].store_as_fp8()
+    found["in fp8"].store_as(FORMS["fp8"])
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from iris.errors import ArgumentError
 import layers
 from layers.serving import attention
-from layers.serving.cache import forget_behind
+from layers.serving.cache import drop_last_tokens
 import pytest
 import torch
 
@@ -58,6 +58,6 @@ def test_what_is_forgotten_is_so_by_the_indexer_too() -> None:
     for index in range(len(cache.layers)):
         cache.update(torch.ones(1, 1, 9, 8), torch.ones(1, 1, 9, 8), index)
         cache.update_indexer(torch.ones(1, 9, 16), index)
-    forget_behind(cache, torch.tensor([3]))
+    drop_last_tokens(cache, torch.tensor([3]))
     assert [int(layer.cumulative_length) for layer in cache.layers] == [6] * len(cache.layers)
     assert [int(layer.indexer_cumulative_length) for layer in cache.layers] == [6] * len(cache.layers)

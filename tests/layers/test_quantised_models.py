@@ -8,12 +8,13 @@ from typing import Any
 from iris.errors import CheckpointError
 import layers
 from layers.checkpoint.buffers import Staging
+from layers.weight_storage import Quantised
 import pytest
 from safetensors.torch import load_file
 import torch
 from torch import nn
 
-from tests.harness import UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
+from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
 from tests.layers import models, written_formats
 
 pytest.importorskip("transformers")
@@ -53,9 +54,22 @@ CASES = [
     ("ct_mxfp8", "dense", 2), ("ct_mxfp4", "deepseek", 2), ("ct_nvfp4", "dense", 3), ("ct_int4_32", "deepseek", 2),
     ("ct_int4_zeros", "groups128", 3), ("ct_int4_channel", "dense", 2), ("ct_int8_128", "groups128", 4),
     ("ct_int8", "dense", 2), ("modelopt_fp8", "dense", 2), ("modelopt_nvfp4", "dense", 2), ("awq", "dense", 3),
-    ("gptq", "dense", 3), ("gptq_v2", "groups128", 2), ("gptq_ordered", "dense", 2), ("mxfp4", "gpt_oss", 4),
-    ("ct_int4_32", "experts192", 1), ("fp8_with_fp4_experts", "deepseek", 3),
+    ("gptq", "dense", 3), ("awq_symmetric", "dense", 2),
+    ("gptq_v2", "groups128", 2), ("gptq_ordered", "dense", 2), ("mxfp4", "gpt_oss", 4),
+    ("ct_int4_32", "experts192", 1),
+    ("fp8_with_fp4_experts", "deepseek", 3),
 ]  # fmt: skip
+
+
+# The packings in which linears keep each format: "fp8" and "int4" where a row has one scale. Others are widened.
+KEPT: dict[str, set[str]] = {
+    **dict.fromkeys(("fp8_block", "fp8_block_bf16", "fp8_block_e8m0", "ct_fp8_block", "fp8_with_fp4_experts"),
+                    {"fp8_block", "fp8"}),
+    "ct_mxfp8": {"fp8_block"},
+    **dict.fromkeys(("fp8_tensor_static", "fbgemm_fp8", "ct_fp8_channel", "ct_fp8_tensor", "modelopt_fp8"), {"fp8"}),
+    "ct_mxfp4": {"mxfp4"},
+    **dict.fromkeys(("ct_int4_32", "ct_int4_channel", "gptq", "awq_symmetric"), {"int4"}),
+}  # fmt: skip
 
 
 def built(name: str) -> nn.Module:
@@ -79,10 +93,22 @@ def written(folder: Path, format: str, name: str) -> tuple[Path, Path]:
     return folder, folder.with_name("quantised-exact")
 
 
-def loaded_body(ctx, folder: str) -> tuple[torch.Tensor, int, str]:
-    model = layers.from_pretrained(folder, ctx, dtype=torch.float32)
-    assert not hasattr(model.config, "quantization_config")
-    return models.logits(model, ctx.device).cpu(), model.parallel_report.bytes, model.parallel_report.widened
+def loaded_body(ctx, folder: str) -> tuple[torch.Tensor, torch.Tensor, list[int], str, dict[str, str]]:
+    kept, widened = (
+        layers.from_pretrained(folder, ctx, dtype=torch.float32, weights=weights, verify=weights is None)
+        for weights in (None, "widened")
+    )
+    assert not hasattr(kept.config, "quantization_config")
+    assert all(row.error <= 1 for row in kept.parallel_report.verified)
+    assert " kept as stored" not in widened.parallel_report.widened
+    forms = {
+        name: module.storage.form.name
+        for name, module in kept.named_modules()
+        if isinstance(getattr(module, "storage", None), Quantised)
+    }
+    sizes = [each.parallel_report.bytes for each in (kept, widened)]
+    logits = (models.logits(each, ctx.device).cpu() for each in (kept, widened))
+    return *logits, sizes, kept.parallel_report.widened, forms
 
 
 @pytest.mark.parametrize("format, name, world_size", [case for case in CASES if case[2] in WORLDS or UNDER_TORCHRUN])
@@ -96,12 +122,18 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
     double = models.logits(whole.double())
     own = (single - double).abs().max()
     results = run_ranks(WORLDS[0] if UNDER_TORCHRUN else world_size, loaded_body, str(folder))
-    for result, _, line in results:
-        assert (result - double).abs().max() <= 4 * own, (result - double).abs().max() / own
-        assert line.startswith("weights in ") and "widened to float32: " in line
+    for kept, widened, _, line, forms in results:
+        assert (kept - double).abs().max() <= 4 * own, (kept - double).abs().max() / own
+        if not ON_GPU:  # each product of a kept weight is that of the numbers that it stands for
+            assert torch.equal(kept, widened)
+        assert {form.split()[0] for form in forms.values()} <= KEPT.get(format, set()), forms
+        assert bool(forms) == (format in KEPT), (forms, line)
+        assert ("kept as stored, in " in line) == bool(forms)
+        assert "widened to float32 (" in line or (bool(forms) and name != "gpt_oss")
     if name in ("gpt_oss", "groups128", "experts192") and format != "fp8_block":
-        sizes = [size for _, size, _ in results]
-        assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
+        for way in (0, 1):
+            sizes = [result[2][way] for result in results]
+            assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
 
 
 def both_body(ctx, folder: str, exact: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,10 +177,12 @@ def test_fp8_by_channel_or_tensor_is_kept_as_stored(tmp_path: Path, format: str,
     own = (single - models.logits(whole.double())).abs().max()
     for result, line, held in run_ranks(world_size, kept_body, str(folder)):
         assert len(held) == 7
-        if format == "fp8_block":
-            assert "7 weights rounded again, to fp8 by channel" in line
+        assert "widened" not in line
+        if format == "fp8_block":  # one layer is cut inside 32 entries
+            assert line.startswith("6 weights kept as stored, in fp8_block by 128, fp8_block by 32: ")
+            assert line.endswith("; 1 weights rounded again, to fp8")
             continue
-        assert line.startswith("7 weights kept in fp8 as stored") and "widened" not in line
+        assert line.startswith("7 weights kept as stored, in fp8: ")
         for name, (codes, scale, dim, ranges) in held.items():
             whole_codes = stored[f"{name}.weight"].view(torch.uint8)
             assert torch.equal(codes, torch.cat([whole_codes.narrow(dim, a, b - a) for a, b in ranges], dim)), name

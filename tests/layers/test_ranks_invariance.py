@@ -7,6 +7,7 @@ from iris.errors import IrisError
 from iris_tp import verify_ranks
 import layers
 from layers.shard import Shard
+from layers.weight_storage import FORMS
 import pytest
 import torch
 
@@ -92,7 +93,7 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
         yield lambda: layers.RowParallelLinear(128, 16, reduce_results=False, ctx=ctx)
         yield lambda: layers.RowParallelLinear(256, 16, parts=(Shard(256, (own,)),), ctx=ctx)
         yield lambda: layers.RowParallelLinear(256, 16, parts=(Shard(256, (own,), depths=(100, 156)),), ctx=ctx)
-        yield row.store_as_fp8
+        yield lambda: row.store_as(FORMS["fp8"])
         yield lambda: layers.parallelize(models.build("leaves"), ctx, weights="fp8")
         yield lambda: layers.parallelize(models.build("leaves"), ctx, sequence_parallel=True)
         yield lambda: layers.parallelize(mixture, ctx)

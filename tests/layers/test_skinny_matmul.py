@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.fp8 import scaled_matmul
 from iris_ops.kernels.rmsnorm_epilogue import first_half
 from iris_ops.local import skinny_matmul
+from iris_ops.quantised import scaled_matmul
 import layers
 from layers.hf.gated_mlp import GatedMLP
 import pytest

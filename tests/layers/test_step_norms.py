@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from iris_ops.fp8.scaled_matmul import restored
 from iris_ops.kernels.rmsnorm_epilogue import first_half, second_half
 from iris_ops.local import skinny_matmul
 from iris_ops.ops import Ops
+from iris_ops.quantised.scaled_matmul import restored
 import layers
 from layers.serving import step_norms
 from layers.sharded import ShardedLinear

@@ -172,8 +172,8 @@ def int8(weight: torch.Tensor) -> Written:
     return {".weight": (codes - 128).to(torch.int8), ".weight_scale": scales}, exact
 
 
-def awq(weight: torch.Tensor, group: int) -> Written:
-    codes, zeros, scales, exact = grouped(weight, 4, even_order(weight.shape[1], group), False, torch.float16)
+def awq(weight: torch.Tensor, group: int, symmetric: bool = False) -> Written:
+    codes, zeros, scales, exact = grouped(weight, 4, even_order(weight.shape[1], group), symmetric, torch.float16)
     places = (0, 4, 1, 5, 2, 6, 3, 7)
     return {
         ".qweight": words(codes.t(), 4, places),
@@ -285,6 +285,10 @@ FORMATS: dict[str, Format] = {
     ),
     "awq": Format(
         lambda w: awq(w, 32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    ),
+    "awq_symmetric": Format(
+        lambda w: awq(w, 32, True),
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
     ),
     "gptq": Format(lambda w: gptq(w, 4, 32, 1, False), _GPTQ | {"desc_act": False, "checkpoint_format": "gptq"}),

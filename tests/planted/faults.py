@@ -116,7 +116,7 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
         ("a reduce-scatter by flags has one half", "flags_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
     ),
     "iris_ops/kernels/lamport_matmul.py": (
-        ("a rank without rows hears from nobody", "lamport_matmul_kernel", "exchange.hear_from_peers(...)",
+        ("a rank without rows hears from nobody", "lamport_matmul_kernel", "exchange.wait_for_peers(...)",
          "None", LAMPORT),
         ("few rows do not advance their epoch", "lamport_matmul_kernel", "advance(...)", "None", LAMPORT),
     ),
@@ -128,7 +128,7 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
          "None", ("tests/iris/test_transfers.py::test_elements_like_the_sentinel_are_awaited",)),
     ),
     "iris_ops/with_torch/copy_gather.py": (
-        ("copies begin before the peers have entered", "again", "workspace.meet()",
+        ("copies begin before the peers have entered", "again", "workspace.rendezvous()",
          "None", ("tests/iris_ops/test_copy_gather.py",)),
     ),
     "iris/ccl/workspace.py": (

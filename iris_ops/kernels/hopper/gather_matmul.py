@@ -8,14 +8,14 @@ store silu(A @ first) * (A @ second). With one rank it is a product without an e
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from iris import platform
 from iris.device import arch
 from iris.device.context import own_context
 from iris.device.function import device_function
 from iris.device.sync import wait
-from iris.device.waits import WAITERS
+from iris.device.waits import waiter_number
 from iris.launch import relaunch
 from iris.triton_private import aggregate, async_load, base_value
 import torch
@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 import triton.language as tl
 
 from ...config import FusedConfig
+from ...operands import Operands
 from ...planning.needs import GATE
 from ...planning.waves import gemm_tiles
 from ...problem import Problem
@@ -161,18 +162,24 @@ def hopper_gather_matmul_kernel(
     )
 
 
-def product(
-    ctx: "Rank", calls: relaunch.Calls, kernels: dict, problem: Problem, config: FusedConfig, out: torch.Tensor,
-    A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-    flags: torch.Tensor, passed: torch.Tensor,
-) -> Callable[[], None]:  # fmt: skip
-    """A function that launches the kernel on tensors at these addresses; `A` is this rank's rows, `gathered` has all.
+class Rows(NamedTuple):
+    """The gathered rows of A, and the flags by which they arrive: `flags` of each rank, equal to `passed`."""
 
-    Where the product is gated, B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N]. `calls` and
-    `kernels` keep what is known of earlier launches.
+    gathered: torch.Tensor
+    flags: torch.Tensor
+    passed: torch.Tensor
+
+
+def product(
+    rank: "Rank", calls: relaunch.Calls, problem: Problem, config: FusedConfig, tensors: Operands, rows: Rows
+) -> Callable[[], None]:
+    """Return a function that launches the kernel on tensors at these addresses; `A` is this rank's rows.
+
+    Where the product is gated, B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N].
     """
+    out, A, B, bias, _ = tensors
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
-    traced = ctx.recording
+    traced = rank.recording
     key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
     again = calls.moved(key)
 
@@ -181,24 +188,38 @@ def product(
         if again is not None and again():
             return
         args = dict(
-            flags=flags, passed=passed, ctx_ptr=ctx.get_device_context(), part_rows=problem.part_rows,
-            world=World(problem.world_size, WAITERS.index(problem.called_op), traced),
-            **_arguments(problem, config, out, A, gathered, B, bias),
+            flags=rows.flags, passed=rows.passed, ctx_ptr=rank.get_device_context(), part_rows=problem.part_rows,
+            world=World(problem.world_size, waiter_number(problem.called_op), traced),
+            **_arguments(problem, config, tensors, rows.gathered),
         )  # fmt: skip
-        programs = platform.num_programs(ctx.device)
+        programs = platform.num_programs(rank.device)
         grid = min(gemm_tiles(problem, config), config.num_programs or programs, programs), 1, 1
         options = dict(num_warps=config.num_warps)
-        launched = relaunch.launch(kernels, ctx.device, hopper_gather_matmul_kernel, grid, args, addresses, **options)
+        kernel = hopper_gather_matmul_kernel
+        launched = relaunch.launch(calls.kernels, rank.device, kernel, grid, args, addresses, **options)
         calls.keep(key, None, launched)
         again = launched and launched.again
 
     return launch
 
 
-def _arguments(
-    problem: Problem, config: FusedConfig, out: torch.Tensor, A: torch.Tensor, gathered: torch.Tensor, B: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> dict:  # fmt: skip
+def multiply_alone(rank: "Rank", problem: Problem, config: FusedConfig, tensors: Operands) -> None:
+    """Launch the kernel for a product without an exchange."""
+    alone = rank.once(_Alone)
+    product(rank, alone.calls, problem, config, tensors, Rows(tensors.A, alone.nothing, alone.nothing))()
+
+
+class _Alone:
+    """Earlier launches for products without an exchange, and flags that no program awaits."""
+
+    def __init__(self, rank: "Rank") -> None:
+        self.calls = relaunch.Calls(4)
+        self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
+        rank.on_change.append(self.calls.forget)
+
+
+def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
+    out, A, B, bias, _ = tensors
     args = operands.arguments(A, B, bias, config, folds=False)
     if problem.epilogue is GATE:
         stored = as_stored(B)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext, own_context
-from iris.device.lamport import load_bases, put, remote, take, take_found, without_sentinel
+from iris.device.lamport import load_bases, put, remote, take, take_loaded, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from iris.triton_private import aggregate, base_value
@@ -152,7 +152,7 @@ class Pair:
         ctx, shared, C, peer = self.ctx, self.shared, self.C, 1 - self.ctx.rank
         for part in range(shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)
-            total, waited = take_found(
+            total, waited = take_loaded(
                 ctx, values[0], place, mask, peer, self.epoch, self.WAITER, shared.product.dtype, LANES=False
             )
             if shared.PARTS > 1:

@@ -121,7 +121,7 @@ class Leaves:
 
 
 @triton.constexpr_function
-def _halves_behind(leaf):
+def _sums_that_end_with(leaf):
     """How many sums end with leaf number `leaf` of a power of two, beside its own."""
     leaf = getattr(leaf, "value", leaf)
     return (~leaf & leaf + 1).bit_length() - 1
@@ -311,7 +311,7 @@ def multiply_tiles(
                 steps = leaves.steps(leaf)
                 product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
                 total = product.to(finished.dtype)
-                for _j in gl.static_range(_halves_behind(leaf)):
+                for _j in gl.static_range(_sums_that_end_with(leaf)):
                     total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)
                     waiting = waiting[1:]
                 waiting = (total,) + waiting

@@ -13,9 +13,9 @@ from ..candidates import copy_gather_configs
 from ..needs import GATE, PLAIN, Epilogue
 from ..orders import Order, of_library
 from ..overlap_model import specialised_refused
-from ..product_model import product_us
+from ..product_model import library_us_in_turn
 from ..tile_model import tile_us
-from ..torch_model import expected_in_turn, gate_us, library_refused
+from ..torch_model import gate_us, library_refused
 from ..way import Sizes, Way
 from ..weights import SCALED_AT_END
 
@@ -137,10 +137,7 @@ def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple
     for rank in range(w):
         steps = [rows_of(problem, rank, step) for step in steps_of(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        if problem.sums.promised:
-            products = [product_us(m, problem.N, problem.K, problem, machine) for m in rows]
-        else:
-            products = expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)
+        products = library_us_in_turn(rows, problem, machine)
         us, sent, done = barrier + products[0], barrier, 1
         for step, there in zip(steps_of(problem, config), steps, strict=True):
             sent += len(step) * copy

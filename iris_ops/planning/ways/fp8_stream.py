@@ -1,4 +1,4 @@
-"""Few rows by fp8 weights, widened in registers (`fp8/lamport_stream.py`)."""
+"""Few rows by quantised weights, widened in registers (`quantised/lamport_stream.py`)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..needs import ANY_ORDER, Epilogue
+from ..needs import LINE, Epilogue
 from ..orders import Order
 from ..overlap_model import unhidden
-from ..weights.fp8 import FP8_FORMAT, LINE, stream_refused, stream_us
+from ..sums import ANY_ORDER
+from ..weights import FORMATS
+from ..weights.streams import stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
-LAMPORT_FP8 = "fp8.lamport_stream"
+LAMPORT_FP8 = "quantised.lamport_stream"
 # What its kernel chooses for itself; or, where a rank's operands do not lie as they must, the tile in its place.
 FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot", kernel=LAMPORT_FP8)
 
 
 class Fp8Stream(Lamport):
-    """The rows of A stay as they are. Sums of rows alike are not its: more rows would be rounded."""
+    """The rows of A stay as they are. Sums of rows alike are not its: more rows are multiplied otherwise."""
 
     kernel = LAMPORT_FP8
-    launcher = "fp8.lamport_stream:launcher"
-    supports = "fp8.lamport_stream:supports"
-    options = "fp8.weight_stream:options"
+    launcher = "quantised.lamport_stream:launcher"
+    supports = "quantised.lamport_stream:supports"
+    options = "quantised.weight_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
-    weights = frozenset((FP8_FORMAT,))
+    weights = frozenset(w for w in FORMATS if w.widening)
     sums = frozenset((ANY_ORDER,))
     fallback = LAMPORT
 
@@ -36,7 +38,8 @@ class Fp8Stream(Lamport):
         return stream_refused(problem, machine) or unhidden(problem)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        return problem.weights in self.weights and problem.weights.streams(problem) and config.algorithm == "one_shot"
+        own = config.algorithm == "one_shot" and config.kernel in ("", self.kernel)
+        return own and problem.weights in self.weights and problem.weights.streams(problem)
 
     def rounds_rows(self, problem: Problem) -> bool:
         return False

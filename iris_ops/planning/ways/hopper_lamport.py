@@ -10,8 +10,9 @@ from iris.machines import Machine
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ..candidates import specialised
-from ..needs import ANY_ORDER, PLAIN, RANKS_ALIKE, ROWS_ALIKE
+from ..needs import PLAIN
 from ..overlap_model import leaf_ends, specialised_refused, unhidden
+from ..sums import ANY_ORDER, RANKS_ALIKE, ROWS_ALIKE
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes

@@ -16,8 +16,8 @@ from ...config import FusedConfig, Prediction
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, Problem
 from ..needs import PLAIN
 from ..orders import Order, of_library
-from ..product_model import product_us
-from ..torch_model import expected_us, library_refused
+from ..product_model import library_us
+from ..torch_model import library_refused
 from ..way import Sizes, Way
 from ..weights import SCALED_AT_END
 
@@ -75,10 +75,7 @@ class Sequential(Way):
 
 def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Return the microseconds of the product, of the collective, and of both."""
-    if problem.sums.promised:
-        gemm = product_us(*problem.gemm, problem, machine)
-    else:
-        gemm = expected_us(*problem.gemm, machine, weights=problem.weights)
+    gemm = library_us(problem, machine)
     moved = collectives.plan(_collective(problem), Config(), machine.links).expected_us
     return gemm, moved, gemm + moved + _BETWEEN_US
 

@@ -11,8 +11,8 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, SUMS, Problem
 from .. import interpreted
 from ..candidates import narrow, tiled, tree_tiles
-from ..needs import RANKS_ALIKE
 from ..overlap_model import hops, leaf_ends
+from ..sums import RANKS_ALIKE
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes, Way
 from ..workspace_size import exchange_ld, exchanged_part
@@ -38,6 +38,20 @@ class Tree(Way):
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         tree = problem.tree
         return tree is not None and config.lamport and not (config.warp_specialised and tree.halved)
+
+    def refuses_config(self, problem: Problem, config: FusedConfig) -> str | None:
+        if config.warp_specialised:
+            return (
+                "config.warp_specialised is True; with invariant='ranks' expected False, but for two ranks of which"
+                " each has half of the leaves of K"
+            )
+        least = problem.world_size**2
+        if config.algorithm == "two_shot" and problem.M < least:
+            return (
+                f"config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected 'one_shot' below"
+                f" {least}"
+            )
+        return None
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         if machine.name == INTERPRETER:

@@ -1,7 +1,7 @@
 """Weights in fp8 as a format: dtype, layout of scales, which sizes have kernels, and how long these take.
 
-B is e4m3 with a float32 scale for each column (`fp8/scaled_matmul.py`). Few rows of A stay as they are:
-`fp8/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
+B is e4m3 with a float32 scale for each column (`quantised/scaled_matmul.py`). Few rows of A stay as they are:
+`quantised/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..needs import WeightFormat
-from ..op_names import ALL_REDUCE
+from ..needs import LINE, MOST_ROWS, WeightFormat
+from ..operations import ALL_REDUCE
+from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:
     from iris.machines import Machine
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of sizes of weights that tensor cores multiply in fp8
-# Of the stream of weights (`fp8/weight_stream.py`): rows of A at most, and elements along K that four warps share.
-MOST_ROWS, LINE = 16, 128
 # What rounding adds: for its kernel, for each element of a row, for each of what is read and written.
 _ROUNDING_US = 1.0, 1e-4, 3.4
 # Of torch's product of rounded rows, its time over that in bf16, and what comes on top; measured on an H200.
@@ -28,34 +27,12 @@ _TORCH_SHARE, _TORCH_US = 0.62, 8.0
 _FASTER = 1.85  # how much faster our products of rounded rows are
 
 
-def streamable(rows: int, K: int) -> bool:
-    """Return whether products of such shapes the stream of weights serves, on Hopper."""
-    return 0 < rows <= MOST_ROWS and K % LINE == 0 and K > 0
-
-
-def stream_refused(problem: Any, machine: Machine) -> str | None:
-    """Return why the stream of weights cannot serve a problem, or None."""
-    if not streamable(problem.M, problem.K):
-        return f"it is for weights in eight bits and up to {MOST_ROWS} rows, K a multiple of 128"
-    return None if _on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
-
-
-def stream_us(problem: Any, machine: Machine) -> float:
-    """Microseconds of the stream: memory gives four fifths of its rate to one with rests between its groups."""
-    m, n, k = problem.gemm
-    return (2 * m * k + k * n) / (0.8 * machine.hbm_gbs * 1e3)
-
-
-def _on_hopper(problem: Any, machine: Machine) -> bool:
-    return machine.warp_specialised and problem.dtype == torch.bfloat16
-
-
 @dataclass(frozen=True)
 class _Fp8(WeightFormat):
     """A float32 scale for each column of B, and, of more than a few rows of A, for each row."""
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
-        if not _on_hopper(problem, machine):
+        if not on_hopper(problem, machine):
             return "it multiplies rows rounded to eight bits on Hopper only, of bf16"
         if problem.M <= MOST_ROWS and not problem.sums.promised:
             return f"up to {MOST_ROWS} rows are not rounded"
@@ -66,15 +43,14 @@ class _Fp8(WeightFormat):
     def converted(self, problem: Any, machine: Machine) -> str:
         if problem.op == ALL_REDUCE:  # `sequential` serves it everywhere
             return ""
-        if not _on_hopper(problem, machine):
+        if not on_hopper(problem, machine):
             return f"{problem.dtype} by eight bits is not multiplied on {machine.name}"
         if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"by rows, K and N multiples of {MULTIPLE}, it would be multiplied"
         return ""
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
-        free = problem.op == ALL_REDUCE and not problem.sums.promised and streamable(problem.M, problem.K)
-        return free and (machine is None or _on_hopper(problem, machine))
+        return streamed(problem, machine)
 
     def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
         kernel, entry, moved = _ROUNDING_US
@@ -89,11 +65,13 @@ class _Fp8(WeightFormat):
 
 FP8_FORMAT = _Fp8(
     "in eight bits",
-    "fp8",
+    "fp8 is True",
+    "False",
     FP8,
+    granule=LINE,
     operand_bytes=1,
-    operands="fp8.steps:operands",
-    product="fp8.scaled_matmul:product",
-    fixed_product="fp8.scaled_matmul:fixed_product",
-    widening="fp8.widening:E4M3",
+    operands="quantised.steps:operands",
+    product="quantised.scaled_matmul:product",
+    fixed_product="quantised.scaled_matmul:fixed_product",
+    widening="quantised.widening:E4M3",
 )

@@ -1,9 +1,9 @@
-"""`skinny_matmul` with weights in eight bits, by the stream of `iris_ops/fp8/weight_stream.py`, on NVIDIA Hopper."""
+"""`skinny_matmul` with quantised weights, by the stream of `weight_stream.py`, on NVIDIA Hopper."""
 
 from iris import platform
 from iris.device import arch
-from iris_ops.fp8 import weight_stream
-from iris_ops.kernels.arguments import StreamForm, TileEpilogue
+from iris_ops.kernels.arguments import TileEpilogue
+from iris_ops.quantised import weight_stream
 import torch
 import triton
 from triton.experimental import gluon
@@ -11,15 +11,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def skinny_stream_kernel(a, b, epilogue, out, M, N, K, spans, eps, form: gl.constexpr, widen: gl.constexpr):
-    """As `skinny_matmul_kernel`. a, b, scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
+def skinny_stream_kernel(a, b, scales, epilogue, out, M, N, K, spans, eps, form: gl.constexpr, widen: gl.constexpr):
+    """As `skinny_matmul_kernel`. a, b, scales, epilogue.b_scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     SLICES: gl.constexpr = form.SLICES
     GATED: gl.constexpr = form.GATED
     squares = epilogue.squares
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    stream, at = weight_stream.begin(a, b, N, K, form)
+    stream, at = weight_stream.begin(a, b, scales, N, K, form)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(
         stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], SLICES
     )
@@ -72,14 +72,12 @@ def multiply(
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
     T = 2 if gated else weight_stream.tiles_at_once(N, programs)
-    grid, stages = weight_stream.grid_and_stages(N, rows.shape[0], T, programs, gated)
     spans = 1 if squares is None else squares.shape[0]
-    form = StreamForm(
-        weight_stream.rows_at_once(rows.shape[0]), T, stages, weight_stream.WARPS, GATED=gated,
-        SPANS=triton.next_power_of_2(spans), LATER=weight_stream.widening_of(weight.dtype).later,
+    stream = weight_stream.prepared(
+        rows, weight.t(), scale, T, programs, GATED=gated, SPANS=triton.next_power_of_2(spans)
     )  # fmt: skip
-    skinny_stream_kernel[(grid if launched else 0,)](
-        epilogue=TileEpilogue(bias, b_scales=scale, squares=squares), out=out, M=rows.shape[0], N=N, K=rows.shape[1],
-        spans=spans, eps=eps, form=form, **weight_stream.operands(rows, weight.t()), num_warps=weight_stream.WARPS,
-        **platform.launch_options(rows.device),
+    skinny_stream_kernel[(stream.grid if launched else 0,)](
+        epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None, squares=squares), out=out,
+        M=rows.shape[0], N=N, K=rows.shape[1], spans=spans, eps=eps, form=stream.form, **stream.operands,
+        num_warps=weight_stream.WARPS, **platform.launch_options(rows.device),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`linear` with a weight that is kept in eight bits: half the memory, and half the stream of a decode step.
+"""`linear` with a quantised weight: less memory, and less to stream in a decode step.
 
 Which kernel a split layer runs depends on the rows of its input:
 
@@ -16,25 +16,30 @@ from __future__ import annotations
 
 import torch
 
+from ..named import named
+from ..planning.weights import format_of
 from ..recording import is_recording, row_count
-from .scaled_matmul import product
 
 # An opaque operator for compilers, as `iris_ops.torch_ops` has them.
 _library = torch.library.Library("iris_ops", "FRAGMENT")
 _library.define(
-    "fp8_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    "quantised_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] times the transpose of the weight, plus the bias: [..., rows], in x's dtype."""
-    call = torch.ops.iris_ops.fp8_matmul if is_recording() else product
+    call = torch.ops.iris_ops.quantised_matmul if is_recording() else _product
     out = call(x.reshape(row_count(x), x.shape[-1]), weight, scale, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-_library.impl("fp8_matmul", product, "CompositeExplicitAutograd")
+def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return named(format_of(weight.t(), scale).product)(x, weight, scale, bias, None)
+
+
+_library.impl("quantised_matmul", _product, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "iris_ops::fp8_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
+    "iris_ops::quantised_matmul", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), lib=_library
 )

@@ -19,7 +19,7 @@ from iris.device.tracing import PRODUCT, PUSH, SUM
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.arguments import StreamForm, TileEpilogue
+from ..kernels.arguments import TileEpilogue
 from ..kernels.launching import lamport_memory, shared_arguments
 from ..kernels.rmsnorm_epilogue import SPAN, add_residual, norm_first_half
 from ..problem import Problem
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 def lamport_stream_kernel(
     a,
     b,
+    scales,
     epilogue,
     out,
     lamport,
@@ -52,7 +53,7 @@ def lamport_stream_kernel(
     widen: gl.constexpr,
     world: gl.constexpr,
 ):
-    """a, b, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
+    """a, b, scales, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
     `lamport_matmul_kernel`.
     """
     BLOCK_M: gl.constexpr = form.BLOCK_M
@@ -62,7 +63,7 @@ def lamport_stream_kernel(
     staging, ld = lamport.staging, lamport.ld
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    stream, at = weight_stream.begin(a, b, N, K, form)
+    stream, at = weight_stream.begin(a, b, scales, N, K, form)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], form.SLICES)
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
@@ -111,7 +112,7 @@ def lamport_stream_kernel(
 
 def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Operands") -> str | None:
     """Return the reason why the kernel cannot load these tensors, or None."""
-    return weight_stream.supports(tensors.A, tensors.B)
+    return weight_stream.supports(tensors.A, tensors.B, tensors.scale)
 
 
 def layouts(block_m: int) -> dict:
@@ -125,15 +126,15 @@ def launcher(
     rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
 ) -> "Launch":
     out, A, B, bias, scale = tensors
+    assert scale is not None
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
-    T, rows = weight_stream.tiles_at_once(N, programs), weight_stream.rows_at_once(M)
-    grid, stages = weight_stream.grid_and_stages(N, M, T, programs)
-    later = weight_stream.widening_of(B.dtype).later
+    T, taken = weight_stream.tiles_at_once(N, programs), layouts(weight_stream.rows_at_once(M))
+    stream = weight_stream.prepared(A, B, scale, T, programs, **taken)
     args = dict(
-        **weight_stream.operands(A, B),
-        form=StreamForm(rows, T, stages, weight_stream.WARPS, LATER=later, **layouts(rows)),
-        epilogue=TileEpilogue(bias, b_scales=scale),
+        **stream.operands,
+        form=stream.form,
+        epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None),
         lamport=lamport_memory(workspace, problem.dtype, N),
         M=M,
         N=N,
@@ -141,4 +142,4 @@ def launcher(
         stride_on=out.stride(1),
         **shared_arguments(rank, workspace.exchange_sync, problem, out),
     )
-    return lamport_stream_kernel, (grid, 1, 1), args
+    return lamport_stream_kernel, (stream.grid, 1, 1), args

@@ -11,11 +11,12 @@ from ..config import MOST_ELEMENTS
 from ..kernels.descriptors import in_whole_vectors
 from ..launch import supports
 from ..operands import Operands
-from ..planning.needs import PLAIN
+from ..planning.needs import MOST_ROWS, PLAIN
 from ..planning.plan import way_for
-from ..planning.weights.fp8 import FP8, MOST_ROWS
+from ..planning.weights.fp8 import FP8
 from ..problem import GATHER_MATMUL, TMA_ALIGNMENT
 from . import scaled_matmul
+from .restoring import restored
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -44,7 +45,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Restore:
-    """The weight that B and its scales stand for is made, in A's dtype."""
+    """The weight [N, K] that B and its scales stand for is made, in A's dtype. K: None for a weight of no padding."""
+
+    K: int | None = None
 
     repeatable = False
 
@@ -52,7 +55,7 @@ class Restore:
         out, A, B, bias, scale = run.tensors
         assert scale is not None
         run.launches.append(None)
-        run.tensors = Operands(out, A, scaled_matmul.restored(B.t(), scale, A.dtype).t(), bias)
+        run.tensors = Operands(out, A, restored(B.t(), scale, self.K or B.shape[0], A.dtype).t(), bias)
 
 
 def operands(
@@ -65,6 +68,15 @@ def operands(
         weight = out.new_empty(B.shape[1], B.shape[0]).t()
         return [Restore()], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
     return [Round()], Operands(out, weight.t(), weight, bias), problem  # rounded rows lie as those of the weight do
+
+
+def restored_operands(
+    rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
+) -> tuple[list[Step], Operands, Problem]:
+    """`operands` of a format that no kernel multiplies but the stream of few rows."""
+    out, A, B, bias, _ = tensors
+    weight = out.new_empty(B.shape[1], problem.K).t()
+    return [Restore(problem.K)], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
 
 
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:

@@ -30,9 +30,8 @@ import triton.language as tl
 
 from ..kernels.descriptors import in_whole_vectors, of_whole_vectors
 from ..planning.weights.fp8 import FP8, MULTIPLE
-from . import tile_matmul
+from . import packing, tile_matmul
 
-LARGEST = 448.0
 # Elements of a row that a program of `round_rows` holds: of few rows all of them, of more as many as let several
 # programs share a multiprocessor.
 _FEW, _AT_ONCE = 128, (16384, 4096)
@@ -40,18 +39,12 @@ _FEW, _AT_ONCE = 128, (16384, 4096)
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """W8 and scale [rows] of `weight` [rows, K]. A row with something that is no number is none anywhere."""
-    largest = weight.abs().amax(dim=1).float() if weight.numel() else weight.new_zeros(weight.shape[0]).float()
-    mantissa, exponent = torch.frexp(largest / LARGEST)  # largest / 448 = mantissa * 2**exponent, mantissa in [0.5, 1)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
-    exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent))
-    scale = ((exponent + 127) << 23).to(torch.int32).view(torch.float32)  # its bits: a power computed may be off
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return (weight.float() / scale[:, None]).to(FP8), scale
+    return packing.FP8.quantise(weight)
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight that W8 and scale stand for."""
-    return (weight.float() * scale[:, None]).to(dtype)
+    return packing.FP8.unpack(weight, scale, weight.shape[1], dtype)
 
 
 def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:

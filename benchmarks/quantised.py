@@ -1,0 +1,224 @@
+"""How fast are few rows by quantised weights? `python -m benchmarks.quantised --ranks 2`: each format against bf16.
+
+First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
+weights that its codes stand for. Outputs hold NaN before. Then layers of published models are timed as a rank of two
+has them, each by `matmul_all_reduce` and without an exchange by `skinny_matmul`, in CUDA graphs. Weights rotate, so
+that none is in the L2 cache. `bound` is the time in which their bytes come at the rate of a copy, and 4 us.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+import itertools
+import math
+import sys
+import time
+
+import iris
+from iris_ops.local import skinny_matmul
+from iris_ops.planning.weights import BY_NAME
+from iris_ops.quantised import weight_stream
+from iris_ops.quantised.packing import PACKINGS
+from iris_tp.bench import compare
+from iris_tp.bench.team import Team, launch
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from benchmarks.measuring import report
+from benchmarks.measuring.ahead import compile_ahead
+
+LAYERS = {  # name: (outputs, inputs of a rank)
+    "70B o": (8192, 4096),
+    "70B down": (8192, 14336),
+    "Qwen3-32B o": (5120, 4096),
+    "Qwen3-32B down": (5120, 12800),
+    "gpt-oss o": (2880, 2048),
+    "Qwen3-235B o": (4096, 4096),
+}
+TINY = {"tiny": (48, 96)}
+FORMATS = ["fp8", "fp8_block", "int4", "int4/128", "mxfp4"]
+ROWS = [1, 2, 4, 8, 16]
+CHECKED = [(1, 256, 512), (5, 200, 1440), (16, 1040, 2880), (9, 48, 96), (8, 4224, 1152)]  # rows, columns, depth
+ALLOWED = 0.006  # relative: results are rounded to bf16
+ROTATED_BYTES = 192 << 20
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def weight_of(name: str, N: int, K: int, seed: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
+    """Return a random weight as it is stored, and its numbers in float64. Rows are of several magnitudes."""
+    draw = torch.Generator(device).manual_seed(seed)
+    exact = torch.randn(N, K, generator=draw, device=device).mul_(0.03)
+    exact *= 2.0 ** torch.randint(-3, 4, (N, 1), generator=draw, device=device)
+    if name == "bf16":
+        exact = exact.to(torch.bfloat16)
+        return (exact, None), exact.double()
+    form = BY_NAME[name]
+    packing, group = PACKINGS[form.packing], form.group or None
+    stored = packing.pack(*packing.quantise(exact, group), group)
+    return stored, packing.unpack(*stored, K, torch.float64)
+
+
+class Run:
+    """A run: its calls by name, and what was wrong."""
+
+    def __init__(self, team: Team, args: argparse.Namespace) -> None:
+        self.team, self.args, self.wrong = team, args, []
+        self.ctx = iris.iris(int(args.heap_gib * 2**30))
+
+    def fused(self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias=None) -> torch.Tensor:
+        self.ctx.ops.matmul_all_reduce(out, x, weight[0].t(), bias, scale=weight[1])
+        return out
+
+    def local(self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias=None, gated=False) -> torch.Tensor:
+        stored, scale = weight
+        few = x.device.type == "cuda" and weight_stream.supports(x, stored.t(), scale) is None
+        if few or x.device.type == "cuda" and scale is None:
+            return skinny_matmul.skinny_matmul(x, stored, bias, scale, gated, launch=skinny_matmul.Launch(out=out))
+        return out.copy_(skinny_matmul.linear(x, stored, bias, scale))
+
+    def check(self) -> None:
+        """Compare each format at small sizes, and keep what is wrong."""
+        cases = []
+        names = [*dict.fromkeys([*self.args.formats, *BY_NAME])]
+        for name, (m, n, k) in itertools.product(names, CHECKED if self.team.cuda else [(3, 48, 96)]):
+            weight, exact = weight_of(name, n, k, n + k + self.team.rank, self.team.device)
+            draw = torch.Generator(self.team.device).manual_seed(m + self.team.rank)
+            x = torch.randn(m, k, generator=draw, device=self.team.device).to(torch.bfloat16)
+            bias = torch.arange(n, device=x.device).sin().to(torch.bfloat16)
+            product = x.double() @ exact.t()
+            total = product.clone()
+            dist.all_reduce(total)
+            out = self.ctx.empty(m, n, dtype=torch.bfloat16)
+            cases.append((f"{name} {m}x{n}x{k} sum", partial(self.fused, out, x, weight), out, total))
+            cases.append((f"{name} sum + bias", partial(self.fused, out, x, weight, bias), out, total + bias.double()))
+            own = torch.empty_like(out)
+            cases.append((f"{name} {m}x{n}x{k} local", partial(self.local, own, x, weight, bias), own, product + bias))
+            if self.team.cuda and weight_stream.supports(x, weight[0].t(), weight[1]) is None:
+                half = torch.empty(m, n // 2, dtype=out.dtype, device=out.device)
+                gate, up = product.to(x.dtype).double().chunk(2, 1)
+                cases.append(
+                    (f"{name} {m} gate", partial(self.local, half, x, weight, gated=True), half, F.silu(gate) * up)
+                )
+        if self.team.cuda:
+            count = compile_ahead(self.team, [self.ctx], lambda: [call() for _, call, *_ in cases])
+            self.team.say(f"{count} kernels compiled for {len(cases)} checks")
+        worst: dict[str, float] = {}
+        for name, call, out, exact in cases:
+            error = self.error(call, out, exact)
+            worst[name.split()[0]] = max(worst.get(name.split()[0], 0.0), error)
+            if not error <= ALLOWED * (4 if "gate" in name else 1):
+                self.wrong.append(f"{name}: {error:.3g}")
+        self.team.say("largest errors: " + ", ".join(f"{name} {error:.2g}" for name, error in worst.items()))
+
+    def error(self, call: Callable, out: torch.Tensor, exact: torch.Tensor) -> float:
+        """Return the largest error of two calls on any rank, relative to the whole result; infinity for NaN."""
+        largest = 0.0
+        for _ in range(2):
+            out.fill_(float("nan"))  # on all ranks, before what counts
+            self.team.barrier()
+            self.team.synchronize()
+            value, reason = self.team.attempt(lambda: compare.relative_error(call(), exact))
+            if reason:
+                self.team.say(str(reason)[:300])
+            largest = max(largest, math.inf if value is None or math.isnan(value) else value)
+        return self.team.slowest([largest])[0]
+
+    def layer(self, name: str, n: int, k: int, copy_gbs: float) -> list[dict]:
+        """Time a layer at each number of rows."""
+        stored: dict[str, list[Weight]] = {}
+        exact: dict[str, torch.Tensor] = {}
+        for form in ["bf16", *self.args.formats]:
+            weight, exact[form] = weight_of(form, n, k, 1 + self.team.rank, self.team.device)
+            nbytes = sum(t.nbytes for t in weight if t is not None)
+            copies = max(2, min(16, ROTATED_BYTES // nbytes)) if self.team.cuda else 2
+            stored[form] = [weight] + [tuple(t if t is None else t.clone() for t in weight) for _ in range(copies - 1)]
+        rows = []
+        for m in self.args.rows:
+            draw = torch.Generator(self.team.device).manual_seed(m + self.team.rank)
+            x = torch.randn(m, k, generator=draw, device=self.team.device).to(torch.bfloat16)
+            out, own = self.ctx.empty(m, n, dtype=x.dtype), torch.empty(m, n, dtype=x.dtype, device=x.device)
+            for kind, call, result in (("sum", self.fused, out), ("local", self.local, own)):
+                row = {"layer": name, "M": m, "N": n, "K": k, "kind": kind, "us": {}, "errors": {}, "failed": {}}
+                for form, weights in stored.items():
+                    product = x.double() @ exact[form].t()
+                    if kind == "sum":
+                        dist.all_reduce(product)
+                    calls = {form: lambda i, x=x, w=weights, c=call, o=result: c(o, x, w[i % len(w)])}
+                    error = lambda _, c, o=result, p=product: self.error(partial(c, 0), o, p)  # noqa: E731
+                    budget = compare.budget_of(self.team, self.args.quick)
+                    found = compare.compare(self.team, calls, error, len(weights), budget)
+                    for key in ("us", "errors", "failed"):
+                        row[key] |= found[key]
+                row["bound"] = {
+                    form: sum(t.nbytes for t in weights[0] if t is not None) / copy_gbs / 1e3 + 4
+                    for form, weights in stored.items()
+                }
+                row["wrong"] = [form for form, e in row["errors"].items() if not e <= ALLOWED]
+                self.wrong += [f"{name} {kind} {m} {form}: {row['errors'][form]:.3g}" for form in row["wrong"]]
+                self.wrong += [f"{name} {kind} {m} {form}: {reason}" for form, reason in row["failed"].items()]
+                rows.append(row)
+                self.team.say(line(row))
+        return rows
+
+
+def line(row: dict) -> str:
+    cells = [f"{form} {us:.1f} ({us / row['bound'][form]:.2f})" for form, us in row["us"].items()]
+    return f"| {row['layer']} {row['kind']} | {row['M']} | " + " | ".join(cells) + " |"
+
+
+def copy_rate(team: Team) -> float:
+    """Return the GB/s of a copy in a GPU's memory, read and written."""
+    if not team.cuda:
+        return 10.0
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=team.device)
+    target = torch.empty_like(source)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    target.copy_(source)
+    start.record()
+    for _ in range(8):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 8 * 2 * source.nbytes / start.elapsed_time(end) / 1e6
+
+
+def run(team: Team, args: argparse.Namespace) -> None:
+    begin, rows = time.monotonic(), []
+    if args.tiles:
+        weight_stream.tiles_at_once = lambda columns, programs: args.tiles
+    work = Run(team, args)
+    with torch.no_grad():
+        work.check()
+        for each in work.wrong:
+            team.say(f"WRONG {each}")
+        gbs = -team.slowest([-copy_rate(team)])[0]
+        team.say(f"copy {gbs:.0f} GB/s; us of a call, in brackets over the bound")
+        layers = {name: LAYERS[name] for name in args.layers} if team.cuda else TINY
+        for name, (n, k) in layers.items():
+            if team.slowest([time.monotonic() - begin])[0] < args.time_limit:
+                rows += work.layer(name, n, k, gbs)
+    work.ctx.close()
+    if team.rank == 0:
+        report.write(report.describe_run(team, args) | {"copy_gbs": gbs, "rows": rows}, args)
+    if work.wrong:
+        team.say("WRONG: " + "; ".join(work.wrong))
+        sys.exit(1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser, dtype="bfloat16")
+    parser.add_argument("--rows", type=report.numbers, help=f"of the input; default {ROWS}")
+    parser.add_argument("--layers", type=report.some_of(LAYERS), default=[*LAYERS])
+    parser.add_argument("--formats", type=report.some_of(BY_NAME), default=FORMATS)
+    parser.add_argument("--tiles", type=report.at_least(1), help="tiles of columns that a program takes at a time")
+    parser.add_argument("--quick", action="store_true", help="shorter measurements")
+    args = parser.parse_args(argv)
+    report.settle(args, argv, "quantised")
+    args.rows = args.rows or (ROWS if args.device == "cuda" else [3])
+    return launch(run, args, args.time_limit + 60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

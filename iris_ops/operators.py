@@ -1,0 +1,36 @@
+"""The one way in which functions become torch operators: opaque nodes of the graphs that torch.compile makes.
+
+A compiler knows the schema of an operator and its fake, and never looks inside. Operators are functional: their results
+are new tensors, and they have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Operators:
+    """The operators of one namespace. Registrations last as long as this object."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._library = torch.library.Library(namespace, "FRAGMENT")
+
+    def add(self, schema: str, kernel: Callable, fake: Callable, exact_strides: bool = True) -> Any:
+        """Register `kernel` as the operator of `schema`, and return the operator.
+
+        `fake`: takes the same arguments, as tensors without data, and returns empty tensors of the results' shapes.
+        `exact_strides`: whether compilers keep the strides of tensors. One that lays out a transposed weight anew
+        copies it in every step.
+        """
+        name = schema.partition("(")[0]
+        self._library.define(schema, tags=(torch.Tag.needs_exact_strides,) if exact_strides else ())
+        self._library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{self._namespace}::{name}", fake, lib=self._library)
+        return getattr(getattr(torch.ops, self._namespace), name)
+
+
+OPERATORS = Operators("iris_ops")

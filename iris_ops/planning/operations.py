@@ -1,0 +1,171 @@
+"""The fused ops: of each its shapes, its product and what ranks have in common. One object each; `TABLE` lists them.
+
+To add one: a subclass of `Operation` and a line in `TABLE`. Ways list the names of those that they serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from iris.aliases import PAGE
+
+from .needs import GATE, Epilogue
+from .needs import NORM as NORM_EPILOGUE
+
+ALL_REDUCE = "matmul_all_reduce"
+GATHER_MATMUL = "all_gather_matmul"
+MATMUL_GATHER = "matmul_all_gather"
+REDUCE_SCATTER = "matmul_reduce_scatter"
+# An all-reduce, and what follows it (`rmsnorm_epilogue.py`).
+NORM = "matmul_all_reduce_norm"
+# `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
+GATED = "all_gather_matmul_gated"
+
+Size = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """The shapes of a call's tensors on one rank. `part`: how much of a size belongs to this rank."""
+
+    A: Size
+    B: Size
+    out: Size
+    part: Callable[[int], int]
+
+
+class Operation:
+    """One op. Sizes are those of the whole: M, N of the unscattered or gathered result, K of a rank's product."""
+
+    name: str
+    forms: tuple[str, ...] = ("rows", "cols")
+    """Along which dimension it gathers or scatters. Of forms that fit, the first counts."""
+    sums: bool = False
+    """Whether it adds up what the ranks multiply."""
+    scaled: bool = True
+    """Whether it takes weights with scales (`planning/weights/`)."""
+    shared: str = "N"
+    """The dimension of the product, "N" or "K", that is equal on all ranks; the other may differ."""
+    base: str = ""
+    """The op that serves it, where it is one with an epilogue."""
+    epilogue: Epilogue | None = None
+    expected: str
+    """The shapes, in words."""
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        """Return M, N and K if the shapes are those of `form`."""
+        raise NotImplementedError
+
+    def matching_form(self, shapes: Shapes) -> tuple[str, int, int, int] | None:
+        """Return the form that fits the shapes, with M, N and K; None where none does.
+
+        Both forms fit a whole of one element at most. It lies on rank 0 in either form. Other ranks, whose part is
+        empty, find the first form to fit, so all take that.
+        """
+        for form in self.forms:
+            if sizes := self.sizes(form, shapes):
+                return (self.forms[0] if self.single(*sizes) else form), *sizes
+        return None
+
+    def single(self, M: int, N: int, K: int) -> bool:
+        """Return whether one element at most is gathered or scattered."""
+        return M == N == 1
+
+    def expects(self, shapes: Shapes) -> str:
+        """Return the shapes that an error names, given those of a call."""
+        return self.expected
+
+    def refuses(self, N: int) -> str | None:
+        """Return the reason why there is no problem with so many columns, or None."""
+        return None
+
+    def product(self, problem: Any) -> tuple[int, int, int]:
+        """Return (m, n, k) of a rank's largest product."""
+        return problem.M, problem.N, problem.K
+
+    def sent(self, problem: Any) -> float:
+        """Return how many elements of the whole each rank sends on, in the bandwidth-optimal algorithm."""
+        return problem.M * problem.N
+
+
+class AllReduce(Operation):
+    name, forms, sums = ALL_REDUCE, ("",), True
+    expected = "A (M,K), B (K,N), out (M,N)"
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        (m, k), (kb, n), out, _ = shapes
+        return (m, n, k) if kb == k and out == (m, n) else None
+
+    def sent(self, problem: Any) -> float:
+        return 2 * problem.M * problem.N
+
+
+class GatherMatmul(Operation):
+    name, shared = GATHER_MATMUL, "K"
+    forms: tuple[str, ...] = ("rows", "k")
+    expected = "A (M/w,K) or (M,K/w), B (K,N), out (M,N)"
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        A, (k, n), (rows, cols), part = shapes
+        own = (part(rows), k) if form == "rows" else (rows, part(k))
+        return (rows, n, k) if A == own and cols == n else None
+
+    def single(self, M: int, N: int, K: int) -> bool:
+        return M == 1 and K <= 1
+
+    def sent(self, problem: Any) -> float:
+        return problem.M * problem.K
+
+
+class MatmulGather(Operation):
+    name, scaled = MATMUL_GATHER, False
+    expected = "A (M/w,K), B (K,N), out (M,N), or A (M,K), B (K,N/w), out (M,N)"
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        (m, k), B, (rows, cols), part = shapes
+        own = (part(rows), (k, cols)) if form == "rows" else (rows, (k, part(cols)))
+        return (rows, cols, k) if (m, B) == own else None
+
+    def product(self, problem: Any) -> tuple[int, int, int]:
+        return problem.part_rows, problem.part_cols, problem.K
+
+
+class ReduceScatter(Operation):
+    name, sums = REDUCE_SCATTER, True
+    expected = "A (M,K), B (K,N), out (M/w,N) or (M,N/w)"
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        (m, k), (kb, n), out, part = shapes
+        own = (part(m), n) if form == "rows" else (m, part(n))
+        return (m, n, k) if kb == k and out == own else None
+
+    def expects(self, shapes: Shapes) -> str:
+        if shapes.out != (shapes.A[0], shapes.B[1]):
+            return self.expected
+        return f"{self.expected}, or ctx.ccl.reduce_scatter(out, A @ B) for this rank's tiles in an out (M,N) ({PAGE}),"
+
+
+class Norm(AllReduce):
+    name, base, epilogue = NORM, ALL_REDUCE, NORM_EPILOGUE
+
+
+class Gated(GatherMatmul):
+    name, base, epilogue = GATED, GATHER_MATMUL, GATE
+    forms = ("rows",)
+    expected = "A (M/w,K), B (K,N), out (M,N/2)"
+
+    def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
+        rows, n = shapes.out[0], shapes.B[1]
+        return super().sizes(form, shapes._replace(out=(rows, n))) if n == 2 * shapes.out[1] else None
+
+    def refuses(self, N: int) -> str | None:
+        return "expected an even number, the columns of gate and up together" if N % 2 else None
+
+
+TABLE = (AllReduce(), GatherMatmul(), MatmulGather(), ReduceScatter(), Norm(), Gated())
+BY_NAME: dict[str, Operation] = {operation.name: operation for operation in TABLE}
+
+OPS = tuple(operation.name for operation in TABLE if not operation.base)
+SUMS = tuple(operation.name for operation in TABLE if operation.sums and not operation.base)
+SCALED = tuple(operation.name for operation in TABLE if operation.scaled)
+CALLED = {(operation.base, operation.epilogue): operation.name for operation in TABLE if operation.base}

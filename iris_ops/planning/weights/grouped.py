@@ -1,0 +1,98 @@
+"""Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
+
+Rows of A stay as they are. Up to 16 rows are multiplied by the stream of weights, which applies a group's scale to the
+sum of its products. For more rows, other ops, other GPUs and sums of a fixed order, each call first makes the weight
+in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...quantised.packing import LINE, PACKINGS
+from ..needs import MOST_ROWS, WeightFormat
+from ..operations import ALL_REDUCE
+from .streams import on_hopper, streamed
+
+if TYPE_CHECKING:
+    from iris.machines import Machine
+
+
+@dataclass(frozen=True)
+class Grouped(WeightFormat):
+    """A packing and a size of groups."""
+
+    @property
+    def _packing(self) -> Any:
+        return PACKINGS[self.packing]
+
+    def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
+        if B.dtype != self.dtype or scale is None:
+            return False
+        if not self.group or scale.ndim != 2:
+            return scale.ndim == 1 and not self.group
+        stored = B.shape[0] if B.ndim == 2 else 0
+        return scale.shape[1] == self.scale_of(0, stored)[0][1]
+
+    def depth(self, stored: int, K: int) -> int:
+        room = stored * self._packing.per_element
+        return K if self._packing.padded(K, self.group or None) == room else room
+
+    def scale_of(self, N: int, stored: int) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+        (_, _), (shape, _) = self._packing.stored(N, stored * self._packing.per_element, self.group or None)
+        return shape, self._packing.scales_in(self.group or None)
+
+    def nbytes(self, N: int, K: int) -> int:
+        stored = self._packing.stored(N, K, self.group or None)
+        return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize for shape, dtype in stored)
+
+    def converted(self, problem: Any, machine: Machine) -> str:
+        if streamed(problem, machine):
+            return ""
+        if problem.op != ALL_REDUCE:
+            return f"{problem.called_op} multiplies no weights {self.name}"
+        if problem.sums.promised:
+            return f"the stream of weights {self.name} has another order of sums than the product of many rows"
+        if not on_hopper(problem, machine):
+            return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
+        return f"the stream of weights {self.name} serves up to {MOST_ROWS} rows, K a multiple of {self.granule}"
+
+    def streams(self, problem: Any, machine: Machine | None = None) -> bool:
+        return streamed(problem, machine)
+
+
+def _format(name: str, packing: str, key: str, group: int, widening: str, granule: int) -> Grouped:
+    return Grouped(
+        name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
+        operands="quantised.steps:restored_operands", product="quantised.restoring:product",
+        fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
+    )  # fmt: skip
+
+
+def _blocks(group: int, key: str) -> Grouped:
+    whole = group == LINE
+    return _format(
+        f"in fp8, a scale for {group} along K", "fp8_block", key, group, "E4M3" if whole else "E4M3_RUNS",
+        LINE if whole else 32,
+    )  # fmt: skip
+
+
+def _int4(group: int, key: str) -> Grouped:
+    name = f"in int4, groups of {group}" if group else "in int4, a scale for each channel"
+    return _format(name, "int4", key, group, "INT4", 32)
+
+
+# The first of a packing is what its name alone requests.
+GROUPED = {
+    "fp8_block": _blocks(128, "fp8_block"),
+    "fp8_block/64": _blocks(64, "fp8_block/64"),
+    "fp8_block/32": _blocks(32, "fp8_block/32"),
+    "int4": _int4(32, "int4"),
+    "int4/64": _int4(64, "int4/64"),
+    "int4/128": _int4(128, "int4/128"),
+    "int4/channel": _int4(0, "int4/channel"),
+    "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
+}

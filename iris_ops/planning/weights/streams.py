@@ -1,0 +1,41 @@
+"""Which products of few rows the stream of weights serves, and how long it takes (`quantised/weight_stream.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..needs import MOST_ROWS, PLAIN
+from ..operations import ALL_REDUCE
+
+if TYPE_CHECKING:
+    from iris.machines import Machine
+
+
+def on_hopper(problem: Any, machine: Machine) -> bool:
+    """Return whether a machine has the instructions, and A the dtype, that streams and rounded rows need."""
+    return machine.warp_specialised and problem.dtype == torch.bfloat16
+
+
+def streamed(problem: Any, machine: Machine | None) -> bool:
+    """Return whether the stream serves an all-reduce; None: on a machine that has one."""
+    free = problem.op == ALL_REDUCE and not problem.sums.promised
+    served = free and problem.weights.streamable(problem.M, problem.K)
+    return served and (machine is None or on_hopper(problem, machine))
+
+
+def stream_refused(problem: Any, machine: Machine) -> str | None:
+    """Return why the stream of weights cannot serve a problem, or None."""
+    if problem.weights is PLAIN:
+        return f"it is for quantised weights and up to {MOST_ROWS} rows"
+    if not problem.weights.streamable(problem.M, problem.K):
+        granule = problem.weights.granule
+        return f"it is for weights {problem.weights.name} and up to {MOST_ROWS} rows, K a multiple of {granule}"
+    return None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
+
+
+def stream_us(problem: Any, machine: Machine) -> float:
+    """Microseconds of the stream: memory gives four fifths of its rate to one with rests between its groups."""
+    m, n, k = problem.gemm
+    return (2 * m * k + problem.weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)

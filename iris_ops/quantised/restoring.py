@@ -1,0 +1,80 @@
+"""Products with a weight that is first made in the dtype of the rows: for any format, on any device.
+
+On GPUs one kernel restores a weight at about the rate at which memory takes it. On CPUs torch does.
+"""
+
+from __future__ import annotations
+
+from iris import platform
+from iris.device import arch
+import torch
+from torch.nn import functional as F
+import triton
+import triton.language as tl
+
+from ..named import named
+from ..planning.weights import format_of
+from .packing import PACKINGS
+
+_BLOCK = 1024  # entries of a program
+
+
+@triton.jit
+def restore_kernel(
+    weight, scale, out, K, stride_w, stride_s, ENTRY: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [rows, K] = what stored weight and scale stand for. `ENTRY`: of a `Widening`. GROUP: 0, one scale a row."""
+    arch.follow()
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = ENTRY(weight + row * stride_w, k, k < K)
+    if GROUP == 0:
+        factor = tl.load(scale + row)
+    else:
+        stored = tl.load(scale + row * stride_s + k // GROUP, mask=k < K, other=0)
+        if stored.dtype == tl.uint8:  # an exponent; 2**-127 has bits of its own
+            bits = stored.to(tl.int32)
+            factor = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+        else:
+            factor = stored.to(tl.float32)
+    arch.lead()
+    tl.store(out + row * K + k, arch.round_to(number * factor, out.dtype.element_ty), mask=k < K)
+
+
+def restored(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight [N, K] that a stored weight and its scale stand for."""
+    form = format_of(weight.t(), scale)
+    if weight.device.type == "cpu" or not form.widening or weight.stride(1) != 1:
+        return PACKINGS[form.packing].unpack(weight, scale, K, dtype)
+    return restored_by_kernel(weight, scale, K, dtype)
+
+
+def restored_by_kernel(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the same by `restore_kernel`."""
+    form = format_of(weight.t(), scale)
+    policy, out = named(form.widening), torch.empty(weight.shape[0], K, dtype=dtype, device=weight.device)
+    words = weight if weight.dtype.is_floating_point else weight.view(torch.int32)
+    if out.numel():
+        restore_kernel[(weight.shape[0], triton.cdiv(K, _BLOCK))](
+            words, scale, out, K, words.stride(0), scale.stride(0), ENTRY=policy.entry, GROUP=form.group, BLOCK=_BLOCK,
+            num_warps=4, **platform.launch_options(weight.device),
+        )  # fmt: skip
+    return out
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x [M, K] times the transpose of the weight, plus the bias, in x's dtype; to `out`, if there is one."""
+    result = F.linear(x, restored(weight, scale, x.shape[1], x.dtype), bias)
+    return result if out is None else out.copy_(result)
+
+
+def fixed_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Return the weight, whose product in a fixed order is that of any weight; `out` is left alone."""
+    return restored(weight, scale, x.shape[1], x.dtype)

@@ -1,0 +1,44 @@
+"""The codes and scales of a weight that a checkpoint stores in one or in several tensors, without widening them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..checkpoint.composed import Concatenation
+from .bits import Span
+from .weight_format import Coding, Index, QuantisedWeight
+
+Piece = tuple[Span, Span, torch.Tensor, torch.Tensor]
+
+
+def coding_of(source: Any) -> Coding | str:
+    """Return what the codes of `source` mean, or why it has none that could be kept."""
+    if isinstance(source, QuantisedWeight):
+        return source.coding
+    if isinstance(source, Concatenation) and source.dim == 0:
+        kinds = [coding_of(each) for each in source.inside]
+        if reasons := [each for each in kinds if isinstance(each, str)]:
+            return reasons[0]
+        return kinds[0] if len(set(kinds)) == 1 else "its outputs are in several formats"
+    return "it is not quantised"
+
+
+def coded(source: Any, index: Index, group: int) -> Iterator[Piece]:
+    """Yield `source[index]` by pieces, as `QuantisedWeight.coded` does, where `coding_of` gives a coding."""
+    if isinstance(source, QuantisedWeight):
+        yield from source.coded(index, group)
+        return
+    assert isinstance(source, Concatenation) and source.dim == 0, source
+    start, stop, _ = (index[0] if index else slice(None)).indices(source.shape[0])
+    begin = at = 0
+    for each in source.inside:
+        end = begin + each.shape[0]
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            for rows, columns, codes, scales in coded(each, (slice(first - begin, last - begin), *index[1:]), group):
+                yield (rows[0] + at, rows[1] + at), columns, codes, scales
+            at += last - first
+        begin = end

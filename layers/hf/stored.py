@@ -1,0 +1,123 @@
+"""Choose how each split linear stores its weight: as the files do, rounded to a format, or in the model's dtype.
+
+`weights=`      a weight that the files have quantised                          another weight
+None            in codes and scales of the file, where a form holds them        in the model's dtype
+"widened"       in the model's dtype                                            in the model's dtype
+a format        in codes and scales of the file, if they are of that kind       rounded to the format
+                ("fp8" is the kind of "fp8_block"); else rounded to the format
+
+A form holds codes of e4m3, e2m1 and int4 with one scale for a row or for a group of it. Cut along K, a group may become
+several smaller ones that repeat its scale. All ranks choose alike: by the whole weight and by every rank's cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+from iris.invariance import RANKS
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4
+from torch import nn
+
+from ..formats.weight_format import Coding
+from ..shard import plain
+from ..sharded import ShardedLinear
+from ..weight_storage import ELEMENTS, FORMS, GATHERED, LOCAL, REDUCED, STORABLE, Form, InDtype
+from .merge import Slice
+
+WIDENED = "widened"
+WEIGHTS = (None, WIDENED, *FORMS)
+
+
+def ops_of(weights: str | None) -> tuple[str, ...]:
+    """Return the ops of linears that `weights` is about."""
+    return (LOCAL, GATHERED) if weights == "fp8" else (LOCAL, GATHERED, REDUCED)
+
+
+def group_made(weights: str | None) -> int:
+    """Return how many entries along K have a scale in weights that are rounded to a format; 1: a whole row."""
+    form = FORMS.get(weights or "")
+    return 1 if form is None else form.group or 1
+
+
+def store_weights(model: nn.Module, codings: Mapping[str, Coding | str], weights: str | None, ctx: Any) -> None:
+    """Give each split linear of `model` its storage.
+
+    `codings`: by the name of a linear that the files have quantised, its codes, or why they are widened.
+    """
+    modules = dict(model.named_modules())
+    merged = {id(each.merged) for each in modules.values() if isinstance(each, Slice)}
+    stored: dict[int, tuple[ShardedLinear, list[Coding | str]]] = {}
+    for name, module in modules.items():
+        layer: Any = module.merged if isinstance(module, Slice) else module
+        if isinstance(layer, ShardedLinear) and (layer is not module or id(layer) not in merged):
+            stored.setdefault(id(layer), (layer, []))[1].append(codings.get(name, ""))
+    for layer, kinds in stored.values():
+        form = _chosen(layer, kinds, weights, ctx)
+        if isinstance(form, Form):
+            layer.store_as(form)
+        else:
+            layer.storage = InDtype(form)
+
+
+def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any) -> Form | str:
+    """Return the form of a layer whose outputs have these codings in the files, or why it has none."""
+    if weights == WIDENED:
+        return "weights='widened'"
+    refused = _refused(layer, ctx)
+    own = _own_form(layer, kinds, ctx)
+    if weights is None:
+        return refused or own
+    if refused or layer.op not in ops_of(weights):
+        return refused or f"weights={weights!r} is for other layers"
+    kind = ELEMENTS[FORMS[weights].packing.name]
+    return own if isinstance(own, Form) and ELEMENTS[own.packing.name] == kind else FORMS[weights]
+
+
+def _refused(layer: Any, ctx: Any) -> str:
+    """Return why no form serves a layer, "" if one may."""
+    if ctx.invariant == RANKS:
+        return "invariant='ranks'"
+    if hasattr(layer, "tied_to"):
+        return f"it is tied to {layer.tied_to}"
+    if layer.op not in STORABLE:
+        return f"{layer.op} takes no scales"
+    return "its inputs are in several parts" if layer.dim == 1 and len(layer.parts) > 1 else ""
+
+
+def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
+    """Return the form that holds what the files have, or why there is none."""
+    if reasons := [each for each in kinds if isinstance(each, str)]:
+        several = any(isinstance(each, Coding) for each in kinds)
+        return "it is one product with weights in another format" if several else reasons[0]
+    (coding, *others) = kinds
+    assert isinstance(coding, Coding)
+    if any(each != coding for each in others):
+        return "it is one product with weights in another format"
+    if layer.stored_transposed:
+        return "it is stored transposed"
+    packing = {"e2m1": MXFP4, "int4": INT4}.get(coding.element)
+    if coding.group >= layer.in_features and packing is not MXFP4:
+        return Form(packing or FP8)
+    starts = _starts(layer, ctx) if layer.dim == 1 else ()
+    if starts is None:
+        return "its inputs are in several ranges"
+    packing = packing or FP8_BLOCK
+    shared = math.gcd(coding.group, *starts)
+    group = next((each for each in packing.groups if each is not None and shared % each == 0), None)
+    if group is None:
+        smallest = min(each for each in packing.groups if each is not None)
+        where = "" if coding.group % smallest else f", cut at multiples of {shared}"
+        return f"groups of {coding.group}{where} are no multiples of {smallest}"
+    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
+
+
+def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:
+    """Return where the inputs of every rank begin; None where they are not one range a rank."""
+    (part,) = layer.parts
+    world, total = ctx.num_ranks, part.total
+    if part.depths:
+        return tuple(sum(part.depths[:rank]) for rank in range(world))
+    cuts = [plain(total, world, rank, ctx.invariant).ranges[0] for rank in range(world)]
+    return tuple(start for start, _ in cuts) if part == plain(total, world, ctx.cur_rank, ctx.invariant) else None
