@@ -6,8 +6,7 @@ all_gather; so bytes on the link are 2 (w - 1) / w of them for all_reduce and (w
 Every contender of a row is checked, poisoned output first, before it is timed, and graphs once more by a replay, but
 those of contenders that sum in place.
 One that raises or is wrong is named and not timed. Prints the tables of `tables/every_row.py` and writes
-ccl_<gpu>_x<ranks>.json after every row. `--sweep` times our variants instead, over programs and blocks, and what the
-plan would have taken.
+ccl_<gpu>_x<ranks>.json after every row.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import torch
 from benchmarks.cases import ccl_installed
 from benchmarks.cases.ccl_case import COPIES, Case, Contender, Ours
 from benchmarks.cases.ccl_rivals import symmetric_memory, torch_distributed
-from benchmarks.cases.ccl_sweep import sweep
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import size_name
 from benchmarks.ops import captured_batch
@@ -32,7 +30,6 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 QUICK = [2 * KIB, 64 * KIB, MIB, 16 * MIB]
-SWEEP = [2 * KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 TINY = [2 * KIB, 16 * KIB]
 BUDGET = timing.Budget(batch_ms=1.0, longest_ms=8.0, measure_ms=25.0, calls=(4, 40), repeats=(4, 15))
 
@@ -45,13 +42,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=report.numbers, help="bytes; default: 2 KiB to 256 MiB, on CPUs tiny ones")
     parser.add_argument("--modes", type=report.some_of(("graph", "eager")), default="graph,eager")
     parser.add_argument("--quick", action="store_true", help="four sizes")
-    parser.add_argument("--sweep", action="store_true", help="our variants x programs x blocks instead of the rivals")
     args = parser.parse_args(argv)
-    report.settle(args, argv, "ccl_sweep" if args.sweep else "ccl", module="ccl")
-    args.time_limit = args.time_limit or (90 if args.sweep else 45)
-    args.command = args.command.replace("benchmarks.ccl_sweep", "benchmarks.ccl")
+    report.settle(args, argv, "ccl")
+    args.time_limit = args.time_limit or 45
     gpu = args.device == "cuda"
-    sizes = SWEEP if args.sweep else QUICK if args.quick else SIZES
+    sizes = QUICK if args.quick else SIZES
     args.sizes = args.sizes or (sizes if gpu else TINY)
     args.modes = report.modes(parser, args)
     return args
@@ -60,12 +55,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     ours = Ours(team, max(args.sizes), args.heap_gib, dtype)
-    contenders = [ours.contender()]
-    if not args.sweep:
-        contenders.append(torch_distributed(team))
-        if team.cuda:
-            contenders += symmetric_memory(team, max(args.sizes), dtype)
-            contenders += ccl_installed.contenders(team, max(args.sizes), dtype)
+    contenders = [ours.contender(), torch_distributed(team)]
+    if team.cuda:
+        contenders += symmetric_memory(team, max(args.sizes), dtype)
+        contenders += ccl_installed.contenders(team, max(args.sizes), dtype)
     measured = {**report.describe_run(team, args), "rows": []}
     begin = time.monotonic()
     # sizes outermost: a run that is cut short has every op
@@ -77,18 +70,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
                 continue
             case = Case(op, nbytes, team, dtype)
             row = {"op": op, "bytes": nbytes, "bus_bytes": case.bus_bytes, "results": []}
-            if args.sweep:
-                sweep(case, ours, row)
-            else:
-                measure(case, contenders, row, args)
+            measure(case, contenders, row, args)
             measured["rows"].append(row)
-            results = sorted(row["results"], key=lambda r: report.time_of(r) or 1e9) if args.sweep else row["results"]
-            shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in results[:8])
+            shown = " | ".join(f"{r['name']} {report.summary(r)}" for r in row["results"])
             team.say(f"[{elapsed:4.0f} s] {op} {size_name(nbytes)}: {shown}")
             if team.rank == 0:
                 report.write(measured, args)
-    if not args.sweep:  # whose fastest settings stand above
-        team.say("\n" + every_row.render(report.rounded(measured)))
+    team.say("\n" + every_row.render(report.rounded(measured)))
     team.synchronize()
     ours.ctx.close()
 

@@ -72,11 +72,10 @@ def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
         llm_plots,
         ops_plots,
         step_plots,
-        timeline_plots,
     )
 
     drawers = {"ops": ops_plots.draw, "llm": llm_plots.draw, "step": step_plots.draw}
-    drawers |= {"ccl": ccl_plots.draw, "all_scatter": all_scatter_plots.draw, "timeline": timeline_plots.draw_all}
+    drawers |= {"ccl": ccl_plots.draw, "all_scatter": all_scatter_plots.draw}
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         picture = maker_of(json.loads(file.read_text()), drawers)

@@ -52,11 +52,10 @@ def prepare_triton() -> None:
     os.environ[ENV_INTERPRET] = "1"
 
 
-def replayed_packages() -> frozenset[str]:
-    """Return the packages whose kernels the interpreter runs faster, from recordings (`device/interpreter/fast`).
+def fast_packages() -> frozenset[str]:
+    """Return the packages whose kernels the interpreter runs faster (`device/interpreter/fast`).
 
-    With `IRIS_REPLAY=1` these are the library's own, with `IRIS_REPLAY=name,name` the named ones, too; else none. A
-    kernel that is not recorded runs its Python each time, with each `print` and breakpoint in it.
+    With `IRIS_REPLAY=1` these are the library's own, with `IRIS_REPLAY=name,name` the named ones, too; else none.
     """
     names = os.environ.get(ENV_REPLAY) or "0"
     if names == "0":

@@ -48,7 +48,7 @@ try:
 
     # `device/interpreter` reads or replaces the rest.
     # A value: a numpy array and its dtype. The operations on values, and the one builder that all kernels share.
-    TensorHandle, TensorDescHandle = interpreter.TensorHandle, interpreter.TensorDescHandle
+    TensorHandle = interpreter.TensorHandle
     InterpreterBuilder, InterpretedFunction = interpreter.InterpreterBuilder, interpreter.InterpretedFunction
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     # Brings two operands to one type and shape.

@@ -18,7 +18,6 @@ import os
 from pathlib import Path
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 INTERPRETED = ("tests/iris", "tests/iris_ops", "tests/layers")
 QUICK = (
     "iris/test_interpreter.py",
-    "iris/test_replay.py",
+    "iris/test_fast.py",
     "iris/test_rma.py",
     "iris/test_cache_names.py",
     "iris_ops/test_lamport_matmul.py",
@@ -42,9 +41,7 @@ QUICK = (
 )
 QUICK_KERNELS = "reduce_scatter_tma|lamport_all|lamport_fp8|step_whole|device_barrier|all_reduce_hopper_128|rma_store"
 QUICK_KERNELS = f"^({QUICK_KERNELS}|lamport_pair_128|lamport_two_shot|ccl_lamport_one_shot|all_reduce_pointers)$"
-TIMES = RESULTS.with_name("triton_versions_h200_x2.json")
-OLDEST, TIMED = "3.6.0", ("3.7.1", "3.8.0", "3.9.0")
-_MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.S)
+_MARKED = re.compile(r"(<!-- matrix -->\n).*?(<!-- end -->)", re.S)
 
 
 @dataclass(frozen=True)
@@ -202,29 +199,10 @@ def rendered(kept: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def timed(kept: dict) -> str:
-    """Our ops with other versions of triton in turn with the oldest, by the least of each one's runs."""
-    lines = [
-        "| triton | rows | ratio, geometric mean | least | most | rows beyond 1.03 |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for version in TIMED:
-        rows = [row[version] for row in kept["rows"]]
-        ratios = [min(row[version]) / min(row[OLDEST]) for row in rows]
-        slower = sum(ratio > 1.03 for ratio in ratios)
-        numbers = [f"{each:.2f}" for each in (statistics.geometric_mean(ratios), min(ratios), max(ratios))]
-        lines += [f"| {' | '.join([version, str(len(rows)), *numbers, str(slower)])} |"]
-    return "\n".join(lines) + "\n"
-
-
 def report() -> int:
-    tables = {"matrix": (RESULTS, rendered), "triton_versions_h200_x2": (TIMES, timed)}
-
-    def table(found: re.Match) -> str:
-        path, made = tables[found[2]]
-        return found[1] + (made(json.loads(path.read_text())) if path.exists() else "") + found[3]
-
-    PAGE.write_text(_MARKED.sub(table, PAGE.read_text()))
+    PAGE.write_text(
+        _MARKED.sub(lambda found: found[1] + rendered(json.loads(RESULTS.read_text())) + found[2], PAGE.read_text())
+    )
     return 0
 
 

@@ -22,13 +22,12 @@ from iris_tp.bench.inputs import Inputs  # noqa: E402
 from iris_tp.bench.rows import Row  # noqa: E402
 from iris_tp.bench.team import Team  # noqa: E402
 
-from benchmarks import all_scatter, ccl, fp8, litmus, llm, moe, ops, rma, rooted, stress, timeline  # noqa: E402
+from benchmarks import all_scatter, ccl, fp8, litmus, llm, moe, ops, rma, rooted, stress  # noqa: E402
 from benchmarks.cases import ccl_case, ccl_rivals, engines, whole_models  # noqa: E402
 from benchmarks.plots import (  # noqa: E402
     all_scatter_plots,
     llm_plots,
     step_plots,
-    timeline_plots,
 )  # fmt: skip
 from benchmarks.rivals.contender import GEMM, OURS, RIVAL, Contender  # noqa: E402
 from benchmarks.tables import every_row, rma_table  # noqa: E402
@@ -40,14 +39,12 @@ from tests.processes import run_benchmark  # noqa: E402
 RUNS = (
     ("ops", 2, ["--rows", "16,48,32", "--vary", "block_m=16;num_programs=1"], 4, None),
     ("ccl", 2, ["--sizes", "2048", "--ops", "all_reduce,all_to_all"], 2, None),
-    ("ccl", 2, ["--sizes", "2048", "--ops", "all_gather", "--sweep"], 1, None),
     ("fp8", 1, [], 1, None),
     ("fp8", 2, [], 1, None),
     ("step", 1, [], 3, step_plots.draw),
     ("tiles", 2, ["--dtype", "float32"], 5, None),
     ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
     ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
-    ("timeline", 2, ["--op", "rs,ga", "--rows", "32,32,32"], 2, timeline_plots.draw_all),
 )
 SLOW_RUNS = (
     ("ops", 3, ["--shapes", "tiny-forms", "--dtype", "float16"], None, None),
@@ -108,7 +105,6 @@ def test_stress_and_rma_from_end_to_end(tmp_path: Path) -> None:
         (fp8, ["--dtype", "float16"], "unrecognized arguments: --dtype float16"),
         (moe, ["--shapes", "switch"], "--shapes: switch; expected some of qwen3-30b-a3b, mixtral-8x7b"),
         (all_scatter, ["--device", "cpu", "--store-warp"], "--store-warp on cpu: expected NVIDIA Hopper GPUs"),
-        (timeline, ["--op", "nothing"], "--op: nothing; expected some of ar, rs, ag, ga"),
         (stress, ["--device", "cpu", "--calls", "0", "--replays", "0"], "--calls and --replays are 0"),
         (llm, ["--model", "/no/such"], "--model /no/such: expected one of llama-3-8b"),
         (llm, ["--device", "cpu", "--contenders", "async-tp"], "--contenders async-tp: expected others on CPUs"),

@@ -9,13 +9,8 @@ import pytest
 from tests import matrix
 
 
-@pytest.mark.parametrize("name, path, made", [
-    ("matrix", matrix.RESULTS, matrix.rendered),
-    ("triton_versions_h200_x2", matrix.TIMES, matrix.timed),
-])  # fmt: skip
-def test_the_page_shows_the_results(name: str, path, made) -> None:
-    shown = {found[2]: found[0] for found in matrix._MARKED.finditer(matrix.PAGE.read_text())}
-    assert made(json.loads(path.read_text())) in shown[name]
+def test_the_page_shows_the_results() -> None:
+    assert matrix.rendered(json.loads(matrix.RESULTS.read_text())) in matrix.PAGE.read_text()
 
 
 @pytest.mark.parametrize("pair", matrix.PAIRS, ids=lambda pair: pair.name)

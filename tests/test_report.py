@@ -12,7 +12,7 @@ from iris_ops.problem import Request, requested_problem
 import pytest
 import torch
 
-from benchmarks import again, ccl, llm, norms, ops, rma
+from benchmarks import ops
 from benchmarks.measuring import freshness, report
 from benchmarks.tables import marks, page_tables, pages
 
@@ -153,14 +153,3 @@ def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) 
     assert "2 x NVIDIA H100" in table and "2 x NVIDIA H200" in table
     # README has a row's GPUs in a column of its own
     assert [row[1] for row in cells_of(page_tables.summary(""))] == ["2 x H100", "2 x H100", "2 x H200"]
-
-
-@pytest.mark.parametrize("step", again.STEPS, ids=lambda step: step.key)
-def test_every_step_of_measuring_anew_is_a_command(step: again.Step, tmp_path: Path) -> None:
-    line = again.line_of(step, "h100", 2, tmp_path, 30)
-    parsers = {"ops": ops, "norms": norms, "ccl": ccl, "llm": llm, "rma": rma}
-    options = [*line[3:], "--device", "cpu"]
-    if "--modes" in options:
-        options[options.index("--modes") + 1] = "eager"  # for CPUs have no graphs
-    args = parsers[line[2].partition(".")[2]].parse(options)
-    assert args.ranks == 2 and args.out == tmp_path and args.name.endswith("h100_x2")

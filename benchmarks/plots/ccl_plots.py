@@ -9,8 +9,6 @@ from benchmarks.plots.pictures import legend_above, plt, save, sign, style
 
 def draw(file: Path, folder: Path) -> list[Path]:
     report = json.loads(file.read_text())
-    if report["benchmark"] == "ccl_sweep":
-        return []  # a sweep has a table only
     ops = list(dict.fromkeys(row["op"] for row in report["rows"]))
     figure, panels = plt.subplots(1, len(ops), figsize=(4.2 * len(ops), 3.8), layout="constrained", squeeze=False)
     for op, axes in zip(ops, panels[0], strict=True):

@@ -31,7 +31,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="results by type: read first if it is there, then written")
     parser.add_argument("--engine", action="store_true", help="try each type that is split in an engine, on 2 ranks")
     parser.add_argument("--again", action="store_true", help="try what the file has, too")
-    parser.add_argument("--merge", type=Path, help="results of another run, on other ranks, to take the worse of")
     parser.add_argument("--write", action="store_true", help="write docs/models.md; with --only, their rows")
     parser.add_argument("--report", action="store_true", help="print each report")
     arguments = parser.parse_args()
@@ -51,11 +50,10 @@ def main() -> int:
         print(f"{model_type}: {row['outcome']} {text[:300]} ({time.monotonic() - started:.1f} s)", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.merge:
-        results = table.merged(results, json.loads(arguments.merge.read_text()))
     if arguments.write:
         some = {name: results[name] for name in arguments.only or ()}
-        page = table.updated(table.PLACE.read_text(), some) if some else table.render(results, arguments.ranks)
+        page = table.PLACE.read_text()
+        page = table.updated(page, some) if some else table.render(page, results, arguments.ranks)
         table.PLACE.write_text(page)
     counts: dict[str, int] = {}
     for row in results.values():

@@ -18,7 +18,6 @@ from tests.processes import patient, run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 VICTIM = 1
-LIMIT_S = 2
 
 
 def fail(how: str) -> None:
@@ -115,28 +114,6 @@ def test_an_exception_on_all_ranks_is_the_users() -> None:
 
 
 # --- the rank that serves the store of the process group -------------------------------------------------------------
-
-
-def losing_the_store(rank: int, world: int, how: str) -> None:
-    ctx = iris.iris(1 << 20)
-    first = ctx.hosts.pids[0]
-    ctx.close()
-    if rank == 0:
-        fail(how)
-    begin = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"rank 1 lost .*\brank 0\b"):
-        while True:
-            iris.iris(1 << 20).close()
-    assert time.monotonic() - begin < LIMIT_S + patient(4)
-    if how == "stopped":
-        os.kill(first, signal.SIGKILL)  # else it is waited for
-    os._exit(0)
-
-
-@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
-def test_a_context_is_not_made_without_a_store(how: str) -> None:
-    ended = run_fresh(2, losing_the_store, how, env={"IRIS_TIMEOUT": str(LIMIT_S)}, timeout=20)
-    assert ended[1].exitcode == 0, ended[1].traceback
 
 
 def killed_while_a_context_is_made(rank: int, world: int) -> list[str]:

@@ -127,33 +127,6 @@ def test_a_sender_goes_on_before_its_receiver_comes(world_size):
     run_ranks(world_size, _ahead)
 
 
-def _crossed(ctx):
-    """Rank 1 takes from rank 2 before it takes from rank 0, which lists it first; rank 2 needs what 0 lists second."""
-    rank, size = ctx.cur_rank, rings.BORDER // 2
-    ctx.ccl.init_p2p(8 * size, torch.uint8)
-    for turn in range(3):
-        of = [torch.full((size,), 10.0 * turn + r, device=ctx.device) for r in range(3)]
-        one, two = torch.zeros(size, device=ctx.device), torch.zeros(size, device=ctx.device)
-        if rank == 0:
-            ctx.ccl.batch_isend_irecv([P2POp("send", of[0], 1), P2POp("send", of[0], 2), P2POp("recv", one, 2)])
-            assert torch.equal(one, of[2])
-        elif rank == 1:
-            ctx.ccl.recv(two, 2)
-            ctx.ccl.recv(one, 0)
-            assert torch.equal(two, of[2]) and torch.equal(one, of[0])
-        elif rank == 2:
-            ctx.ccl.recv(one, 0)
-            ctx.ccl.send(of[2], 1)
-            ctx.ccl.send(of[2], 0)
-            assert torch.equal(one, of[0])
-    ctx.barrier()
-
-
-@pytest.mark.parametrize("world_size", [w for w in WORLDS if w in (3, 4)])
-def test_messages_of_a_call_do_not_wait_for_each_other(world_size):
-    run_ranks(world_size, _crossed)
-
-
 def _crowd(ctx):
     """More messages to each rank than a launch takes, of all sizes, then exchanges in place."""
     rank, n = ctx.cur_rank, ctx.num_ranks

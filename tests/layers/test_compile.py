@@ -117,38 +117,6 @@ def compilations() -> int:
 
 
 @torch.no_grad()
-def layers_body(ctx) -> None:
-    """Two compilations for all layers, one for the rotary embedding; one more for padding, none for another length."""
-    model, rows = models.build("kv2"), models.prompt().tolist()
-    layers.parallelize(model, ctx)
-    batches = [rows, [row + row for row in rows], [rows[0], rows[1][2:]]]
-    expected = [layers.Engine(model, ctx, 2, 18).generate(batch, 3) for batch in batches]
-    engine = layers.Engine(model, ctx, 2, 18, compile=backend(ctx), step_attention=True)
-    before, counts = compilations(), []
-    for batch, tokens in zip(batches, expected, strict=True):
-        assert engine.generate(batch, 3) == tokens
-        counts.append(compilations() - before)
-    assert counts == [3, 3, 4]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        engine.generate([rows[0] + rows[1][:3], rows[1]], 3)
-        with model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(0)):
-            logits = []
-            for each in (engine, layers.Engine(model, ctx, 2, 18)):
-                each.reset()
-                logits.append(each.read(models.prompt().to(ctx.device)))  # a graph of prompts is of before the hook
-        assert close(ctx, *logits), "what comes between two layers counts"
-    assert len(engine.steps) == (ctx.device.type == "cuda")
-    tokens = models.generate(model, ctx.device).cpu()
-    assert torch.equal(tokens, models.expected("kv2")[2]), "generate() is as before"
-    assert compilations() - before == 4, "and eager"
-
-
-@pytest.mark.slow
-def test_the_layers_of_an_engine_are_compiled_once(world_size: int) -> None:
-    run_ranks(world_size, layers_body)
-
-
-@torch.no_grad()
 def hooked_norm_body(ctx) -> None:
     """Hooks on the norm of one layer, before it is compiled and later, run once a call and count; on GPUs eagerly."""
     model, prompts = models.build("kv2"), models.prompt().to(ctx.device)

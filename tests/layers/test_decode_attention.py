@@ -83,32 +83,6 @@ def test_masks_of_another_shape_are_left_to_torch() -> None:
     assert supports(q, k, v, mask) and supports(q, k, v, mask[:1].expand(2, 1, 1, 40))
 
 
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_stretches_cover_a_cache_and_none_is_empty() -> None:
-    for pairs in (1, 2, 7, 64, 300, 1024, 5000):
-        for length in (1, 31, 32, 33, 192, 2112, 16448, 131072):
-            for multiprocessors in (1, 132):
-                parts, stretch = decode_attention.splits_of(pairs, length, 32, multiprocessors)
-                assert stretch % 32 == 0 and (parts - 1) * stretch < length <= parts * stretch and parts <= 256
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_a_prompt_has_no_mask_where_torchs_causal_one_is_the_same() -> None:
-    from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
-
-    asked = {"batch_size": 2, "q_length": 7, "kv_length": 16, "q_offset": 0, "kv_offset": 0}
-    causal = torch.ones(7, 7, dtype=torch.bool).tril()
-    for window in (None, 4, 6, 7, 20):
-        seen = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-        asked |= {"mask_function": seen, "local_size": window}
-        made = sdpa_mask(**asked, allow_is_causal_skip=False)
-        same = torch.equal(made[0, 0, :, :7], causal) and not made[..., 7:].any()
-        assert (attention.mask_of(**asked) is None) == same, window
-        assert attention.mask_of(**asked, attention_mask=torch.ones(2, 7, dtype=torch.bool)[:, :6]) is not None
-        assert attention.mask_of(**asked, allow_is_causal_skip=False) is not None
-        assert attention.mask_of(**asked | {"q_offset": torch.tensor(3)}) is not None
-
-
 def engine_body(ctx, name: str) -> tuple[list, str]:
     model = models.build(name)
     layers.parallelize(model, ctx)

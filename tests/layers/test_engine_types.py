@@ -89,25 +89,6 @@ def test_padding_is_refused_where_a_bias_would_bring_it_into_a_state(model_type:
     run_ranks(2, biased_body, model_type)
 
 
-def scaled_body(ctx: Any, compile: bool) -> None:
-    layers_of = {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}
-    model = tiny.build("llama4_text", floor_scale=4, **layers_of)
-    layers.parallelize(model, ctx)
-    prompts = engine.prompts((6, 4))
-    with pytest.raises(ArgumentError, match="scales queries by their places in the cache, .* from token 4 on: exp"):
-        layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts, 1)
-    layers.Engine(model, ctx, batch_size=2, max_length=3).generate([[1, 2], [3]], 1)  # has no such token
-    if compile:
-        expected = layers.Engine(model, ctx, batch_size=2, max_length=16).generate(prompts[:1], 3)
-        compiled = layers.Engine(model, ctx, batch_size=2, max_length=16, compile="eager")
-        assert compiled.generate(prompts[:1], 3) == expected
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_padding_is_refused_where_queries_are_scaled_by_their_places_in_the_cache(compile: bool) -> None:
-    run_ranks(2, scaled_body, compile, timeout=400)
-
-
 # An index that is None in MLPs, a cache that is no keyword, layers that return tuples.
 COMPILED = {"hunyuan_v1_dense": {}, "gpt2": {}, "falcon": {}, "falcon, with ALiBi": {"alibi": True}}
 

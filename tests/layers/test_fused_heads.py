@@ -141,17 +141,6 @@ def test_families_with_one_projection_are_split_by_heads(world_size: int, rare: 
         assert heads == 1 or sum(result[name][3] for result in results) == heads
 
 
-def refused_body(ctx: Any) -> None:
-    config = transformers.CodeGenConfig(**TINY, **_GPT, rotary_dim=8)
-    with pytest.raises(StyleError, match="one projection of a known layout"):
-        parallelize(transformers.AutoModelForCausalLM.from_config(config), ctx)
-
-
-@pytest.mark.skipif(not OLD_CODEGEN, reason="its module says in how many parts the heads lie")
-def test_heads_of_an_older_codegen_are_refused() -> None:
-    run_ranks(2, refused_body)
-
-
 # --- which outputs are a head's --------------------------------------------------------------------------------------
 
 
@@ -212,12 +201,6 @@ def test_parts_are_what_the_module_finds_of_these_heads(name: str, world_size: i
         q, k, v = take(own, heads.num_local_heads, heads.num_local_kv_heads)
         assert torch.equal(q, query[slice(*heads.q)])
         assert torch.equal(k, key[slice(*heads.kv)]) and torch.equal(v, value[slice(*heads.kv)])
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_a_projection_of_an_unknown_layout_is_none() -> None:
-    for child, attributes in (("qkv_proj", {}), ("Wqkv", {}), ("qkv", {"multi_query": True})):
-        assert layout_of(Takes(**attributes), child) is None
 
 
 # --- families that use a known name for another layout ---------------------------------------------------------------

@@ -104,43 +104,8 @@ def test_gradients_and_options_are_left_to_transformers(tokens: int, biased: boo
         torch.library.opcheck(torch.ops.iris_ops.prefill_attention, (q.detach(), k, v, 0.2, mask))
 
 
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_which_masks_become_places() -> None:
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-    seen = torch.ones(2, 7, dtype=torch.long)
-    seen[1, :3] = 0
-    asked = {"batch_size": 2, "q_length": 7, "kv_length": 16, "q_offset": 0, "kv_offset": 0, "attention_mask": seen}
-    asked |= {"mask_function": causal_mask_function, "local_size": None}
-    places = attention.mask_of(**asked)
-    assert torch.equal(prefill_attention.mask_of_places(places), sdpa_mask(**asked)[..., :7])
-    others = {"q_offset": 2}, {"local_size": 6}, {"allow_is_causal_skip": False}, {"q_offset": torch.tensor(0)}
-    for other, width in zip(others, (16, 7, 7, 16), strict=True):
-        mask = attention.mask_of(**asked | other)
-        assert torch.equal(mask, sdpa_mask(**asked | other)[..., :width]), other
-
-
 KINDS = [(1, 100, "flash"), (1, 128, "cudnn"), (1, 700, "flash"), (1, 801, "cudnn"), (2, 2048, "cudnn")]
 KINDS += [(2, 500, "cudnn"), (20, 70, "flash")]
-
-
-@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
-def test_backends_that_are_switched_off_stay_so(monkeypatch) -> None:
-    asked = []
-
-    def attention(*given, own=torch.nn.functional.scaled_dot_product_attention, **options):
-        asked.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-        return own(*given, **options)
-
-    monkeypatch.setattr(prefill_attention.F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(prefill_attention, "_has_plans", lambda device: True)
-    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
-    for chosen in (prefill_attention.SDPBackend.MATH, list(prefill_attention._BACKENDS)):
-        for length in (64, 65):
-            with prefill_attention.sdpa_kernel(chosen):
-                prefill_attention.prefill_attention(*tensors(1, 2, 2, length, 64), 0.2)
-    assert asked == [(False, False), (False, False), (True, True), (False, True)]
-    assert before == (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
 
 
 def engine_body(ctx, name: str) -> tuple[list, list]:

@@ -227,22 +227,3 @@ def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_
         assert tokens == whole
         assert exchanged == gates and calls.count(True) == steps * gates
         assert calls.count(False) == steps * (2 if gates else 4)  # qkv, and gate and up where they are not gated
-
-
-def test_a_forward_that_reads_otherwise_is_left_alone() -> None:
-    from layers.hf.gated_mlp import is_plain, is_silu
-
-    class Wider(torch.nn.Module):
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + x
-
-    class Swapped(torch.nn.Module):
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-    class Plain(torch.nn.Module):
-        def forward(self, hidden):
-            return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-    assert [is_plain(each.forward) for each in (Wider, Swapped, Plain)] == [False, False, True]
-    assert [is_silu(each) for each in (torch.nn.SiLU(), F.gelu, None)] == [True, False, False]

@@ -193,82 +193,6 @@ def test_steps_with_weights_in_eight_bits(world_size: int) -> None:
     run_ranks(world_size, eight_bits_body)
 
 
-@torch.no_grad()
-def exchanged_body(ctx) -> None:
-    """A hook exchanges what one layer adds, so half of a norm is left. The next step must not compile."""
-    model, folds = models.build("kv2").to(torch.bfloat16), []
-    layers.parallelize(model, ctx)
-    for layer in model.model.layers:
-        with pytest.MonkeyPatch.context() as patch, layer.mlp.register_forward_hook(lambda *given: given[-1] * 2):
-            serve_anywhere(patch)
-            calls = counted(patch)
-            expected, result = (
-                layers.Engine(model, ctx, 2, 18, compile=by, step_attention=True, graphs=False)
-                for by in (False, backend(ctx))
-            )
-            for engine in (expected, result):
-                engine.prefill(models.prompt().to(ctx.device))
-                engine.step()
-            with torch.compiler.set_stance("fail_on_recompile"):
-                for engine in (expected, result):
-                    engine.tokens.fill_(5)
-                    engine.logits = engine.step()
-            folds.append(len(calls))
-            assert (result.logits - expected.logits).norm() <= 2**-5 * expected.logits.norm()
-    assert folds == [2 * 2, 2 * 3], "in two steps, of what comes before the one that is left"
-
-
-@pytest.mark.slow
-def test_what_is_left_in_half_is_compiled_once(world_size: int) -> None:
-    run_ranks(world_size, exchanged_body)
-
-
-@torch.no_grad()
-def others_body(ctx) -> None:
-    """What the graph of a function keeps, by who else sees what would go."""
-    like = dict(dtype=torch.bfloat16, device=ctx.device)
-    x, a, b = torch.randn(2, 1, 64, **like), torch.randn(2, 32, **like), torch.randn(64, 32, **like)
-    weight, norm = torch.randn(48, 64, **like), torch.randn(64, **like)
-    product, size = torch.ops.iris_ops.skinny_matmul, (2, 64)
-
-    def reduced() -> torch.Tensor:
-        return torch.ops.iris_ops.matmul_all_reduce(a, b.t(), None, size, ctx.group_name, None).view(2, 1, 64)
-
-    def normed(h: torch.Tensor, w: torch.Tensor = norm) -> torch.Tensor:
-        return nn.functional.rms_norm(h, (64,), w, 1e-6)
-
-    def plain():
-        h = x + reduced()
-        n = normed(h)
-        return h, product(n, weight, None, None, False), product(n, weight, None, None, True)
-
-    def seen_norm():
-        n = normed(x + reduced())
-        return product(n, weight, None, None, False), n
-
-    def seen_sum():
-        r = reduced()
-        return product(normed(r + x), weight, None, None, False), r
-
-    def weight_of_fp32():
-        return product(normed((x + reduced()).float(), norm.float()).bfloat16(), weight, None, None, False)
-
-    def wider():
-        return product(normed(x.expand(2, 2, 64) + reduced()), weight, None, None, False)
-
-    def twice():
-        r = reduced()
-        return product(normed(r + r), weight, None, None, False)
-
-    def as_weight():
-        n = normed(x + reduced())
-        return product(n, n.view(2, 64), None, None, False)
-
-    for function, folds in ((plain, 1), (seen_norm, 0), (seen_sum, 0), (weight_of_fp32, 0), (wider, 0), (twice, 0),
-                            (as_weight, 0)):  # fmt: skip
-        assert_folds(function, folds)
-
-
 def assert_folds(function: Callable, folds: int) -> None:
     """`function`, compiled, has so many all-reduces with half of a norm, and its own results."""
     torch.compiler.reset()
@@ -288,10 +212,6 @@ def assert_folds(function: Callable, folds: int) -> None:
     assert found == [folds], function.__name__
     for mine, whole in zip(*map(torch.utils._pytree.tree_leaves, (result, function())), strict=True):
         assert (mine.double() - whole.double()).norm() <= 2**-6 * whole.double().norm(), function.__name__
-
-
-def test_only_what_nobody_else_sees_is_folded(world_size: int) -> None:
-    run_ranks(world_size, others_body)
 
 
 @torch.no_grad()

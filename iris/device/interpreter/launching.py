@@ -39,7 +39,7 @@ def prepare() -> None:
 @cache
 def fast() -> Any:
     """Return the runner that is faster on the library's own kernels; None where `IRIS_REPLAY` is off."""
-    packages = platform.replayed_packages()
+    packages = platform.fast_packages()
     if not packages:
         return None
     return Fast(packages)

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ....triton_private import Semantic, TensorHandle, core, interpreter, numpy_type, semantic
-from .replay import Tape
+from ....triton_private import Semantic, TensorHandle, core, numpy_type
 from .scope import Scope
 
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
@@ -53,12 +52,12 @@ _REVERSED = ("add", "sub", "mul", "and", "or", "xor")
 _WIDER = {("int32", "int64"), ("int32", "fp32"), ("int1", "int32"), ("int1", "int64"), ("bf16", "fp32")}
 
 
-def prepare(scope: Scope, tape: Tape) -> None:
+def prepare(scope: Scope) -> None:
     """Replace operators, once `interpreter._patch_lang` has put Triton's own in place."""
     tensor = core.tensor
 
     def replace(owner: Any, name: str, wrap: Callable) -> None:
-        scope.set(owner, name, wrap(getattr(owner, name), tape))
+        scope.set(owner, name, wrap(getattr(owner, name)))
 
     for name, (ufunc, kinds) in _OPERATORS.items():
         replace(tensor, f"__{name}__", partial(_operator, ufunc=ufunc, kinds=kinds, of_addresses=name == "add"))
@@ -72,40 +71,8 @@ def prepare(scope: Scope, tape: Tape) -> None:
     replace(Semantic, "to_tensor", _a_tensor)
     replace(core, "_unwrap_if_constexpr", _plain)
 
-    def truth(tensor):
-        data = tensor.handle.data
-        return tape.read(data, bool) if data.size == 1 else True  # Triton answers so
 
-    def transposed(tensor):
-        data, (*leading, rows, columns) = tape.computed(np.transpose, tensor.handle.data), tensor.type.shape
-        type_ = core.block_type(tensor.dtype, [*leading, columns, rows])
-        return core.tensor(TensorHandle(data, tensor.handle.dtype), type_)
-
-    scope.set(tensor, "__index__", lambda tensor: tape.read(tensor.handle.data, _item))
-    scope.set(tensor, "__bool__", truth)
-    scope.set(tensor, "T", property(transposed))
-
-
-def _item(data):
-    return data.item()
-
-
-def direct_builtins(scope: Scope) -> None:
-    """Pass `_semantic` to functions of the language at once; Triton first looks at each argument."""
-
-    def patch(obj, name, member, builder, scope):
-        function = getattr(member, "__wrapped__", member)
-
-        def direct(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(obj, name, direct)
-
-    scope.set(interpreter, "_patch_attr", patch)
-
-
-def _operator(whole: Callable, tape: Tape, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
+def _operator(whole: Callable, ufunc: Callable, kinds: dict, of_addresses: bool = False) -> Callable:
     known: dict = {}  # by the operands' types, what `_remembered` returned
 
     def quick(self, other):
@@ -120,15 +87,15 @@ def _operator(whole: Callable, tape: Tape, ufunc: Callable, kinds: dict, of_addr
         else:
             return whole(self, other)
         if key not in known:
-            known[key] = _remembered(self, other, kind, tape.apart(whole, self, other))
+            known[key] = _remembered(self, other, kind, whole(self, other))
         rule = known[key]
         if rule is None or kind is int and not -(2**31) <= other < 2**31:
             return whole(self, other)
         type_, scalar, width = rule
         if width:
-            moved = tape.computed(_moved, self.handle.data, data, width)
+            moved = _moved(self.handle.data, data, width)
             return core.tensor(TensorHandle(moved, self.handle.dtype), type_)
-        return core.tensor(TensorHandle(tape.computed(ufunc, self.handle.data, data), scalar), type_)
+        return core.tensor(TensorHandle(ufunc(self.handle.data, data), scalar), type_)
 
     def _remembered(self, other, kind, result):
         """Return (type, scalar type, bytes of an element if it is an address); None for Triton's operator."""
@@ -158,19 +125,19 @@ def _moved(addresses, steps, width):
     return addresses + steps
 
 
-def _of_one_shape(whole: Callable, tape: Tape) -> Callable:
+def _of_one_shape(whole: Callable) -> Callable:
     """Broadcast two values to the one shape that has room for both."""
     known: dict = {}  # by both types, the results' types and shape
 
     def seen(value, type_, shape):
         if value.type.name == type_.name:
             return value
-        return core.tensor(TensorHandle(tape.computed(_spread, value.handle.data, shape), value.handle.dtype), type_)
+        return core.tensor(TensorHandle(_spread(value.handle.data, shape), value.handle.dtype), type_)
 
     def quick(self, lhs, rhs):
         key = lhs.type.name, rhs.type.name
         if key not in known:
-            wide_lhs, wide_rhs = tape.apart(whole, self, lhs, rhs)
+            wide_lhs, wide_rhs = whole(self, lhs, rhs)
             known[key] = wide_lhs.type, wide_rhs.type, tuple(size.value for size in wide_lhs.shape)
         lhs_type, rhs_type, shape = known[key]
         return seen(lhs, lhs_type, shape), seen(rhs, rhs_type, shape)
@@ -187,7 +154,7 @@ def _spread(data, shape):
     return view
 
 
-def _of_one_type(whole: Callable, tape: Tape) -> Callable:
+def _of_one_type(whole: Callable) -> Callable:
     """Prepare two values for an operation: if `_OPERATORS` covers their one type, only shapes can differ."""
 
     def quick(self, lhs, rhs, *options, **named):
@@ -200,14 +167,14 @@ def _of_one_type(whole: Callable, tape: Tape) -> Callable:
     return quick
 
 
-def _a_tensor(whole: Callable, tape: Tape) -> Callable:
+def _a_tensor(whole: Callable) -> Callable:
     def quick(self, x, check_type=True):
         return x if type(x) is core.tensor else whole(self, x, check_type)
 
     return quick
 
 
-def _plain(whole: Callable, tape: Tape) -> Callable:
+def _plain(whole: Callable) -> Callable:
     plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, str, bool, type(None)}
 
     def quick(x):
@@ -216,7 +183,7 @@ def _plain(whole: Callable, tape: Tape) -> Callable:
     return quick
 
 
-def _with_axes(whole: Callable, tape: Tape) -> Callable:
+def _with_axes(whole: Callable) -> Callable:
     """Handle indices such as `x[:, None]`, of whole axes and new ones."""
     known: dict = {}
 
@@ -225,8 +192,8 @@ def _with_axes(whole: Callable, tape: Tape) -> Callable:
             return whole(self, slices)
         key = self.type.name, tuple(each is None for each in slices)
         if key not in known:
-            known[key] = tape.apart(whole, self, slices).type
-        data = tape.computed(getitem, self.handle.data, slices)
+            known[key] = whole(self, slices).type
+        data = getitem(self.handle.data, slices)
         return core.tensor(TensorHandle(data, self.handle.dtype), known[key])
 
     return quick
@@ -236,7 +203,7 @@ def _as_kind(data, kind):
     return data.astype(kind, copy=False)
 
 
-def _cast(whole: Callable, tape: Tape) -> Callable:
+def _cast(whole: Callable) -> Callable:
     known: dict = {}
 
     def quick(self, dtype, *options, **named):
@@ -250,8 +217,8 @@ def _cast(whole: Callable, tape: Tape) -> Callable:
         if (self.dtype.name, dtype.name) not in _WIDER:
             return whole(self, dtype)
         if key not in known:
-            known[key] = tape.apart(whole, self, dtype).type, numpy_type(dtype)
+            known[key] = whole(self, dtype).type, numpy_type(dtype)
         type_, kind = known[key]
-        return core.tensor(TensorHandle(tape.computed(_as_kind, self.handle.data, kind), dtype), type_)
+        return core.tensor(TensorHandle(_as_kind(self.handle.data, kind), dtype), type_)
 
     return quick
