@@ -30,7 +30,7 @@ from torch import nn
 from .expert_storage import CodedWeight, Cut, form_for
 from .formats.weight_format import Coding
 from .shard import Shard, balanced, even_unit, in_units
-from .sharded import split_parameter, unit_of
+from .sharded import part_of, split_parameter, unit_of
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -96,7 +96,7 @@ class SplitExperts(nn.Module):
         self.reasons: dict[str, str] = {}
         for key, (part, dim) in form.parts(module, ctx.num_ranks, ctx.cur_rank).items():
             split_parameter(self, key, part, dim)
-        self._width = self._parts[form.second][0].size
+        self._width: int = self._shard(form.second).size
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map hidden states [..., H], experts and weights [tokens, k], by position or name, to outputs [tokens, H]."""
@@ -142,10 +142,15 @@ class SplitExperts(nn.Module):
             else:
                 self.coded[key] = CodedWeight(self, key, chosen, self._cut(key), form.transposed)
 
+    def _shard(self, key: str) -> Shard:
+        """Return this rank's part of the split dimension of a weight."""
+        split_by = part_of(self, key)
+        assert split_by is not None, key
+        return split_by[0]
+
     def _cut(self, key: str) -> Cut:
         """Return how the ranks divide the numbers [E, N, K] of a weight."""
-        shard, _ = self._parts[key]
-        world = self.ctx.num_ranks
+        shard, world = self._shard(key), self.ctx.num_ranks
         if key == self._form.first:
             hidden = getattr(self, key).shape[1 if self._form.transposed else 2]
             return Cut(shard, Shard(hidden, ((0, hidden),)), (0,))

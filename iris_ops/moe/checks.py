@@ -138,8 +138,10 @@ def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
     sizes = tokens, k, count, out.shape[1], H
-    rest = dict(in_rows=format is PLAIN and not is_transposed(B), weights=format)
-    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, **rest)
+    in_rows = format is PLAIN and not is_transposed(B)
+    return MoeProblem(
+        op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=in_rows, weights=format
+    )  # fmt: skip
 
 
 def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
@@ -166,8 +168,10 @@ def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen, "scale": scale})
     sizes = tokens, k, count, H, width
-    rest = dict(in_rows=format is PLAIN and not is_transposed(B), weights=format)
-    return MoeProblem(op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, **rest)
+    in_rows = format is PLAIN and not is_transposed(B)
+    return MoeProblem(
+        op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=in_rows, weights=format
+    )  # fmt: skip
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

@@ -156,5 +156,7 @@ def requested_moe_problem(request: Request) -> MoeProblem:
         raise ArgumentError(
             f"form is 'rows' for {op}, and {weights.request}; expected none: experts {weights.name} lie [E,N,K]"
         )
-    kind = dict(in_rows=form == "rows", weights=weights)
-    return MoeProblem(op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, **kind)
+    return MoeProblem(
+        op, tokens, top_k, experts, N, K, world_size, dtype, op == GATE_UP, invariant, in_rows=form == "rows",
+        weights=weights,
+    )  # fmt: skip

@@ -58,7 +58,7 @@ def assert_close(out: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor) -
 def drawn(
     stored: Stored, experts: int, N: int, K: int, size: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weight and scale as kernels read them, and the weights [E,N,K] that they stand for in float64, of about `size`."""
+    """Weight and scale as kernels read them, and the weights [E,N,K] in float64 that they stand for, about `size`."""
     packing, group = stored.packing, stored.group
     scale = size * (0.5 + torch.rand(experts * N, -(-K // group) if group else 1, generator=generator))
     if packing is MXFP4:
@@ -163,15 +163,15 @@ def mixture_body(ctx: iris.Iris, case: Mixture) -> str:
     out = Guarded(ctx, (part_size(case.tokens, w) if case.scatter else case.tokens, case.hidden), case.dtype)
     bias, shared = layer.second_bias if case.bias else None, layer.shared if case.shared else None
     exact, torchs = (
-        moe_down(middles, [layer.widened(each, dtype) for each in layer.second], layer.chosen, layer.weights, bias, shared,
-                 exact=dtype is not case.dtype) for dtype in (torch.float64, case.dtype)
+        moe_down(middles, [layer.widened(each, dtype) for each in layer.second], layer.chosen, layer.weights, bias,
+                 shared, exact=dtype is not case.dtype) for dtype in (torch.float64, case.dtype)
     )  # fmt: skip
     begin = rank * part_size(case.tokens, w) if case.scatter else 0
     codes, scale, _ = layer.second[rank]
     result = out.tensor[:own]
     getattr(ctx.ops, op)(
-        result, middles[rank], codes.transpose(1, 2), layer.chosen, layer.weights, bias, shared and shared[rank], config,
-        workspace, scale=scale,
+        result, middles[rank], codes.transpose(1, 2), layer.chosen, layer.weights, bias, shared and shared[rank],
+        config, workspace, scale=scale,
     )  # fmt: skip
     out.check()
     assert_close(result, exact[begin : begin + own], torchs[begin : begin + own])
@@ -258,8 +258,8 @@ def refused_body(ctx: iris.Iris) -> None:
         (dict(scale=[1]), ArgumentError, "scale is list"),
         (dict(B=int4.contiguous()), ArgumentError, "B has strides"),
         (dict(B=int4.to(torch.int8)), DtypeError, "B has dtype torch.int8 and there is a scale"),
-        (dict(A=torch.zeros(T, 130, dtype=half, **new)), ShapeError, r"B is \(3, 16, 64\) for K = 130; expected 32 rows"),
-        (dict(B=fp8[:, 1:], scale=scale[:, :, 0].float()), ShapeError, r"B is \(3, 63, 64\) for K = 64; expected 64 rows"),
+        (dict(A=torch.zeros(T, 130, dtype=half, **new)), ShapeError, r"B is \(3, 16, 64\) for K = 130; expected 32"),
+        (dict(B=fp8[:, 1:], scale=scale[:, :, 0].float()), ShapeError, r"B is \(3, 63, 64\) for K = 64; expected 64"),
         (dict(B=fp8, scale=scale[:, :, 0]), DtypeError, "scale has dtype torch.bfloat16; expected torch.float32"),
         (dict(config=coarse), ArgumentError, "config.block_k is 64; expected at least 128: experts are in int4"),
     ]  # fmt: skip

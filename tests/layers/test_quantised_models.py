@@ -129,10 +129,8 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
     results = run_ranks(WORLDS[0] if UNDER_TORCHRUN else world_size, loaded_body, str(folder))
     for kept, widened, _, line, forms in results:
         assert (kept - double).abs().max() <= 4 * own, (kept - double).abs().max() / own
-        if not ON_GPU and name in (
-            "dense",
-            "groups128",
-        ):  # each product of a kept weight is that of the numbers that it stands for
+        # linears: each product of a kept weight is that of the numbers that it stands for
+        if not ON_GPU and name in ("dense", "groups128"):
             assert torch.equal(kept, widened)
         assert {form.split()[0] for form in forms.values()} <= KEPT.get(format, set()), forms
         assert bool(forms) == (format in KEPT), (forms, line)
