@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` of few rows with weights in eight bits, by the stream of `weight_stream.py`, on NVIDIA Hopper.
+"""`matmul_all_reduce` of few rows with quantised weights, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
 One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
 values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's

@@ -1,18 +1,19 @@
-"""The product of few rows with weights in eight bits, for NVIDIA Hopper: half as many bytes to stream as in bf16.
+"""The product of few rows with quantised weights, for NVIDIA Hopper: fewer bytes to stream than in bf16.
 
 A product of few rows takes as long as its weights take from memory. torch's way rounds A to eight bits by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
-in registers, and A stays as it is. Three things make that cheap:
+in registers, and A stays as it is. Four things make that cheap:
 
-    widening    A policy of the weight's format, for four weights in a word (`widening.py`). Its bf16 numbers may be
-                off by a power of two. A is scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
+    widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off
+                by a power of two. A is then scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
                 and the sum by the rest.
-    K is cut    Each warp has a slice of K, in lines of 128 numbers, so no warp waits for another. Byte i of all 32-bit
-                words of a line belongs to product number i of four, and A's columns are taken likewise. So nothing
-                moves between threads: a dot product may add in any order.
-    a ring      Lines of A and of the weights are always on their way to a ring in shared memory, across groups of
-                tiles. T tiles of 16 columns each share what they load of A. Waits for the ring have no deadline: they
-                are for loads of the program itself.
+    K is cut    Each warp has lines of 128 numbers along K, so no warp waits for another. A line becomes 4 or 8
+                products. A's numbers are read as each product needs them, so nothing moves between threads.
+    groups      A scale of a group multiplies the sum of the group's products (`line_products.py`). A scale of a column
+                multiplies the result.
+    a ring      Lines of A, of the weights and their scales are always on their way to a ring in shared memory, across
+                groups of tiles. T tiles of some columns share what they load of A. Waits for the ring have no
+                deadline: they are for loads of the program itself.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from ..kernels.tiles import known
 from ..named import named
 from ..planning.needs import LINE, MOST_ROWS
 from ..planning.weights import dtypes, format_of
+from .line_products import add_groups, begins_of, products_of_rows
 from .widening import E4M3, Widening
 
 WARPS = 4
@@ -50,41 +52,10 @@ RINGS = {
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
     3: {(8, 1): 4, (16, 2): 2},
 }
-_SHARED, _RESERVED, _MOST_STAGES = 228 << 10, 1536, 12  # of a multiprocessor, of each program, of a ring
+_SHARED, _RESERVED = 228 << 10, 1536  # bytes of a multiprocessor, and of each program beside ring and sums
 REGISTERS = {3: 168, 4: 128}  # of a thread, by the programs at once, in eights
-_COLUMNS = gl.constexpr(16)  # of a tile
+_COLUMNS = gl.constexpr(16)  # of a tile of fp8 with a scale for each column
 _LINE = gl.constexpr(LINE)
-
-
-@gluon.jit
-def _apart(ctx_ptr):
-    """Four numbers in each word: four tensors of bf16, each times 2**64."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, m, p, q, r, s;
-        mov.b64 {p, q}, $4;
-        mov.b64 {r, s}, $5;
-        mov.b32 m, 0x5f805f80;
-        prmt.b32 a, p, r, 0x5410;
-        prmt.b32 b, p, r, 0x7632;
-        prmt.b32 c, q, s, 0x5410;
-        prmt.b32 d, q, s, 0x7632;
-        mul.rn.bf16x2 $0, a, m;
-        mul.rn.bf16x2 $1, b, m;
-        mul.rn.bf16x2 $2, c, m;
-        mul.rn.bf16x2 $3, d, m;
-        }""",
-        "=r,=r,=r,=r,l,l", [ctx_ptr], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _scaled(x):
-    """Numbers of bf16 times 2**64."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 m; mov.b32 m, 0x5f805f80; mul.rn.bf16x2 $0, $1, m; }", "=r,r", [x], gl.bfloat16, is_pure=True,
-        pack=2,
-    )  # fmt: skip
 
 
 @aggregate
@@ -208,11 +179,11 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
         accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
     for _k in range(stream.steps):
         mbarrier.wait(stream.loaded.index(stage), phase)
-        x = _products_of_rows(stream.rows.index(stage), widen, MMA)
+        x = products_of_rows(stream.rows.index(stage), widen, MMA)
         begins = ()
         if BY_GROUPS:
             GROUPS: gl.constexpr = 1 if stream.scales is None else stream.factors.shape[2] // LINES
-            begins = _begins(x, widen, PRODUCTS, GROUPS, COLUMNS, MMA)
+            begins = begins_of(x, widen, PRODUCTS, GROUPS, COLUMNS, MMA)
         so_far = ()
         for t in gl.static_range(stream.T):
             y = widen.words(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
@@ -220,7 +191,7 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
                 factors = None
                 if stream.scales is not None:
                     factors = stream.factors.index(stage * stream.T + t)
-                so_far = so_far + (_add_groups(accs[t], y, x, begins, factors, LINES, PRODUCTS, MMA),)
+                so_far = so_far + (add_groups(accs[t], y, x, begins, factors, LINES, PRODUCTS, MMA),)
             else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[2 * t], accs[2 * t + 1]
                 for i in gl.static_range(0, PRODUCTS, 2):
@@ -237,140 +208,6 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
         stream.sums.slice(t * COLUMNS, COLUMNS, dim=1).store(acc)
     program_barrier()
     return group, step, stage, phase
-
-
-@gluon.jit
-def _begins(
-    x, widen: gl.constexpr, PRODUCTS: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr
-):
-    """With what each group's sum begins: of weights that are widened to `ADDED` less, that times the sum of A."""
-    EACH: gl.constexpr = PRODUCTS // GROUPS
-    LINES: gl.constexpr = x[0].shape[0]
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
-    added = gl.full((LINES, 16, x[0].shape[1]), widen.ADDED, gl.bfloat16, layout=WEIGHTS)
-    result = ()
-    for g in gl.static_range(GROUPS):
-        begin = gl.zeros((LINES, 16, x[0].shape[2]), gl.float32, layout=MMA)
-        if widen.ADDED != 0:
-            for i in gl.static_range(EACH):
-                begin = mma_v2(added, x[g * EACH + i], begin)
-        result = result + (_repeated(begin, COLUMNS // 16, MMA),)
-    return result
-
-
-@gluon.jit
-def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
-    """x [lines, 16, rows] so often, along columns."""
-    if TIMES > 1:
-        half = _repeated(x, TIMES // 2, MMA)
-        both = gl.permute(gl.join(half, half), (0, 3, 1, 2))
-        x = gl.convert_layout(gl.reshape(both, (x.shape[0], TIMES * 16, x.shape[2])), MMA)
-    return x
-
-
-@gluon.jit
-def _add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.constexpr, MMA: gl.constexpr):
-    """`acc` and a line's products: each group's sum begins anew, and is added times the group's scale."""
-    GROUPS: gl.constexpr = len(begins)
-    EACH: gl.constexpr = PRODUCTS // GROUPS
-    if factors is not None:
-        scales = _scales_of(factors, LINES, MMA)
-    for g in gl.static_range(GROUPS):
-        fresh = begins[g]
-        for i in gl.static_range(EACH):
-            fresh = mma_v2(y[g * EACH + i], x[g * EACH + i], fresh)
-        if factors is not None:
-            acc += fresh * gl.expand_dims(scales[g], 2)
-        else:
-            acc += fresh
-    return acc
-
-
-@gluon.jit
-def _products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
-    """A's numbers of each line as the products of the weights take them."""
-    ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
-    result = ()
-    if widen.RUNS:
-        LINES: gl.constexpr = rows.shape[0] // 4
-        BLOCK_M: gl.constexpr = rows.shape[1]
-        x = rows.permute((0, 2, 1)).load(runs_layout(LINES, BLOCK_M, widen.WORDS // 8, gl.num_warps()))
-        if widen.SCALED:
-            x = _scaled(x)
-        PARTS: gl.constexpr = widen.PRODUCTS // 4  # of a run of 32
-        x = gl.reshape(x, (LINES, 4 * PARTS, 32 // PARTS, BLOCK_M))
-        parts = _along(gl.permute(x, (0, 2, 3, 1)))
-        for i in gl.static_range(4 * PARTS):
-            result = result + (gl.convert_layout(parts[i], ROWS),)
-    else:
-        result = _apart(rows.permute((0, 2, 1)).load(ROWS))
-    return result
-
-
-@gluon.jit
-def _scales_of(factors, LINES: gl.constexpr, MMA: gl.constexpr):
-    """The scales of each line in float32: a tensor [lines, columns] for each group."""
-    COLUMNS: gl.constexpr = factors.shape[0]
-    GROUPS: gl.constexpr = factors.shape[1] // LINES
-    s = factors.load(scales_layout(LINES, GROUPS, COLUMNS, gl.num_warps()))
-    s = gl.permute(gl.reshape(s, (COLUMNS, LINES, GROUPS)), (1, 0, 2))
-    parts = _along(s)
-    result = ()
-    for g in gl.static_range(GROUPS):
-        if s.dtype == gl.uint8:  # of a power of two, its exponent
-            scale = (parts[g].to(gl.int32) << 23).to(gl.float32, bitcast=True)
-        else:
-            scale = parts[g].to(gl.float32)
-        result = result + (gl.convert_layout(scale, gl.SliceLayout(2, MMA)),)
-    return result
-
-
-@gluon.jit
-def _along(x):
-    """The parts of `x` along its last dimension, a power of two, as a tuple."""
-    COUNT: gl.constexpr = x.shape[len(x.shape) - 1]
-    result = ()
-    if COUNT == 1:
-        result = result + (gl.reshape(x, x.shape[:-1]),)
-    else:
-        even, odd = gl.split(gl.reshape(x, x.shape[:-1] + [COUNT // 2, 2]))
-        evens, odds = _along(even), _along(odd)
-        for i in gl.static_range(COUNT // 2):
-            result = result + (evens[i], odds[i])
-    return result
-
-
-@triton.constexpr_function
-def _bits(size):
-    """The binary logarithm of a power of two."""
-    return size.bit_length() - 1
-
-
-@triton.constexpr_function
-def runs_layout(lines, rows, k_width, warps):
-    """The layout of runs [4 * lines, 32, rows]: each warp has its lines' four, as operands of dot products.
-
-    A warp has line number `warp`, and each that lies `warps` further.
-    """
-    k = [1 << i for i in range(5)]
-    inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
-    held = [[0, each, 0] for each in inner[0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
-    more = [[4 * warps << i, 0, 0] for i in range(_bits(lines // warps))]
-    lanes = [[0, each, 0] for each in inner[1]] + [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    of_warps = [[4 << i, 0, 0] for i in range(_bits(warps))]
-    return gl.DistributedLinearLayout(
-        held + [[1, 0, 0], [2, 0, 0]] + more, lanes, of_warps, [], [4 * lines, 32, rows]
-    )  # fmt: skip
-
-
-@triton.constexpr_function
-def scales_layout(lines, groups, columns, warps):
-    """The layout of scales [columns, lines * groups]: each thread has those of its columns of sums."""
-    held = [[0, 1 << i] for i in range(_bits(groups))] + [[8 << i, 0] for i in range(_bits(columns // 8))]
-    more = [[0, groups * warps << i] for i in range(_bits(lines // warps))]
-    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    of_warps = [[0, groups << i] for i in range(_bits(warps))]
-    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [columns, lines * groups])
 
 
 @gluon.jit
@@ -443,8 +280,17 @@ class Choice:
 
 
 def choice(columns: int, rows: int, K: int, programs: int) -> Choice:
-    """Return the choice for a product of so many columns and rows."""
-    return Choice()
+    """Return the choice for a product of so many columns and rows.
+
+    Instructions limit these formats more than memory does. So the busiest multiprocessor has few columns, in wide
+    tiles, where A and what a step costs are shared by more of them; measured on an H200.
+    """
+
+    def most(width: int) -> int:
+        return triton.cdiv(triton.cdiv(columns, width), programs) * (width + 17)  # a step costs as much as 17 columns
+
+    width = min((64, 32, 16) if rows <= 8 else (32, 16), key=most)
+    return Choice(64, 8, 1) if width == 64 and K > WARPS * LINE else Choice(width)
 
 
 def options(grid: int, programs: int) -> dict[str, int]:
@@ -502,7 +348,10 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     N, rows = B.shape[1] // (1 + gated), rows_at_once(A.shape[0])
     plain = widen is E4M3 and scale.ndim == 1
     T = (2 if gated else tiles_at_once(N, programs)) if plain else 1 + gated
-    chosen = Choice(_COLUMNS.value, BRANCHES=False) if plain else choice(N, A.shape[0], A.shape[1], programs)
+    if plain:
+        chosen = Choice(_COLUMNS.value, BRANCHES=False)
+    else:
+        chosen = Choice(32) if gated else choice(N, A.shape[0], A.shape[1], programs)
     lines = chosen.LINES
     if widen.RUNS:
         a = _described(A, 32, lines * LINE // 32, rows)
@@ -519,8 +368,10 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     else:
         groups = triton.cdiv(N, chosen.COLUMNS)
         resident = min(chosen.RESIDENT, triton.cdiv(groups, programs))
-        room = _SHARED // resident - _RESERVED - _sums_bytes(rows, T * chosen.COLUMNS, lines)
+        others = _RESERVED + _sums_bytes(rows, T * chosen.COLUMNS, lines)
         stage = stage_bytes(rows, T * chosen.COLUMNS, widen.WORDS, nbytes, lines)
+        resident = 1 if _SHARED // resident < others + 2 * stage else resident
+        room = _SHARED // resident - others
         grid, stages = min(groups, resident * programs), max(2, min(chosen.STAGES, room // stage))
     form = StreamForm(rows, T, stages, LATER=widen.later, BRANCHES=chosen.BRANCHES, **more)
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))

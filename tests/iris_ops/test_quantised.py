@@ -26,6 +26,8 @@ CASES = [
     (1, 256, 512, False), (5, 200, 1440, True), (16, 1040, 736, True), (9, 56, 96, False), (3, 64, 720, True),
     (2, 50, 20, True), (17, 96, 256, True), (70, 208, 160, False),
 ]  # fmt: skip
+if ON_GPU:  # enough columns for tiles of each width, and for several a program
+    CASES += [(1, 8192, 4096, False), (8, 8256, 1440, True), (6, 4224, 736, False), (16, 20000, 1024, True)]
 
 
 def stored(name: str, N: int, K: int, seed: int, device: torch.device | str) -> tuple[tuple, torch.Tensor]:
