@@ -8,7 +8,7 @@ many threads, so `sync.signal` puts a barrier of the program before its release.
 import triton
 import triton.language as tl
 
-from .bounds import CHECKED, within
+from .bounds import CHECKED, check, within
 from .function import device_function
 from .rma import hinted, translate
 
@@ -36,9 +36,10 @@ def atomic_cas(
         sem: "acquire", "release", "acq_rel" (default) or "relaxed". This and `scope` are those of every atomic here.
         scope: "sys" (default), "gpu" or "cta"; only "sys" is right between ranks.
     """
-    inside = within("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
+    check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     if CHECKED:  # a swap takes no mask: outside it puts the heap's first value, if that is `cmp`, back
+        inside = within("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
         first = tl.load(heap_bases.to(tl.pointer_type(tl.int64)) + from_rank, mask=inside == 0, other=0)
         remote, val = tl.where(inside, remote, first.to(remote.dtype)), tl.where(inside, val, cmp)
     return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
@@ -57,7 +58,8 @@ def atomic_add(
     hint: tl.constexpr = None,
 ):
     """Add `val` at `pointer` on `to_rank`; return the old value. fp16 and bf16 round at each addition."""
-    mask = within("atomic_add", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_add", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_add", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_add(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -75,7 +77,8 @@ def atomic_xchg(
     hint: tl.constexpr = None,
 ):
     """Store `val` at `pointer` on `to_rank`; return the old value."""
-    mask = within("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xchg(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -93,7 +96,8 @@ def atomic_xor(
     hint: tl.constexpr = None,
 ):
     """Exclusive-or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
-    mask = within("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_xor(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -111,7 +115,8 @@ def atomic_and(
     hint: tl.constexpr = None,
 ):
     """And `val` into `pointer` on `to_rank`; return the old value. Integers only."""
-    mask = within("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_and", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_and(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -129,7 +134,8 @@ def atomic_or(
     hint: tl.constexpr = None,
 ):
     """Or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
-    mask = within("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_or", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_or(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -147,7 +153,8 @@ def atomic_min(
     hint: tl.constexpr = None,
 ):
     """Store the minimum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
-    mask = within("atomic_min", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_min", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_min", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_min(remote, val, mask=mask, sem=sem, scope=_reach(scope))
 
@@ -165,6 +172,7 @@ def atomic_max(
     hint: tl.constexpr = None,
 ):
     """Store the maximum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
-    mask = within("atomic_max", pointer, mask, from_rank, to_rank, heap_bases)
+    check("atomic_max", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("atomic_max", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     return tl.atomic_max(remote, val, mask=mask, sem=sem, scope=_reach(scope))

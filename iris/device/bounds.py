@@ -57,7 +57,9 @@ def remove(bases: list[int]) -> None:
         _heaps.pop(base, None)
 
 
-def check(call: str, pointer: Any, mask: Any, own_rank: Any, peer_rank: Any, heap_bases: Any, either: bool) -> None:
+def check_on_host(
+    call: str, pointer: Any, mask: Any, own_rank: Any, peer_rank: Any, heap_bases: Any, either: bool
+) -> None:
     """Raise `ArgumentError` if an element of `pointer` that `mask` lets through lies outside the heap of `own_rank`.
 
     The arguments are the interpreter's. `heap_bases`: of each rank, any address in its heap. `either`: the heap of
@@ -113,7 +115,7 @@ def _within(heap: tuple[int, int, int] | None, first: int, last: int) -> bool:
 
 
 def _host_check(*args: Any) -> None:
-    check(*args)
+    check_on_host(*args)
 
 
 _host_check.__triton_builtin__ = True  # type: ignore[attr-defined]
@@ -128,38 +130,39 @@ def _waiter(call):
 
 
 @device_function
-def within(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
-    """Return `mask` for an access of `call` at `pointer`, the address that `own_rank` has for data of `other_rank`.
-
-    In the interpreter an element outside the heaps raises. With IRIS_DEBUG=1 on GPUs it is reported and masked out.
-    `either`: as in `check`.
-    """
+def check(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
+    """Raise, in the interpreter, where an access of `call` leaves the heaps (`check_on_host`)."""
     tl.static_assert(is_pointer(heap_bases), METHOD_CALLED)
     if INTERPRET:
         _host_check(call, pointer, mask, own_rank, other_rank, heap_bases, either)
-        return mask
-    elif not CHECKED:
-        return mask
-    else:
-        bases = heap_bases.to(tl.pointer_type(tl.int64))
-        marked = tl.load(bases - 1) == MARK
-        ctx_ptr = bases - HEADER
-        ranks = tl.load(ctx_ptr + 1, mask=marked, other=0)
-        known = (own_rank >= 0) & (own_rank < ranks) & (other_rank >= 0) & (other_rank < ranks)
-        outside = _leaves(pointer, own_rank, bases, known)
-        if either:
-            outside = outside & _leaves(pointer, other_rank, bases, known)
-        outside = outside & marked
-        inside = outside == 0
-        if mask is not None:
-            outside, inside = outside & mask, inside & mask
-        address = tl.where(outside, pointer.to(tl.int64), 0)
-        if address.type.is_block():
-            address = tl.max(address)
-        if address != 0:
-            named = tl.cast(own_rank, tl.int64) + (tl.cast(other_rank, tl.int64) << 32)
-            waits.report_outside(ctx_ptr, _waiter(call), address, named)
-        return inside
+
+
+@device_function
+def within(call: tl.constexpr, pointer, mask, own_rank, other_rank, heap_bases, either: tl.constexpr = False):
+    """Return the elements of `pointer` that `mask` lets through and that lie in the heap of `own_rank`; report others.
+
+    Call it where `CHECKED` holds only, as `mask = within(...) if CHECKED else mask`. `either`: the heap of `other_rank`
+    is allowed too.
+    """
+    bases = heap_bases.to(tl.pointer_type(tl.int64))
+    marked = tl.load(bases - 1) == MARK
+    ctx_ptr = bases - HEADER
+    ranks = tl.load(ctx_ptr + 1, mask=marked, other=0)
+    known = (own_rank >= 0) & (own_rank < ranks) & (other_rank >= 0) & (other_rank < ranks)
+    outside = _leaves(pointer, own_rank, bases, known)
+    if either:
+        outside = outside & _leaves(pointer, other_rank, bases, known)
+    outside = outside & marked
+    inside = outside == 0
+    if mask is not None:
+        outside, inside = outside & mask, inside & mask
+    address = tl.where(outside, pointer.to(tl.int64), 0)
+    if address.type.is_block():
+        address = tl.max(address)
+    if address != 0:
+        named = tl.cast(own_rank, tl.int64) + (tl.cast(other_rank, tl.int64) << 32)
+        waits.report_outside(ctx_ptr, _waiter(call), address, named)
+    return inside
 
 
 @device_function

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arch import INTERPRET, is_cuda
-from .bounds import METHOD_CALLED, is_pointer, within
+from .bounds import CHECKED, METHOD_CALLED, check, is_pointer, within
 from .function import device_function
 
 # 2 MiB, the alignment of every heap base (iris/memory/base.py).
@@ -102,7 +102,8 @@ def load(
             multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
         volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both.
     """
-    mask = within("load", pointer, mask, to_rank, from_rank, heap_bases)
+    check("load", pointer, mask, to_rank, from_rank, heap_bases)
+    mask = within("load", pointer, mask, to_rank, from_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, to_rank, from_rank, heap_bases), hint)
     if volatile and is_cuda():
         return tl.load(remote, mask=mask, other=other, volatile=True)
@@ -122,7 +123,8 @@ def store(
     hint: tl.constexpr = None,
 ):
     """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
-    mask = within("store", pointer, mask, from_rank, to_rank, heap_bases)
+    check("store", pointer, mask, from_rank, to_rank, heap_bases)
+    mask = within("store", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, value, mask=mask, cache_modifier=cache_modifier)
@@ -146,7 +148,8 @@ def get(
     The two ranks may come in either order, as in code written for ROCm/iris: the caller is the one in whose heap
     `from_ptr` lies. `DeviceContext.get` skips that check.
     """
-    mask = within("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
+    check("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
+    mask = within("get", from_ptr, mask, to_rank, from_rank, heap_bases, True) if CHECKED else mask
     remote = hinted(across(from_ptr, to_rank, from_rank, heap_bases), hint)
     data = tl.load(remote, mask=mask, other=other, cache_modifier=load_cache_modifier)
     tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
@@ -173,7 +176,8 @@ def put(
     """
     tl.static_assert(not use_copy_engine, NO_COPY_ENGINE)
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    stored = within("put", to_ptr, mask, from_rank, to_rank, heap_bases)
+    check("put", to_ptr, mask, from_rank, to_rank, heap_bases)
+    stored = within("put", to_ptr, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(to_ptr, from_rank, to_rank, heap_bases), hint)
     tl.store(remote, data, mask=stored, cache_modifier=store_cache_modifier)
 
@@ -193,8 +197,10 @@ def copy(
     hint: tl.constexpr = None,
 ):
     """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
-    read = within("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
-    stored = within("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
+    check("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
+    read = within("copy", src_ptr, mask, cur_rank, from_rank, heap_bases) if CHECKED else mask
+    check("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)
+    stored = within("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases) if CHECKED else mask
     source = hinted(translate(src_ptr, cur_rank, from_rank, heap_bases), hint)
     data = tl.load(source, mask=read, other=other, cache_modifier=load_cache_modifier)
     remote = hinted(translate(dst_ptr, cur_rank, to_rank, heap_bases), hint)
