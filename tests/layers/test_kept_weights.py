@@ -168,9 +168,11 @@ def moved_body(ctx, folder: str) -> None:
         else:
             assert not name.endswith("proj.weight"), name
     half = models.logits(model, ctx.device)
-    assert half.dtype == torch.bfloat16 and (half - logits).norm() <= 0.03 * logits.norm()
+    rounds_rows = ctx.device.type == "cuda" and any(module.weight_scale.ndim == 1 for module in kept(model).values())
+    allowed = (0.12 if rounds_rows else 0.03) * logits.norm()  # of channels, tensor cores take rows in fp8, too
+    assert half.dtype == torch.bfloat16 and (half - logits).norm() <= allowed
     with torch.autocast(ctx.device.type, torch.bfloat16):
-        assert (models.logits(again, ctx.device) - logits).norm() <= 0.03 * logits.norm()
+        assert (models.logits(again, ctx.device) - logits).norm() <= allowed
     model.save_pretrained(f"{folder}-bf16")
 
 
@@ -356,7 +358,11 @@ def ranges_body(ctx, folder: Path) -> None:
         if name == "fp8":
             expected = torch.cat([exact[:, slice(*each)] for each in ranges], 1)
         else:
-            expected = packing.INT4.unpack(*packing.INT4.pack(*packing.INT4.quantise(own, 128), 128), 160).double()
+            expected = (
+                packing.INT4.unpack(*packing.INT4.pack(*packing.INT4.quantise(own.to(ctx.device), 128), 128), 160)
+                .double()
+                .cpu()
+            )
         assert torch.allclose(numbers, expected, rtol=1e-6, atol=0), name
 
 
