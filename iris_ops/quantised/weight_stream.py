@@ -279,18 +279,14 @@ class Choice:
     BRANCHES: bool = True
 
 
-def choice(columns: int, rows: int, K: int, programs: int) -> Choice:
-    """Return the choice for a product of so many columns and rows.
+def choice() -> Choice:
+    """Return the choice whose results were compared with float64 on GPUs.
 
-    Instructions limit these formats more than memory does. So the busiest multiprocessor has few columns, in wide
-    tiles, where A and what a step costs are shared by more of them; measured on an H200.
+    Instructions limit these formats more than memory does, so wide tiles, where more columns share A and what a step
+    costs, should win: `Choice(64, 8, 1)` took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200.
+    `benchmarks/quantised.py --variants` compares its results before it may be chosen.
     """
-
-    def most(width: int) -> int:
-        return triton.cdiv(triton.cdiv(columns, width), programs) * (width + 17)  # a step costs as much as 17 columns
-
-    width = min((64, 32, 16) if rows <= 8 else (32, 16), key=most)
-    return Choice(64, 8, 1) if width == 64 and K > WARPS * LINE else Choice(width)
+    return Choice()
 
 
 def options(grid: int, programs: int) -> dict[str, int]:
@@ -351,7 +347,7 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     if plain:
         chosen = Choice(_COLUMNS.value, BRANCHES=False)
     else:
-        chosen = Choice(32) if gated else choice(N, A.shape[0], A.shape[1], programs)
+        chosen = choice()
     lines = chosen.LINES
     if widen.RUNS:
         a = _described(A, 32, lines * LINE // 32, rows)
