@@ -120,7 +120,7 @@ def rank_main() -> None:
             b = TensorDescriptor.from_tensor(B[rank], [blocks[2], blocks[1]])
             tile_matmul_kernel[grid](
                 ctx.get_device_context(), space, a, b, out, M, N, K, *blocks, w, **options,
-                ONE_TILE=grid[0] == number, **platform.beside(ctx.device),
+                ONE_TILE=grid[0] == number, **platform.pdl_options(ctx.device),
             )  # fmt: skip
             error = (out - exact).abs().max() / exact.abs().max()
             ctx.barrier()

@@ -201,7 +201,7 @@ class Ops(MixtureOps):
 
     if not TYPE_CHECKING:  # a type checker is to see the methods alone
 
-        def __getattr__(self, name: str) -> Callable[..., Workspace]:
+        def __getattr__(self: Ops, name: str) -> Callable[..., Workspace]:
             """Return an op that has no method here, with the parameters of `all_gather_matmul`."""
             if name not in BY_NAME:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -161,7 +161,7 @@ class CodedWeight:
     def largest_scale(self, expert: int) -> float:
         """Return the largest scale of one expert."""
         scale = self.parameters[1][expert]
-        largest = scale.max() if scale.numel() else torch.zeros(())
+        largest = scale.max() if scale.numel() else scale.new_zeros(())
         return 2.0 ** (int(largest) - 127) if scale.dtype == torch.uint8 else float(largest)
 
     def _allocate(self, device: torch.device) -> None:

@@ -60,7 +60,7 @@ def test_every_generated_kernel_waits_before_it_touches_memory(generated, graph:
 def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert _Backend("inductor", cpu).options == {"config_patches": {"combo_kernels": True}}
-    monkeypatch.setattr(platform, "beside", lambda device: {"launch_pdl": True})
+    monkeypatch.setattr(platform, "pdl_options", lambda device: {"launch_pdl": True})
     asked = _Backend("inductor", cpu).options["config_patches"]
     assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], inductor_waits.WaitFirst)
     assert _Backend("aot_eager", cpu).options == {}

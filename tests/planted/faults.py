@@ -103,7 +103,7 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
     ),
     "iris/device/waits.py": (
         ("a wait for waiting peers is as short as theirs", "deadline", "patience", "1", LOST + EPOCHS),
-        ("a record names the peer as its group counts it", "report", "_name(ctx, peer)",
+        ("a record names the peer as its group counts it", "_report", "_name(ctx_ptr, peer)",
          "tl.cast(peer, tl.int64)", LOST),
     ),
     "iris_ops/kernels/gather_matmul.py": (
