@@ -45,10 +45,10 @@ class Fast:
 
     def _fill(self, scope: Scope) -> None:
         scope.set(interpreter, "_LangPatchScope", lambda: SimpleNamespace(set_attr=scope.set))
-        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))  # what kernels may see of it
-        scope.set(core.dtype, "to_ir", repetition.itself)
         scope.set(interpreter, "interpreter_builder", self._builder)
         scope.set(semantic, "builder", self._builder)
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))  # what kernels may see of it
+        scope.set(core.dtype, "to_ir", repetition.itself)
         repetition.prepare(scope)
         quick.prepare(scope)
         self._scope = scope
