@@ -1,0 +1,49 @@
+"""The tables of kept quantised weights: linear layers and experts of mixtures, beside bfloat16."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.measuring.report import RESULTS
+
+_LINEARS = RESULTS / "quantised_variants_h200_x2.json"
+_EXPERTS = RESULTS / "experts_formats_h200_x2.json"
+_FORMATS = "bf16", "fp8", "fp8_block", "int4", "mxfp4"
+
+
+def linears(folder: str) -> str:
+    """Return the time of `matmul_all_reduce` by rows and format."""
+    run = json.loads(_LINEARS.read_text())
+    sums = [row for row in run["rows"] if row["call"] == "matmul_all_reduce"]
+    shape = f"{sums[0]['N']} x {sums[0]['K']} a rank"
+    head = f"**`matmul_all_reduce` of few rows, {shape}, \u00b5s; in brackets bfloat16's time over it.** {_header(run)}"
+    lines = [[str(row["rows"]), *_cells(row["us"])] for row in sums]
+    return f"{head} [All figures]({folder}{_LINEARS.name}).\n\n" + _table("rows", lines)
+
+
+def experts(folder: str) -> str:
+    """Return the time of a mixture's two products by model, tokens and format."""
+    run = json.loads(_EXPERTS.read_text())
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    for row in run["rows"]:
+        times.setdefault((row["shape"], row["T"]), {})[row["format"]] = row["up"] + row["down"]
+    head = f"**`moe_gate_up` and `moe_down_all_reduce`, \u00b5s; in brackets bfloat16's time over it.** {_header(run)}"
+    lines = [[f"{shape}, {tokens}", *_cells(us)] for (shape, tokens), us in times.items()]
+    return f"{head} [All figures]({folder}{_EXPERTS.name}).\n\n" + _table("model, tokens", lines)
+
+
+def _header(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    gpu = run["gpu"].removeprefix("NVIDIA ")
+    return f"{run['world']} x {gpu}, CUDA graphs, {versions}, {run['date']}, commit {run['commit']}."
+
+
+def _cells(us: dict[str, float]) -> list[str]:
+    plain = us["bf16"]
+    return [f"{us[name]:.1f}" + (f" ({plain / us[name]:.2f})" if name != "bf16" else "") for name in _FORMATS]
+
+
+def _table(first: str, lines: list[list[str]]) -> str:
+    head = [first, *_FORMATS]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * len(_FORMATS)], *lines])
