@@ -65,7 +65,7 @@ class Ops(MixtureOps):
         `iris_ops/quantised/packing.py` stores them. It stands for numbers that A's dtype must have room for; it holds
         numbers only. Each rank has its own. Up to 16 rows of bf16, in fp8 and MXFP4 of magnitudes from 2**-61 to 2**63
         or 0, are multiplied as they are by the stored weight. With `torch.float8_e4m3fn` and one float32 scale a
-        column more rows are rounded to eight bits, where the GPU multiplies those. In the other formats B is converted
+        column more rows are rounded to fp8, where the GPU multiplies those. In the other formats B is converted
         to A's dtype in each call for more rows, and on GPUs other than Hopper.
 
         `k_per_rank`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's
@@ -99,7 +99,7 @@ class Ops(MixtureOps):
         """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K.
 
         With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`. Gathered rows of bf16 are
-        rounded to eight bits, too, where the GPU multiplies those; else B is converted in each call.
+        rounded to fp8, too, where the GPU multiplies those; else B is converted in each call.
         """
         return self._calls.run(GATHER_MATMUL, (out, A, B, bias, scale), None, async_op, config, workspace)
 

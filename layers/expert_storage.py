@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-import math
 from typing import Any
 
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
 import torch
 from torch import nn
 
@@ -19,7 +18,7 @@ from .checkpoint.composed import Concatenation, Stack
 from .formats.coded import coded, coding_of
 from .formats.weight_format import Coding, Turned
 from .shard import Shard, Transposed, fill
-from .weight_storage import ELEMENTS, FORMS, Form
+from .weight_storage import ELEMENTS, FORMS, Form, form_in_groups
 
 WIDENED = "widened"
 _PIECE = 1 << 21  # numbers that are rounded at a time
@@ -96,13 +95,7 @@ def _form_of_files(coding: Coding, cut: Cut) -> Form | str:
     packing = _PACKINGS[coding.element]
     if coding.group >= cut.columns.total and packing is not MXFP4:
         return Form(FP8 if packing is FP8_BLOCK else packing)
-    shared = math.gcd(coding.group, *cut.starts)
-    group = next((each for each in packing.groups if each is not None and shared % each == 0), None)
-    if group is None:
-        smallest = min(each for each in packing.groups if each is not None)
-        where = "" if coding.group % smallest else f", cut at multiples of {shared}"
-        return f"groups of {coding.group}{where} are no multiples of {smallest}"
-    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
+    return form_in_groups(packing, coding, cut.starts)
 
 
 class CodedWeight:

@@ -6,8 +6,9 @@ tensors are the layer's own: `weight`, and `weight_scale` where the storage has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+import math
 from typing import Any
 
 from iris import platform
@@ -17,7 +18,7 @@ from iris_ops.local import skinny_matmul
 from iris_ops.planning.needs import MOST_ROWS
 from iris_ops.planning.weights import format_of
 from iris_ops.quantised import linear as quantised
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4, Packing
 from iris_ops.quantised.scaled_matmul import multiplies_in_fp8
 import torch
 from torch import nn
@@ -56,6 +57,17 @@ class Form:
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
         return coding.group >= columns if self.group is None else coding.group % self.group == 0
+
+
+def form_in_groups(packing: Packing, coding: Coding, starts: Iterable[int]) -> Form | str:
+    """Return the form for codes whose shards begin at `starts` along K, or why their groups cannot be held."""
+    shared = math.gcd(coding.group, *starts)
+    groups = [each for each in packing.groups if each is not None]
+    group = next((each for each in groups if shared % each == 0), None)
+    if group is None:
+        where = "" if coding.group % min(groups) else f", cut at multiples of {shared}"
+        return f"groups of {coding.group}{where} are no multiples of {min(groups)}"
+    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
 
 
 FORMS = {

@@ -48,7 +48,7 @@ class CompiledKernel(Kernel):
     def __init__(self, path: Path, kept: dict[str, Any]) -> None:
         texts = [path.with_suffix(suffix) for suffix in (".ptx", ".amdgcn")]
         text = next((each.read_text() for each in texts if each.exists()), None)
-        self.key, self.compiled, self.asked = path.read_text(), text is not None, dict[str, Any]()
+        self.key, self.compiled, self.collected = path.read_text(), text is not None, dict[str, Any]()
         self.answers = kept.get("answers", {}) if kept.get("key") == self.key else {}
         shared = int(path.with_suffix(".shared").read_text()) if self.compiled else kept.get("shared", 0)
         super().__init__(path.stem, text or "", shared)
@@ -60,7 +60,7 @@ class CompiledKernel(Kernel):
             fresh = json.loads(json.dumps(work(self)))
             assert not known or fresh == answer or WRITING, f"{question}: {fresh}, recorded is {answer}: make compiled"
             answer = fresh
-        self.asked[question] = answer
+        self.collected[question] = answer
         return answer
 
 
@@ -116,7 +116,7 @@ class Compilation:
         """The record anew: an answer a line, sorted, so that a difference shows which code has changed in what."""
         RECORDS.mkdir(exist_ok=True)
         for target, found in self._found.items():
-            kernels = {n: dict(key=k.key, shared=k.shared, answers=k.asked) for n, k in found.result().items()}
+            kernels = {n: dict(key=k.key, shared=k.shared, answers=k.collected) for n, k in found.result().items()}
             kept = {"triton": version("triton"), "checks": checks(), "kernels": kernels}
             (RECORDS / f"{target}.json").write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 

@@ -12,7 +12,7 @@ Beyond 16 rows shared memory, at 128 bytes a cycle, limits the product more than
   Where each program would have 32 of 64 rows, it has half as many outputs instead, and the tensor cores multiply rows x
   outputs.
 
-Weights in eight bits have a kernel of their own (`skinny_stream.py`). A launch from Python keeps the host busy longer
+Weights in fp8 have a kernel of their own (`skinny_stream.py`). A launch from Python keeps the host busy longer
 than torch's product, so this serves only what is compiled or captured.
 """
 
@@ -116,7 +116,7 @@ def is_faster(
 ) -> bool:
     """Whether `skinny_matmul` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
 
-    With `scale`, of eight bits, on a device that `streams` them.
+    With `scale`, of fp8, on a device that `streams` them.
 
     An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
     """
@@ -155,7 +155,7 @@ def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
 
 
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
-    """The most rows of a product of so many outputs that is served here, with a weight that is not in eight bits.
+    """The most rows of a product of so many outputs that is served here, with a weight that is not in fp8.
 
     As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
     rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become
@@ -199,7 +199,7 @@ def _has_room(rows: int, gated: bool, device: torch.device) -> bool:
 
 
 def streams(shape: torch.Size, device: torch.device) -> bool:
-    """Return whether products of few rows with a weight of `shape` in eight bits may be served here."""
+    """Return whether products of few rows with a weight of `shape` in fp8 may be served here."""
     return platform.has_warp_specialisation(device) and shape[0] > 0 and FP8_FORMAT.streamable(1, shape[1])
 
 
@@ -275,7 +275,7 @@ def _width(weight: torch.Tensor, gated: bool) -> int:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in eight bits."""
+    """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in fp8."""
     if is_faster(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
     return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)

@@ -1,4 +1,4 @@
-"""Weights in eight bits (e4m3, a scale for each column of B), and products with them by torch.
+"""Weights in fp8 (e4m3, a scale for each column of B), and products with them by torch.
 
     B[:, n]  =  scale[n] * B8[:, n]        scale[n] a power of two: the column's largest entry is between 224 and 448
 
@@ -141,7 +141,7 @@ def rounded_product(
     out: torch.Tensor | None = None,
     by_tiles: bool = False,
 ) -> torch.Tensor:
-    """Return the same of x rounded to eight bits, too; to `out`, if there is one: contiguous, of whole vectors.
+    """Return the same of x rounded to fp8, too; to `out`, if there is one: contiguous, of whole vectors.
 
     `by_tiles`: not by torch's product, whatever is faster.
     """

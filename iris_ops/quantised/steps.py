@@ -1,4 +1,4 @@
-"""What comes before a product with weights in eight bits, whose kernel takes rounded rows or a weight in A's dtype."""
+"""What comes before a product with weights in fp8, whose kernel takes rounded rows or a weight in A's dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Round:
-    """Rows of A are rounded to eight bits, with a scale each, to memory of the workspace."""
+    """Rows of A are rounded to fp8, with a scale each, to memory of the workspace."""
 
     repeatable = True
 
@@ -99,7 +99,7 @@ def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: 
 
 
 def _room(workspace: Workspace, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return so many rows in eight bits and a scale of each: this rank's own, for calls that follow each other."""
+    """Return so many rows in fp8 and a scale of each: this rank's own, for calls that follow each other."""
     scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
     room = workspace.local("rounded rows", scales + rows * cols)
     return room[scales:].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)

@@ -1,4 +1,4 @@
-"""The product of some tens of rows in eight bits with a weight in eight bits.
+"""The product of some tens of rows in fp8 with a weight in fp8.
 
 `weight_stream.py` serves fewer rows, torch's own product more. Each program streams the weights of some outputs once
 and multiplies them as outputs x rows, as in `lamport_matmul.py`.

@@ -1,6 +1,6 @@
 """The product of few rows with quantised weights, for NVIDIA Hopper: fewer bytes to stream than in bf16.
 
-A product of few rows takes as long as its weights take from memory. torch's way rounds A to eight bits by a kernel of
+A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
 in registers, and A stays as it is. Four things make that cheap:
 

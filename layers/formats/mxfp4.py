@@ -13,37 +13,21 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import Span, blocks, e2m1, nibbles, scales, window
-from .weight_format import Coding, Index, QuantisedWeight, WeightFormat
+from .bits import Span, scales
+from .e2m1 import E2m1
+from .weight_format import Coding, QuantisedWeight
 
 GROUP = 32
 
 
-class Mxfp4(WeightFormat):
+class Mxfp4(E2m1):
     """Two e2m1 numbers to a byte, 32 to a scale."""
 
     name: ClassVar[str] = "mxfp4"
-
-    @property
-    def unit(self) -> int:
-        return GROUP
-
-    def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
-        index = slice(*rows), slice(*blocks(columns, GROUP))
-        return {"packed": index, "scale": index}
+    group: ClassVar[int] = GROUP
 
     def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
         return Coding("e2m1", GROUP, tensors["scale"].dtype)
-
-    @property
-    def per_scale(self) -> int:
-        return GROUP
-
-    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        return window(nibbles(held["packed"].flatten(1)), columns, GROUP)
-
-    def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return e2m1(codes, dtype)
 
     def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32

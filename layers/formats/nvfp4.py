@@ -15,40 +15,27 @@ from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
-from .bits import Span, blocks, e2m1, nibbles, window
-from .weight_format import Index, QuantisedWeight, WeightFormat
+from .bits import Span
+from .e2m1 import E2m1
+from .weight_format import Index, QuantisedWeight
 
 GROUP = 16
 
 
 @dataclass(frozen=True)
-class Nvfp4(WeightFormat):
+class Nvfp4(E2m1):
     """Two e2m1 numbers to a byte, 16 to a scale. `divides`: whether the global scale divides."""
 
     divides: bool
 
     name: ClassVar[str] = "nvfp4"
-
-    @property
-    def unit(self) -> int:
-        return GROUP
+    group: ClassVar[int] = GROUP
 
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
-        index = slice(*rows), slice(*blocks(columns, GROUP))
-        return {"packed": index, "scale": index, "global": ()}
+        return super().reads(rows, columns) | {"global": ()}
 
     def coding(self, tensors: Mapping[str, StoredTensor]) -> str:
         return "its scales have two factors"
-
-    @property
-    def per_scale(self) -> int:
-        return GROUP
-
-    def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        return window(nibbles(held["packed"].flatten(1)), columns, GROUP)
-
-    def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return e2m1(codes, dtype)
 
     def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32

@@ -13,17 +13,16 @@ several smaller ones that repeat its scale. All ranks choose alike: by the whole
 from __future__ import annotations
 
 from collections.abc import Mapping
-import math
 from typing import Any
 
 from iris.invariance import RANKS
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
 from torch import nn
 
 from ..formats.weight_format import Coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
-from ..weight_storage import ELEMENTS, FORMS, REDUCED, STORABLE, Form, InDtype
+from ..weight_storage import ELEMENTS, FORMS, REDUCED, STORABLE, Form, InDtype, form_in_groups
 from .merge import Slice
 
 WIDENED = "widened"
@@ -101,14 +100,7 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
         return "its inputs are not in even ranges"
     if by_row:
         return Form(INT4)
-    packing = packing or FP8_BLOCK
-    shared = math.gcd(coding.group, *starts)
-    group = next((each for each in packing.groups if each is not None and shared % each == 0), None)
-    if group is None:
-        smallest = min(each for each in packing.groups if each is not None)
-        where = "" if coding.group % smallest else f", cut at multiples of {shared}"
-        return f"groups of {coding.group}{where} are no multiples of {smallest}"
-    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
+    return form_in_groups(packing or FP8_BLOCK, coding, starts)
 
 
 def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:

@@ -322,7 +322,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "a kept scale's index off by one block": ("fp8_block", "layers.formats.weight_format.block_of", shifted),
     "a group's index off by one": ("ct_int4_32", "layers.formats.integers.block_of", shifted),
     "nibbles swapped": (
-        "ct_mxfp4", "layers.formats.mxfp4.nibbles", lambda right: lambda b: right(b.view(torch.uint8) << 4 | b >> 4),
+        "ct_mxfp4", "layers.formats.e2m1.nibbles", lambda right: lambda b: right(b.view(torch.uint8) << 4 | b >> 4),
     ),
     "nibbles of integers swapped": (
         "gptq", "layers.formats.bits.nibbles", lambda right: lambda b: right(b << 4 | b >> 4),

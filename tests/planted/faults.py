@@ -116,7 +116,7 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
         ("a reduce-scatter by flags has one half", "flags_kernel", "epoch & 1", "epoch & 0", COLLECTIVES),
     ),
     "iris_ops/kernels/lamport_matmul.py": (
-        ("a rank without rows hears from nobody", "lamport_matmul_kernel", "exchange.wait_for_peers(...)",
+        ("a rank without rows waits for nobody", "lamport_matmul_kernel", "exchange.wait_for_peers(...)",
          "None", LAMPORT),
         ("few rows do not advance their epoch", "lamport_matmul_kernel", "advance(...)", "None", LAMPORT),
     ),
