@@ -8,7 +8,7 @@ many threads, so `sync.signal` puts a barrier of the program before its release.
 import triton
 import triton.language as tl
 
-from .bounds import CHECKED, check, within
+from .bounds import CHECKED, check, own_base, within
 from .function import device_function
 from .rma import hinted, translate
 
@@ -38,10 +38,10 @@ def atomic_cas(
     """
     check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
-    if CHECKED:  # a swap takes no mask: outside it puts the heap's first value, if that is `cmp`, back
+    if CHECKED:  # a swap takes no mask: outside the heap it writes `cmp` over `cmp`, where this rank's heap begins
         inside = within("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
-        first = tl.load(heap_bases.to(tl.pointer_type(tl.int64)) + from_rank, mask=inside == 0, other=0)
-        remote, val = tl.where(inside, remote, first.to(remote.dtype)), tl.where(inside, val, cmp)
+        remote = tl.where(inside, remote, own_base(heap_bases).to(remote.dtype.scalar))
+        val = tl.where(inside, val, cmp)
     return tl.atomic_cas(remote, cmp, val, sem=sem, scope=_reach(scope))
 
 

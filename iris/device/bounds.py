@@ -172,3 +172,11 @@ def _leaves(pointer, rank, bases, known):
     span = tl.load(bases - 2, mask=known, other=-1)
     offset = pointer.to(tl.int64) - tl.load(bases + rank, mask=known, other=0)
     return (offset < 0) | (offset > span - nbytes)
+
+
+@device_function
+def own_base(heap_bases):
+    """Return the heap base of the rank that runs the kernel, whichever ranks a call has named."""
+    bases = heap_bases.to(tl.pointer_type(tl.int64))
+    marked = tl.load(bases - 1) == MARK
+    return tl.load(bases + tl.load(bases - HEADER, mask=marked, other=0))
