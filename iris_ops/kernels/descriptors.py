@@ -16,12 +16,12 @@ _BEYOND = 16
 
 
 def as_stored(B: torch.Tensor) -> torch.Tensor:
-    """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
+    """Return B as it lies in memory: [K, N], or [N, K] as `nn.Linear` stores its weight."""
     return B.t() if B.stride(0) == 1 and B.stride(1) != 1 else B
 
 
 def of_whole_vectors(t: torch.Tensor, step: int = 0) -> bool:
-    """Whether TMA can read `t`: rows, and parts of rows, which begin at multiples of `step`, begin at whole vectors."""
+    """Return whether TMA can read `t`: rows, and parts of rows at multiples of `step`, must begin at whole vectors."""
     granule = TMA_ALIGNMENT // t.element_size()
     rows = t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % granule == 0 and step % granule == 0
     return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
@@ -33,7 +33,7 @@ def in_whole_vectors(t: torch.Tensor) -> torch.Tensor:
 
 
 def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
-    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
+    """Return `t` as a tensor descriptor with tiles of `block` where the hardware can read it so, else `t`; and which.
 
     Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
     """
@@ -42,9 +42,9 @@ def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[obj
 
 
 def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:
-    """As `operand`, of A [M, K], where a tile may have rows beyond the last; see `tiles.first_row`.
+    """Return A [M, K] as `operand` does, where a tile may have rows beyond the last (`tiles.first_row`).
 
-    `folds`: whether the kernel knows of folded rows. A that is too low to be folded is given as it is.
+    `folds` says whether the kernel supports folded rows. If A has too few rows to fold, it is returned unchanged.
     """
     rows, high = A.shape[0], block[0]
     described, tma = operand(A, block)

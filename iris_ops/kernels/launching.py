@@ -29,7 +29,8 @@ Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 
 
 def grid_of(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
-    """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
+    """Return a grid of at most one program a multiprocessor, so that all programs are resident and may wait for
+    peers."""
     limit = platform.num_programs(device)
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @device_function
 def _sum_in_rank_order(ctx, own, staging, index, owned, down, own_row):
-    """`own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
+    """Sum `own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
     BLOCK_M: tl.constexpr = own.shape[0]
     BLOCK_N: tl.constexpr = own.shape[1]
     if ctx.world_size == 2:  # two add up to the same in either order

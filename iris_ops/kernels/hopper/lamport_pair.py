@@ -115,14 +115,14 @@ class Pair:
 
     @gluon.jit
     def rows_among(self, part, row, col, first, rows):
-        """(which of those rows a part of the tile has, which columns, and which of the rows there are)."""
+        """Return (which of the rows a part of the tile has, its columns, which of the rows exist)."""
         r, c, own = places_of(self.shared, part, row, self.C.rows, self.MOVE)
         r -= first
         return r, col + c, own & (r >= 0) & (r < rows)
 
     @gluon.jit
     def value_places(self, source, part, row, col, first, rows):
-        """(where the values of those rows of a part stand among those of `source`, which of them there are)."""
+        """Return (where the values of the rows of a part lie in `source`'s block, which of them exist)."""
         r, c, inside = self.rows_among(part, row, col, first, rows)
         return source + (r.to(gl.int64) * self.ld)[:, None] + c[None, :], inside[:, None] & (c < self.ld)[None, :]
 
@@ -173,7 +173,7 @@ class Pair:
 
 @gluon.jit
 def _swap_tiles(pair):
-    """What the mover warps of an all-reduce do: send each tile before they take the one before it."""
+    """Run the mover warps of an all-reduce: send each tile before receiving the one before it."""
     ctx, shared, tiles, M, N = pair.ctx, pair.shared, pair.work.tiles, pair.C.rows, pair.C.cols
     peer = 1 - ctx.rank
     programs = gl.num_programs(0)
@@ -202,7 +202,7 @@ def _swap_tiles(pair):
 
 @gluon.jit
 def _scatter_tiles(pair):
-    """What the mover warps of a reduce-scatter do: send the peer's rows of each tile, and take the own ones."""
+    """Run the mover warps of a reduce-scatter: send the peer's rows of each tile, and receive this rank's own."""
     ctx, shared, tiles, M, N = pair.ctx, pair.shared, pair.work.tiles, pair.C.rows, pair.C.cols
     part_rows = pair.part_rows
     peer = 1 - ctx.rank
@@ -243,7 +243,7 @@ def _move_tiles(
     ctx, work, shared, C, bias, half, sync, part_rows, ld, epoch, spread, MOVED: gl.constexpr, LEAVES: gl.constexpr,
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """What the mover warps do: find where values stand, then `MOVED` with all tiles, then advance the epoch."""
+    """Run the mover warps: locate the values, call `MOVED` with all tiles, then advance the epoch."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
@@ -260,7 +260,7 @@ def _specialise(
     ctx, work, C, epilogue, lamport, sync, part_rows, spread, first_leaf, blocks, MOVED: gl.constexpr,
     tile: gl.constexpr, pipeline: gl.constexpr, LEAVES: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """MMA warps multiply the tiles of `work`, one after the other; mover warps do `MOVED` with the finished ones."""
+    """Start the MMA warps, which multiply the tiles of `work` in turn, and the mover warps, which run `MOVED`."""
     MOVE: gl.constexpr = pipeline.MOVE
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
@@ -289,10 +289,11 @@ def lamport_pair_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, stagger, first_leaf, blocks,
     tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`.
+    """Multiply and all-reduce between two ranks, which swap Lamport values in one shot.
 
-    LEAVES: of a sum that is the same on any number of ranks, this rank's leaves, from `first_leaf` on; else 1. `blocks`
-    of 64 products: all ranks'.
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in
+    `lamport_matmul_kernel`. LEAVES: this rank's leaves, from `first_leaf` on, of a sum that does not depend on the
+    number of ranks; else 1. blocks: blocks of 64 products of all ranks.
     """
     start_in_turn(stagger)
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
@@ -311,7 +312,10 @@ def lamport_pair_scatter_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, group, first_leaf, blocks,
     tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
-    """As `lamport_pair_kernel`, of a reduce-scatter. `group`: as in `OthersFirst`."""
+    """Multiply and reduce-scatter between two ranks, with the arguments of `lamport_pair_kernel`.
+
+    group: as in `OthersFirst`.
+    """
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     num_m, num_n = gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N)
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, tile.BLOCK_M)

@@ -75,13 +75,13 @@ class TwoShot:
 
     @gluon.jit
     def step(self):
-        """From one rank's values to the next rank's."""
+        """Return the distance from one rank's values to the next rank's."""
         return self.part_rows.to(gl.int64) * self.ld
 
 
 @gluon.jit
 def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
-    """What the MMA warps do: multiply, without the bias, and behind the last tile put all owners' sums into `out`."""
+    """Run the MMA warps: multiply, without the bias, and after the last tile store all owners' sums in `out`."""
     ctx, C, tiles, ld = exchange.ctx, exchange.C, work.tiles, exchange.ld
     multiply_tiles(ctx, work, shared, Unshared(C.data), epilogue, C, exchange.epoch, False, exchange.WAITER)
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
@@ -162,7 +162,7 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED: gl.constexpr):
-    """What the mover warps do: send tiles to their owners, and sum own rows as soon as their columns are complete."""
+    """Run the mover warps: send tiles to their owners, and sum own rows as soon as their columns are complete."""
     ctx, tiles, M, N = exchange.ctx, work.tiles, exchange.C.rows, exchange.C.cols
     dtype: gl.constexpr = shared.product.dtype
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
@@ -196,7 +196,11 @@ def lamport_two_shot_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, tile: gl.constexpr,
     pipeline: gl.constexpr, world: gl.constexpr, TAKE: gl.constexpr, OWNED: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    """Multiply and all-reduce in two shots of Lamport values: ranks sum the rows that they own, then send the sums.
+
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in
+    `lamport_matmul_kernel`.
+    """
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements

@@ -84,12 +84,12 @@ class Mma:
 
     @gluon.jit
     def zeros(self):
-        """The sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
+        """Return the sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
         return gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT)
 
     @gluon.jit
     def begin(self, sums):
-        """The same sums, as the hardware adds to them from now on."""
+        """Return the same sums in the form in which the hardware accumulates."""
         return warpgroup_mma_init(sums)
 
     @gluon.jit
@@ -110,5 +110,5 @@ class Mma:
 
     @gluon.jit
     def result(self, acc):
-        """The finished sums, in registers."""
+        """Return the finished sums, in registers."""
         return warpgroup_mma_wait(0, deps=(acc,))

@@ -79,9 +79,9 @@ def arguments(
 
 
 def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
-    """How a tile lies in the MMA warps' registers, in shared memory and in the mover warps' registers (`Pipeline`).
+    """Return the layouts of a tile in the MMA warps' registers, in shared memory and in the mover warps' registers.
 
-    `itemsize`: bytes of an operand's element; `warps`: how many multiply.
+    They are fields of `Pipeline`. `itemsize` is in bytes an operand's element; `warps` is the number that multiply.
     """
     return dict(
         ACC=accumulator(block_m, block_n, itemsize, warps),
@@ -102,7 +102,10 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
 def described(
     t: torch.Tensor, block: tuple[int, ...], lies: tuple[list[int], list[int]] | None = None
 ) -> GluonDescriptor:
-    """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
+    """Return `t` as a descriptor that loads a block at a time.
+
+    `lies` is (shape, strides), where they differ from the tensor's.
+    """
     shape, strides = lies or (list(t.shape), list(t.stride()))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
     return GluonDescriptor(t, shape, strides, list(block), layout)
