@@ -115,7 +115,7 @@ class TokenForm:
 
 
 def choice_of(where: torch.Tensor | Routing) -> Choice:
-    """`where`: experts as they were chosen, or sorted."""
+    """Return the `Choice` of `where`: experts as they were chosen, or sorted."""
     if isinstance(where, torch.Tensor):
         return Choice(where, where, where)
     return Choice(where.chosen, where.rows, where.offsets)

@@ -53,8 +53,9 @@ def lamport_stream_kernel(
     widen: gl.constexpr,
     world: gl.constexpr,
 ):
-    """a, b, scales, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
-    `lamport_matmul_kernel`.
+    """Multiply up to BLOCK_M rows by a streamed quantised weight, and all-reduce the products as Lamport values.
+
+    a, b, scales, epilogue.b_scales: as in `weight_stream.py`; the others are as in `lamport_matmul_kernel`.
     """
     BLOCK_M: gl.constexpr = form.BLOCK_M
     TAKE: gl.constexpr = form.TAKE

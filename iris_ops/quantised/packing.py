@@ -148,7 +148,7 @@ class Packing:
         return requested or possible[0]
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
-        """`codes` with zeros up to `width`."""
+        """Pad `codes` with zeros to `width`."""
         if codes.dtype != self.dtype:
             raise DtypeError(f"codes have dtype {codes.dtype} for weights in {self.name}; expected {self.dtype}")
         bits = codes.contiguous().view(torch.uint8)
@@ -176,10 +176,10 @@ class Packing:
         return scale
 
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The scales by which entries up to `largest` become codes, as numbers of `dtype`.
+        """Return the scales, of `dtype`, by which entries up to `largest` become codes.
 
-        Here powers of two, by which the largest code of a row is between 224 and 448. That costs a floating-point
-        format no accuracy, and makes the way back exact. NaN for a row with something that is no number.
+        Here they are powers of two that map the largest entry of a row to between 224 and 448. A power of two costs a
+        floating-point format no accuracy and is undone exactly. A row with a NaN or an infinity gets the scale NaN.
         """
         mantissa, exponent = torch.frexp(largest / LARGEST)  # = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
@@ -202,7 +202,7 @@ class BlockPacking(Packing):
         return _some(largest / LARGEST)
 
     def _arranged(self, codes: torch.Tensor, group: int | None) -> torch.Tensor:
-        """Byte i of word j of a line: entry 32 i + j."""
+        """Arrange codes in lines: byte i of word j of a line holds entry 32 i + j."""
         return codes if group == LINE else _turned(codes, 4, 32)
 
     def _in_order(self, weight: torch.Tensor, group: int | None) -> torch.Tensor:
@@ -302,12 +302,12 @@ class E2m1(FourBits):
         return _power(scale.int() - 127)
 
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The largest power of two by which the largest entry is from 4 to below 8, of which 6 is e2m1's end."""
+        """Return the largest powers of two that map the largest entry to at least 4 and below 8; e2m1 ends at 6."""
         exponent = torch.frexp(largest.double())[1].clamp(-100, 127) - 3
         return _power(exponent).float()
 
     def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The nearest number, of two as near the one whose last bit is zero."""
+        """Round to the nearest representable number; of two equally near, to the one whose last bit is zero."""
         size = (weight / scales).abs()
         borders = torch.tensor([(a + b) / 2 for a, b in zip(_E2M1[:-1], _E2M1[1:], strict=True)], device=weight.device)
         down = torch.bucketize(size, borders)  # of an entry on a border the lower one

@@ -23,7 +23,10 @@ _BLOCK = 1024  # entries of a program
 def restore_kernel(
     weight, scale, out, K, stride_w, stride_s, ENTRY: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out [rows, K] = what stored weight and scale stand for. `ENTRY`: of a `Widening`. GROUP: 0, one scale a row."""
+    """Restore out [rows, K] from a stored weight and its scales.
+
+    `ENTRY` is the entry of a `Widening`. GROUP is 0 if each row has one scale.
+    """
     arch.follow()
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = ENTRY(weight + row * stride_w, k, k < K)

@@ -73,14 +73,14 @@ def operands(
 def restored_operands(
     rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
 ) -> tuple[list[Step], Operands, Problem]:
-    """`operands` of a format that no kernel multiplies but the stream of few rows."""
+    """Restore B to A's dtype, for formats that only the stream of few rows multiplies directly."""
     out, A, B, bias, _ = tensors
     weight = out.new_empty(B.shape[1], problem.K).t()
     return [Restore(problem.K)], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
 
 
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
-    """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
+    """Return B in the form that is multiplied by rounded rows of A, or None where rows are not rounded."""
     out, A, B, bias, _ = tensors
     few = problem.M <= MOST_ROWS and not problem.sums.promised
     rounds = problem.op != GATHER_MATMUL and not few

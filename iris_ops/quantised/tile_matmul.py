@@ -33,7 +33,7 @@ _MOST_ROWS = 128  # of a tile
 
 @triton.jit
 def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constexpr):
-    """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias. a, b: descriptors."""
+    """Compute out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias; a and b are descriptors."""
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
@@ -55,7 +55,7 @@ def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constex
 
 
 def is_faster(rows: int, columns: int, device: torch.device) -> bool:
-    """Whether this is faster than torch's product: of few rows, and where programs have a tile each; on Hopper."""
+    """Return whether this kernel is faster than torch: on Hopper, with few rows, if each program has a tile."""
     if not platform.has_warp_specialisation(device):
         return False
     tiles = triton.cdiv(rows, _MOST_ROWS) * triton.cdiv(columns, 64)
@@ -70,7 +70,10 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T + bias, as the kernel says. Of whole vectors, bias contiguous."""
+    """Compute out [M, N] = rows [M, K] @ weight [N, K].T + bias with `tile_matmul_kernel`.
+
+    Rows consist of whole vectors; the bias is contiguous.
+    """
     (M, K), N = rows.shape, weight.shape[0]
     programs = platform.num_programs(rows.device)
     most = min(max(32, triton.next_power_of_2(M)), _MOST_ROWS)
