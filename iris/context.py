@@ -240,21 +240,21 @@ class Iris(PeerMethods):
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        """Return the fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """The collectives of `iris.ccl`."""
+        """Return the collectives of `iris.ccl`."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of what programs do inside kernels, which it writes as a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 

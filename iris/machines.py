@@ -79,12 +79,12 @@ class Machine:
 
     @property
     def architecture(self) -> str:
-        """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
+        """Return the folder of the warp-specialised kernels that run here; "" if there are none."""
         return "hopper" if self.warp_specialised else ""
 
     @property
     def links(self) -> LinkRates:
-        """The rates of collectives: an H200's, by this device's link."""
+        """Return the rates of collectives: an H200's, scaled by this device's link."""
         if self.name == INTERPRETER:
             return _INTERPRETED
         share = self.link_gbs / _H200_LINK_GBS
@@ -94,7 +94,7 @@ class Machine:
         return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2, name=self.name)
 
     def stages(self, block_bytes: int) -> int:
-        """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
+        """Return the number of pipeline stages of `block_bytes` that fit; fewer than two count as none."""
         if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
@@ -138,9 +138,9 @@ _BARRIER_BYTES = 1 << 10
 
 
 def machine_named(name: str, num_programs: int) -> Machine:
-    """The rates of a device by its name; of an unknown one, the H200's scaled by its multiprocessors.
+    """Return the rates of a device by its name; for an unknown name, the H200's scaled by its multiprocessors.
 
-    Such a one is given little shared memory; the device itself says how much it has.
+    An unknown device is assumed to have little shared memory, until the device itself reports its size.
     """
     name = _OTHER_NAMES.get(name, name)
     if name in _MACHINES:
@@ -154,7 +154,7 @@ def machine_named(name: str, num_programs: int) -> Machine:
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """The rates that the model of `overlap_model.py` reckons with on `device`."""
+    """Return the rates with which `overlap_model.py` predicts times on `device`."""
     if device.type == "cpu":
         return machine_named("interpreter", 1)
     properties = torch.cuda.get_device_properties(device)

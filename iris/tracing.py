@@ -151,22 +151,23 @@ class Tracing:
 
     @property
     def enabled(self) -> bool:
-        """Whether fused kernels record."""
+        """Return whether fused kernels record."""
         return self._ctx.recording
 
     @property
     def trace_counter(self) -> torch.Tensor:
-        """int64 [1] on the device: events of this rank since the last reset, those beyond `max_events` counted too."""
+        """Return the counter of events, int64 [1] on the device: this rank's since the last reset, even beyond
+        `max_events`."""
         return self._recorded()[:1]
 
     @property
     def max_events(self) -> int:
-        """How many events can be recorded; 0 before `enable()`."""
+        """Return how many events can be recorded; 0 before `enable()`."""
         return self._capacity
 
     @property
     def dropped(self) -> int:
-        """Events of this rank beyond `max_events` since the last reset. Waits for the device."""
+        """Return how many events of this rank exceeded `max_events` since the last reset. Waits for the device."""
         return max(0, self._count() - self._capacity)
 
     def events(self) -> np.ndarray:

@@ -30,7 +30,7 @@ class Contender:
 
     @property
     def alone(self) -> bool:
-        """Whether it is the product without the collective."""
+        """Return whether this is the product without the collective."""
         return self.kind == GEMM
 
     def takes(self, row: Row, world: int, dtype: torch.dtype) -> bool:

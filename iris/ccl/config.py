@@ -106,14 +106,14 @@ class Config:
 
     @property
     def block(self) -> int | None:
-        """Elements that a program moves at once."""
+        """Return the number of elements that a program moves at once."""
         if self.block_size_m is None and self.block_size_n is None:
             return None
         return self.tile[0] * self.tile[1]
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
+        """Return the rows and columns of a tile."""
         return self.block_size_m or TILE[0], self.block_size_n or TILE[1]
 
 

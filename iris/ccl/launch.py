@@ -107,7 +107,7 @@ def kernel_of(plan: Plan) -> triton.JITFunction:
 
 
 def _table(problem: Problem) -> int:
-    """Flags before those that say what has arrived: places (of int64), entered and done."""
+    """Return the number of flags before the arrival flags: places (of int64), entered and done."""
     return problem.world_size * (1 + 3 * LANES.value)
 
 

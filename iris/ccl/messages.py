@@ -33,7 +33,7 @@ class P2POp:
 
     @property
     def kind(self) -> str:
-        """ "send" or "recv"."""
+        """Return "send" or "recv"."""
         name = str(getattr(self.op, "__name__", self.op)).removeprefix("i")
         if name in ("send", "recv"):
             return name
@@ -107,9 +107,10 @@ def _check_room(op: str, rings: Rings, kinds: Sequence[str], messages: Sequence[
 
 
 def _compare(group: Group, kinds: Sequence[str], messages: Sequence[P2POp]) -> None:
-    """With IRIS_DEBUG=1: raises on both ranks of a pair whose messages differ. All ranks take pairs in one order.
+    """Raise, with IRIS_DEBUG=1, on both ranks of a pair whose messages differ.
 
-    Messages are compared one by one, so that one rank may list in a call what the other one lists in several.
+    All ranks take pairs in one order. Messages are compared one by one, because one rank may list in one call what its
+    peer lists in several.
     """
     if group.ctx.agreement is None:
         return

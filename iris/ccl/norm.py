@@ -52,7 +52,7 @@ _CARRIERS = {2: torch.int16, 4: torch.int32}
 
 @device_function
 def _row(tensor, row, stride, c, inside, M):
-    """Row `row` of a tensor, on its way; zeros where there is no such row."""
+    """Load row `row` of a tensor; zeros for a row that does not exist."""
     return tl.load(tensor + tl.cast(row, tl.int64) * stride + c, mask=inside & (row < M), other=0.0)
 
 

@@ -136,7 +136,7 @@ def part_of(problem: Problem, variant: str) -> int:
 
 
 def units_of(problem: Problem, variant: str, block: int, tile_n: int = 0) -> int:
-    """Units of the largest part."""
+    """Return the number of units of the largest part."""
     if problem.cols:
         tile_m, rows = block // tile_n, problem.n // problem.cols
         return -(-(-(-rows // tile_m) * -(-problem.cols // tile_n)) // problem.world_size)
@@ -144,7 +144,7 @@ def units_of(problem: Problem, variant: str, block: int, tile_n: int = 0) -> int
 
 
 def _block(problem: Problem, variant: str, protocol: str, programs: int, machine: LinkRates) -> int:
-    """Many units where there are few elements, for many programs; large ones where there are many."""
+    """Return the elements of a block: few elements in small blocks for many programs, many in large ones."""
     itemsize = problem.dtype.itemsize
     if machine.interpreted:
         return 1 << max(4, min(14, (part_of(problem, variant) - 1).bit_length()))

@@ -49,7 +49,7 @@ class Cut:
 
 
 def cut(n: int, size: int = 4, word: int = 8) -> Cut:
-    """Of `n` elements of `size` bytes, which as Lamport values have `word`."""
+    """Return the `Cut` of `n` elements of `size` bytes, which occupy `word` bytes each as Lamport values."""
     few = word == size or (n * size <= BORDER and word <= 8)
     return Cut(-(-n * (word if few else size) // SLOT.value), few)
 
@@ -75,7 +75,10 @@ class WordBuffer:
             self._move()
 
     def fill(self, aside: bool = False) -> WordBuffer:
-        """`aside`: in memory of its own whatever it is, for what is stored may overlap it."""
+        """Return the buffer to fill.
+
+        With `aside`, it is always separate memory, because what is stored in it may overlap the source.
+        """
         if aside and self._memory is None:
             self._move()
         if self._memory is not None:
@@ -112,7 +115,7 @@ class Rings:
 
     @property
     def again(self) -> Callable[[], bool] | None:
-        """What makes this call once more, if it was a single launch that can be repeated."""
+        """Return a function that repeats this call, if it was a single launch that can be repeated, else None."""
         if self.copied or len(self._launched) != 1 or self._launched[0] is None:
             return None
         return self._launched[0].again
@@ -122,13 +125,13 @@ class Rings:
 
     @property
     def slots(self) -> int:
-        """Of each ring, a power of two; 0 before there are any."""
+        """Return the slots of each message buffer, a power of two; 0 before the buffers exist."""
         area = self._workspace.areas.get(self._name)
         slots = area.staging.nbytes // (self.world * SLOT.value) if area else 0
         return 1 << (slots.bit_length() - 1) if slots else 0
 
     def most_slots(self) -> int:
-        """To which a ring of collectives with a root may grow."""
+        """Return the number of slots to which the message buffers of rooted collectives may grow."""
         return MOST_SLOTS // self.world
 
     def reserve(self, slots: int) -> None:
@@ -219,7 +222,7 @@ def _parts(messages: list[Message]) -> list[list[Message]]:
 
 
 def _table(messages: list[Message]) -> list[tuple]:
-    """As the kernel takes them: those to one rank, or from one, stand behind each other in its ring."""
+    """Return messages as the kernel reads them: those to one rank, or from one, follow each other in its buffer."""
     used: dict[int, int] = defaultdict(int)
     rows = []
     for message in messages:

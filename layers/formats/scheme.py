@@ -168,7 +168,7 @@ def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Sour
 
 
 def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
-    """A problem where weights are in fp8 and no configuration says how."""
+    """Return a list with one problem if weights are in fp8 and no configuration says how; else an empty list."""
     names = [
         name
         for name, each in stored.items()

@@ -178,7 +178,7 @@ def check_options(
     fuse: bool = True, weights: str | None = None, sequence_parallel: bool | int | str = "auto",
     partial: bool = False,
 ) -> None:  # fmt: skip
-    """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
+    """Raise `ArgumentError` for options of `parallelize` that cannot split any model."""
     styles_of.check_plan(plan)
     flags(fuse=fuse, partial=partial)
     if weights not in WEIGHTS:

@@ -37,7 +37,8 @@ class Part:
     end: int
 
     def local(self, name: str) -> str | None:
-        """The name in the stage of the unsplit model's tensor `name`; None if it belongs to another stage's layers."""
+        """Return the stage's name of the unsplit model's tensor `name`; None if it belongs to another stage's
+        layers."""
         if not name.startswith(f"{self.stack}."):
             return name
         index, _, rest = name.removeprefix(f"{self.stack}.").partition(".")
@@ -46,22 +47,22 @@ class Part:
         return f"{self.stack}.{int(index) - self.first}.{rest}"
 
     def here(self, model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
-        """Of what the unsplit model's `tensors` are filled from, what this stage of it has, by its own names."""
+        """Return this stage's part of `tensors`, which fill the unsplit model, under the stage's own names."""
         held = model.state_dict(keep_vars=True)
         found = ((self.local(name), each) for name, each in tensors.items())
         return {name: each for name, each in found if name is not None and name in held}
 
     def whole(self, name: str) -> str:
-        """The name in the unsplit model of the stage's module or tensor `name`."""
+        """Return the unsplit model's name of the stage's module or tensor `name`."""
         if not name.startswith(f"{self.stack}."):
             return name
         index, dot, rest = name.removeprefix(f"{self.stack}.").partition(".")
         return f"{self.stack}.{int(index) + self.first}{dot}{rest}"
 
     def served(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `parallelize`, by names of the unsplit model, as they are for this stage.
+        """Return the options of `parallelize`, given by names of the unsplit model, as they apply to this stage.
 
-        Raises `ArgumentError` for one that cannot be served between stages.
+        Raises `ArgumentError` for an option that is not supported between stages.
         """
         shares = options.get("sequence_parallel", "auto")
         if shares and shares != "auto":
@@ -78,7 +79,7 @@ class Part:
         return options
 
     def _pattern(self, name: str) -> str | None:
-        """`local` of a name in a plan, whose index may be `*`."""
+        """Return `local` of a name in a plan, whose index may be `*`."""
         index = name.removeprefix(f"{self.stack}.").partition(".")[0]
         if not name.startswith(f"{self.stack}.") or index == "*":
             return name
@@ -97,7 +98,7 @@ class NoEmbedding(nn.Module):
         self.weight = torch.empty(words, width, dtype=dtype, device="meta")  # no parameter; its sizes are asked for
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Zeros [*tokens.shape, width]. Raises `ArgumentError` for tokens that the embedding would refuse."""
+        """Return zeros [*tokens.shape, width]. Raises `ArgumentError` for tokens that the embedding would refuse."""
         words, width = self.weight.shape
         if tokens.device.type == "cpu" and not is_recording():
             check_tokens("input_ids", tokens, words)
@@ -114,7 +115,7 @@ class NoHead(nn.Module):
         self.words = words
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Empty logits [..., words] for hidden states [..., width]."""
+        """Return empty logits [..., words] for hidden states [..., width]."""
         return hidden.new_empty(*hidden.shape[:-1], self.words)
 
 
@@ -144,7 +145,7 @@ def check_stages(model: Any, stages: int) -> str:
 
 
 def _is_stack(modules: nn.Module, count: int) -> bool:
-    """Whether `modules` are `count` layers in a list, of which each knows its index."""
+    """Return whether `modules` is a list of `count` layers, each of which knows its index."""
     if not isinstance(modules, nn.ModuleList) or len(modules) != count:
         return False
     indices = [{getattr(each, _INDEX, None) for each in layer.modules()} - {None} for layer in modules]

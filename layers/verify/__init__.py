@@ -30,7 +30,7 @@ class Split(Protocol):
 
     @property
     def linears(self) -> Collection[str]:
-        """The linears that are split."""
+        """Return the linears that are split."""
 
     def within(self: _S, skeleton: nn.Module) -> _S:
         """Return the split of a skeleton, in which one layer represents all that are alike."""

@@ -153,7 +153,7 @@ class _Run:
         return self._submodule(name).register_forward_hook(look)
 
     def _watch_fused(self) -> list[RemovableHandle]:
-        """Remembers what comes out of projections for q, k and v, to see how it is taken apart."""
+        """Record the outputs of q, k and v projections, to see how they are taken apart."""
         self.fused: dict[int, tuple[torch.Tensor, nn.Module]] = {}
 
         def look(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
