@@ -1,4 +1,4 @@
-"""Whether ranks see each other's accesses in the order that is promised: `python -m benchmarks.litmus --ranks 4`.
+"""Check that ranks see each other's accesses in the promised order: `python -m benchmarks.litmus --ranks 4`.
 
 Each test is a few accesses by two to four ranks and an outcome. Whether the outcome may be seen depends on the order
 that the accesses request, by the acquire-release model of C++ and PTX at system scope:
@@ -82,7 +82,7 @@ TESTS = [
 
 @dataclass(frozen=True)
 class Result:
-    """What a run saw: rounds by outcome, of which `forbidden` must be none."""
+    """The outcomes that a run saw, with their numbers of rounds; there must be no `forbidden` one."""
 
     family: str
     name: str

@@ -76,7 +76,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Blocks(NamedTuple):
-    """Of a product's tile: rows, columns and depth; warps, loads under way, and programs on each multiprocessor."""
+    """Sizes of a product's tile (rows, columns, depth), warps, pipeline stages, and programs on each multiprocessor."""
 
     m: int
     n: int

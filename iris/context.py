@@ -381,7 +381,7 @@ def _leave_by_exception() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a rank requests of a context; the ranks compare it before anything is allocated."""
+    """The arguments of a rank's request for a context; ranks compare them before anything is allocated."""
 
     gpu: str | None
     heap_size: str

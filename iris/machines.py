@@ -1,4 +1,4 @@
-"""What planners know of a device: its rates, its latencies and what its kernels can do. The one table of them.
+"""Describe devices for planners: rates, latencies and what kernels can do, all in one table.
 
 Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
 multiprocessors.
@@ -18,7 +18,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What the model of collectives reckons with; measured on an H200 of an NVLink host."""
+    """Rates for the model of collectives; measured on an H200 of an NVLink host."""
 
     num_programs: int
     """Programs that run at once."""

@@ -276,7 +276,7 @@ def _nanoseconds(ticks: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank contributes to a trace."""
+    """The part of a trace that one rank contributes."""
 
     rank: int
     device: str

@@ -1,4 +1,4 @@
-"""What `benchmarks.ccl` compares with besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
+"""Contenders of `benchmarks.ccl` besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
 
 Those of vLLM and FlashInfer where they are installed. NCCL's need input and output in memory that it has registered;
 copying it there is not counted.

@@ -1,4 +1,4 @@
-"""What a contender of a benchmark is, and whether one that has to be installed can be imported."""
+"""The interface of a benchmark's contender, and whether an optional one can be imported."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

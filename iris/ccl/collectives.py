@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first call of a shape found out."""
+    """A call that was checked and planned: the state that later calls of the same shape use again."""
 
     members: Group
     spans: tuple[int, int]

@@ -40,7 +40,7 @@ class ReduceOp(Enum):
 )
 @dataclass(frozen=True)
 class Config:
-    """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
+    """The configuration of a collective, equal on all ranks. A field that is None is chosen by shape and machine.
 
     A reduce-scatter whose `out` has the sizes of its input gives each rank the tiles that ROCm/iris gives it: `out`
     then depends on `block_size_m`, `block_size_n`, `swizzle_size` and `all_reduce_distribution`, whose defaults are

@@ -1,4 +1,4 @@
-"""From a problem and its plan to a kernel launch: areas of the workspace, and the arguments by name."""
+"""Turn a problem and its plan into a kernel launch: areas of the workspace, and the arguments by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .workspace import Workspace
 
 @dataclass(frozen=True)
 class Room:
-    """What a call needs of a workspace's area."""
+    """The memory that a call needs in an area of the workspace."""
 
     area: str
     flags: int = 0

@@ -1,4 +1,4 @@
-"""How a collective is carried out: arithmetic on its size, the number of ranks and the machine's rates.
+"""Choose how a collective is carried out, by arithmetic on its size, the number of ranks and the machine's rates.
 
 So it is the same on every rank without talking. `plan` takes the fastest of `ways.py` that a `Config` allows, and fills
 in what the config leaves open.
@@ -19,9 +19,8 @@ from .ways import WAYS, WHOLE, allowed, excluded
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched. `block`: elements of a unit. `tile_n`, `group_m`: of a unit that is a tile. `chunk`: units
-    between two signals. `rings`: 0 but for a ring.
-    """
+    """The kernel to launch and its options. `block`: elements of a unit. `tile_n`, `group_m`: the size of a unit that
+    is a tile. `chunk`: units between two signals. `rings`: the number of rings, 0 for other algorithms."""
 
     variant: str
     protocol: str

@@ -1,4 +1,4 @@
-"""From tensors to a `Problem`: what is moved where, and how it is cut. Every check of an argument is here; no triton.
+"""Turn tensors into a `Problem`: what is moved where, and how it is cut. All arguments are checked here; no triton.
 
 Shapes, w the number of ranks; a tensor may have any number of dimensions, its last one being the columns:
 

@@ -42,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a message lies in a ring: in so many `slots`, a unit in each, as Lamport values if `few`."""
+    """The layout of a message in a message buffer: `slots` slots, a unit in each, as Lamport values if `few`."""
 
     slots: int
     few: bool

@@ -1,4 +1,4 @@
-"""The methods of `ctx.ccl` with a root or between two ranks; their steps stand in `rooted.py`."""
+"""The methods of `ctx.ccl` with a root or between two ranks; `rooted.py` has their steps."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WHOLE = ("one_shot", "atomic", "spinlock")
 
 
 class Collective(Way):
-    """What a variant and a protocol accept and take."""
+    """A variant and a protocol, with what they accept and what they take."""
 
     variant: str
     protocol: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Area:
-    """What the calls of one kernel share. `sync`: [epoch, programs that finished]."""
+    """Memory that the calls of one kernel share. `sync`: [epoch, programs that finished]."""
 
     sync: torch.Tensor
     flags: torch.Tensor

@@ -40,7 +40,7 @@ LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.comp
 
 
 class Launch(NamedTuple):
-    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or returns False.
+    """A launch that can be repeated. `again()` does so at a tenth of the host's time, or returns False.
 
     `moved(addresses)` returns such a function for other addresses in place of the `moving` ones of `launch`.
     """

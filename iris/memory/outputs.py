@@ -190,7 +190,7 @@ def _tensor(storage: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 
 
 class _Blocks:
-    """A part of the region whose blocks are freed by those who took them."""
+    """A part of the region whose blocks are freed explicitly by the code that allocated them."""
 
     def __init__(self, heap: Heap, begin: int, nbytes: int) -> None:
         self.memory = heap.memory[begin : begin + nbytes]

@@ -1,4 +1,4 @@
-"""Which tensors TMA can load by tiles, and how a kernel is given those that it cannot.
+"""Describe tensors that TMA can load by tiles, and pass the others as pointers with strides.
 
 TMA loads a tile by one instruction of one thread, but needs rows that begin at multiples of 16 bytes. A tensor whose
 rows do not is given as a pointer with strides, and the kernel masks its edges.

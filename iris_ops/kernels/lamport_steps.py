@@ -1,4 +1,4 @@
-"""The steps of kernels whose ranks exchange Lamport values: where values stand, who sends them, who takes them.
+"""Steps of kernels whose ranks exchange Lamport values: where values lie, and how ranks send and receive them.
 
 A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
 and the parity of the epoch says which one a call uses. All ranks lay a buffer out alike:

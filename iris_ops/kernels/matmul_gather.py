@@ -1,4 +1,4 @@
-"""`out = gather over ranks of (A @ B + bias)` by rows or columns: each tile goes to every rank as it is finished.
+"""`out = gather over ranks of (A @ B + bias)` by rows or columns: each finished tile goes to every rank.
 
 Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
 and the kernel ends when every rank's last program has done so.

@@ -1,4 +1,4 @@
-"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
+"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owners, which sum them.
 
 Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. It signals a tile
 one tile later, when the stores have long landed. The owner rounds its own tile as its peers round theirs, adds what

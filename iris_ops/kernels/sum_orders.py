@@ -1,4 +1,4 @@
-"""In which order a rank's products along K, and all ranks' sums, are added: policies of `lamport_matmul.py`.
+"""Policies of `lamport_matmul.py`: the order in which a rank's products along K, and all ranks' sums, are added.
 
 A kernel makes one of these and asks it for all that an order decides:
 

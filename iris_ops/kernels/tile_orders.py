@@ -49,7 +49,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @aggregate
 class PartTiles:
-    """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
+    """The positions of the num_m by num_n tiles of a matrix, or of this rank's part of one."""
 
     num_m: base_value
     num_n: base_value

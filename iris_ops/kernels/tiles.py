@@ -1,4 +1,5 @@
-"""What all fused kernels share: matrices read by tiles, the product of one tile, and packed tiles in staging memory.
+"""Code that all fused kernels share: matrices read by tiles, the product of one tile, and packed tiles in staging
+memory.
 
 There is one K loop for all portable kernels. A matrix is a tensor descriptor where the hardware can load it so, else a
 pointer with two strides; a kernel does not see which.

@@ -73,7 +73,8 @@ class CacheStrides(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitForm:
-    """What a program of `split_kernel` has: one split is all (`WHOLE`), query heads and columns, as powers of two.
+    """The form of `split_kernel`: whether one split is all (`WHOLE`), and its query heads and columns, as powers of
+    two.
 
     BLOCK rows of keys are multiplied together, SCAN of the mask are looked at. `FROM_FIRST`: splits begin with the
     first column that the mask shows, not with the cache.

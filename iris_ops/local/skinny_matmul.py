@@ -219,7 +219,7 @@ def has_few_rows(x: torch.Tensor, most: int) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """How `skinny_matmul` launches its kernel.
+    """Options with which `skinny_matmul` launches its kernel.
 
     `runs`: whether it runs; else it is compiled and loaded only, and the result is not filled. `least_rows`: of a
     block, at least. `out`: contiguous; is filled and returned in place of a new tensor.

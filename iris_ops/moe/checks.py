@@ -1,4 +1,4 @@
-"""Which tensors the ops of a mixture take, and the `MoeProblem` that they are. Each check names the argument."""
+"""Check the tensors of a mixture's ops, and describe them as a `MoeProblem`. Each error names the argument."""
 
 from __future__ import annotations
 

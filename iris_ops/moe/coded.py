@@ -166,7 +166,8 @@ def _scales_in_bf16(scales):
 
 @aggregate
 class CodedExperts:
-    """As `Experts`, of codes: tiles come as numbers of DTYPE. Weights lie [experts, N, K / PACKED] in memory.
+    """Weights as `Experts`, stored as codes: tiles are loaded as numbers of DTYPE. In memory they are [experts, N, K /
+    PACKED].
 
     `data` is a tensor descriptor of blocks [1, N, K / PACKED], of `halves` [1, 2, N, K / PACKED], or a pointer.
     """

@@ -1,4 +1,4 @@
-"""What a token's experts give, added up: the weighted sum of its pairs' products, and a shared expert's part."""
+"""Combine a token's experts: the weighted sum of its pairs' products, and a shared expert's part."""
 
 from __future__ import annotations
 

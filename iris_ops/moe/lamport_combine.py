@@ -1,5 +1,5 @@
-"""What follows the grouped product of many tokens, in one kernel: each token's sum, which travels at once, and the sum
-over the ranks. `lamport_down.py` is for few tokens; `sequential.py` for what has no room here.
+"""Finish a mixture of many tokens in one kernel: each token's sum, which is sent at once, and the sum over the ranks.
+`lamport_down.py` is for few tokens, `sequential.py` for what is too large for this kernel.
 
     EXCHANGE    a rank's sums go to    then
     "all"       every rank             each adds everyone's, in rank order

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Made once for a context. Its methods take a workspace that `Ops` has checked or made."""
+    """The ops of mixtures of one context. Its methods take a workspace that `Ops` has checked or created."""
 
     def __init__(self, ctx: Rank, calls: relaunch.Calls) -> None:
         self._ctx, self._calls = ctx, calls

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MixtureOps:
-    """What `Ops` inherits. It gives the workspace that calls share, and refuses those of other contexts."""
+    """The ops of mixtures, which `Ops` inherits. They share its workspaces, and refuse those of other contexts."""
 
     _ctx: Rank
 

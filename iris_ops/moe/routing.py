@@ -1,4 +1,4 @@
-"""Which rows go to which expert, found on the device: `Routing`, by a stable counting sort.
+"""Sort rows by expert on the device: `Routing`, by a stable counting sort.
 
 A program places the pairs (token, number of its expert) of one block behind all pairs of lower experts, and behind
 those of the same expert in earlier blocks. Up to some thousand pairs, each program counts them all by itself: one

@@ -1,4 +1,4 @@
-"""How grouped kernels are given the weights of all experts: by a tensor descriptor where the hardware can, or not."""
+"""Pass the weights of all experts to grouped kernels: as a tensor descriptor where the hardware can read them so."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """How weights of one format are stored; `fp8`, with a scale for each row."""
+    """How the weights of one format are stored. This class is `fp8`, with a scale for each row."""
 
     name: str = "fp8"
     dtype: torch.dtype = torch.float8_e4m3fn

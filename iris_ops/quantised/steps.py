@@ -1,4 +1,4 @@
-"""What comes before a product with weights in fp8, whose kernel takes rounded rows or a weight in A's dtype."""
+"""Steps before a product with weights in fp8, whose kernel takes rounded rows or a weight in A's dtype."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
 @dataclass(frozen=True)
 class Choice:
-    """How programs of a format with scales of groups divide the work.
+    """How programs divide the work of a format with scales of groups.
 
     COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.

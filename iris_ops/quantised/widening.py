@@ -1,4 +1,4 @@
-"""How kernels widen stored weights to bf16 in registers: a policy for each format, which `weight_stream.py` takes.
+"""Widen stored weights to bf16 in registers: a policy for each format, which `weight_stream.py` takes.
 
 A line is 128 entries of a row along K. Words of a line become products: tensors of bf16, each with the entries that one
 dot product takes. Every function here works on single words or numbers, so any kernel of Triton or Gluon may call it

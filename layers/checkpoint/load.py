@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ..hf.report import Report
 
     class SplitModel(PreTrainedModel, GenerationMixin):
-        """What type checkers see of a model, whose class transformers chooses."""
+        """The model as type checkers see it; transformers chooses its class at run time."""
 
         parallel_report: Report
 

@@ -1,4 +1,4 @@
-"""Where linears are cut whose quantised weights have groups that share a scale: between groups.
+"""Cut linears between groups of quantised weights that share a scale.
 
 A row-parallel linear multiplies what column-parallel ones of its module make: all of them are cut at the same places.
 Attention is cut between heads instead, wherever its groups end.

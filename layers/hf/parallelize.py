@@ -194,7 +194,7 @@ def check_options(
 
 @dataclass(frozen=True)
 class _Split:
-    """How a model is split."""
+    """The state of one split of a model."""
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # styles of the linears that are split

@@ -1,4 +1,4 @@
-"""Whether a model's decoder layers form a chain: each takes the output of the one before, and no other layer's.
+"""Check that a model's decoder layers form a chain: each takes the output of the one before, and no other layer's.
 
 Only hidden states cross the border of a stage. A model whose layers pass anything else to each other would be wrong
 without an error. So its forward is tried on a skeleton, which has no weights, and what each layer is given is compared

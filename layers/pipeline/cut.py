@@ -30,7 +30,7 @@ _INDEX = "layer_idx"
 
 @dataclass(frozen=True)
 class Part:
-    """Which layers of the unsplit model a stage has: those of the list `stack`, from `first` up to `end`."""
+    """The layers of the unsplit model that a stage has: those of the list `stack`, from `first` up to `end`."""
 
     stack: str
     first: int

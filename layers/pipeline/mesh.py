@@ -28,7 +28,7 @@ _EXPECTED = 'init_device_mesh(device, (hosts, ranks), mesh_dim_names=("pp", "tp"
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands among the hosts: `kind` is "pp" or "dp", `line` its counterparts on all hosts."""
+    """This rank's place among the hosts: `kind` is "pp" or "dp", `line` its counterparts on all hosts."""
 
     kind: str
     line: Across

@@ -26,7 +26,7 @@ _S = TypeVar("_S", bound="Split")
 
 
 class Split(Protocol):
-    """What is to be split, by names of modules."""
+    """The modules to split, by name."""
 
     @property
     def linears(self) -> Collection[str]:

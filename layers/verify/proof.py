@@ -178,7 +178,7 @@ class _Run:
 
 
 class _OnMeta(TorchDispatchMode):
-    """What sees each op of a run: it gives values for those of tensors on meta, and keeps the ops to compare them.
+    """The interception of each op of a run: it computes those of tensors on meta, and records the ops to compare them.
 
     Raises where a split weight is read outside of its layer.
     """

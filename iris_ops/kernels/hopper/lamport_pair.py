@@ -1,4 +1,4 @@
-"""Two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
+"""Let two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
 
 For results of some megabytes, where signals, and the stores that they wait for, cost as much as they hide. Between two
 ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot

@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
+"""Run `matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
 
 For results of some megabytes. They are so large that their exchange must hide behind the product, which it does not in
 `lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those

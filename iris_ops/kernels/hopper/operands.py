@@ -1,4 +1,4 @@
-"""What a launcher gives a warp-specialised kernel (`pipeline.py`), and why such a kernel cannot compute a call.
+"""Prepare the arguments of warp-specialised kernels (`pipeline.py`), and explain why one cannot compute a call.
 
 A launcher describes A and B as the hardware loads them, a block at a time. It says as layouts which thread holds what:
 of the product the MMA warps' threads (`mma.py`), of a finished tile's parts the mover warps'. Layouts are constants of

@@ -129,7 +129,7 @@ def _sums_that_end_with(leaf):
 
 @aggregate
 class Work:
-    """What the MMA warps of a program multiply: `units` of `tiles`, of the operands that a and b describe.
+    """The work of a program's MMA warps: `units` of `tiles` of the operands that a and b describe.
 
     `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
     dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each.
@@ -151,7 +151,7 @@ class Work:
 
 @aggregate
 class Unshared:
-    """In place of `arguments.SharedTiles` where programs share no tiles. `parts`: what events name."""
+    """Replacement of `arguments.SharedTiles` where programs share no tiles. `parts`: the tensor that events name."""
 
     parts: base_value
 
