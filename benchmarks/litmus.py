@@ -5,7 +5,7 @@ that the accesses request, by the acquire-release model of C++ and PTX at system
 
     relaxed           writes are relaxed exchanges, reads relaxed loads: only coherence holds, what is seen of a single
                       variable. These runs are the control: they must show that the machine does reorder.
-    release-acquire   writes are release exchanges, reads acquire: who reads a value sees all that came before it.
+    release-acquire   writes are release exchanges, reads acquire: a reader of a value sees all that came before it.
                       Two writes may still be seen in different orders by two ranks, and a read may pass a write.
     acq_rel           reads are read-modify-writes too, acq_rel all of them: all accesses of a variable have one order,
                       and each synchronises with the one before, which forbids those two as well.

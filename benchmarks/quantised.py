@@ -53,7 +53,7 @@ Weight = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def weight_of(name: str, N: int, K: int, seed: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
-    """Return a random weight as it is stored, and its numbers in float64. Rows are of several magnitudes."""
+    """Return a random weight in stored form, and its numbers in float64. Rows are of several magnitudes."""
     draw = torch.Generator(device).manual_seed(seed)
     exact = torch.randn(N, K, generator=draw, device=device).mul_(0.03)
     exact *= 2.0 ** torch.randint(-3, 4, (N, 1), generator=draw, device=device)

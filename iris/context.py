@@ -347,7 +347,7 @@ class Iris(PeerMethods):
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Print a line if the level is INFO, the default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:

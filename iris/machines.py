@@ -31,7 +31,7 @@ class LinkRates:
     two_hops_gbs: float = 335.0
     """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
     lamport_mb: float = 100.0
-    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
+    """From this number of megabytes on, values take twice as long: they leave the cache before they are polled."""
     launch_us: float = 1.4
     hop_us: float = 1.5
     """A Lamport value: stored at the peer, seen by the peer."""

@@ -107,7 +107,8 @@ def _nbytes(case: Case) -> int:
 
 
 def as_matrix(elements: int, world: int) -> tuple[int, int]:
-    """Return rows and columns of so many elements: columns as in a model's hidden states, but more rows than ranks."""
+    """Return rows and columns of `elements` elements: columns as in a model's hidden states, but more rows than
+    ranks."""
     columns = math.gcd(elements, of_flashinfer.HIDDEN)
     while columns % 2 == 0 and elements // columns <= world:
         columns //= 2

@@ -76,7 +76,7 @@ class Layer:
         return [(a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()) for a, b in pairs]
 
     def tokens(self, count: int) -> None:
-        """Draw so many tokens, and for each call where they go."""
+        """Draw tokens, and for each call the experts that they go to."""
         shape, generator = self.shape, torch.Generator().manual_seed(count)
         rows = torch.randn(count, shape.hidden, generator=generator)
         self.A = rows.to(self.device, torch.bfloat16)

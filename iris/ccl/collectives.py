@@ -298,7 +298,7 @@ class Collectives(RootedCalls):
         return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
     def _first(self, call: _Call, key: tuple | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls = self._ctx, self._calls
         op, out, inp, _, group, async_op, _, workspace = call
         try:

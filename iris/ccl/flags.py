@@ -18,7 +18,7 @@ overwritten before it was read, because:
   e + 1, and their senders had finished e.
   No REDUCE: a rank sets an entry or done flag of e + 1 when it has had all done signals of e, which come after the
   entry waits; and it sets the done flag after this rank's entry into e + 1.
-Each rank tells its peers where its `out` lies before its first signal of a lane. They read it behind their first wait.
+Each rank tells its peers where its `out` lies before its first signal of a lane. They read it after their first wait.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def flags_kernel(
         advance(sync, epoch)
         ok = wait_others(ctx, entered, 1, epoch, WAITER)
         if ok:
-            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # told by lane 0
+            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # published by lane 0
         if ok:
             _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
             for unit in range(begin + 1, end):

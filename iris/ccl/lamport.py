@@ -208,6 +208,6 @@ def lamport_kernel(
             )  # fmt: skip
         else:
             _receive(ctx, target, half, item, units, epoch, BLOCK, 1, WORLD_SIZE, WAITER)
-    if GATHER:  # the sums come behind a wait of their owner's
+    if GATHER:  # the sums come after a wait of their owner's
         for item in range(first, units * OTHERS, step):
             _receive(ctx, target, sums, item, units, epoch, BLOCK, 2, WORLD_SIZE, WAITER)

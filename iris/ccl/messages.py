@@ -63,7 +63,8 @@ def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
 
 
 def slots_for(max_numel: Any, dtype: Any) -> int:
-    """Return the slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
+    """Return the slots of a buffer for messages of `max_numel` elements, each rounded up to whole
+    `MESSAGE_BYTES`."""
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
     return -(-max_numel * dtype.itemsize // MESSAGE_BYTES)

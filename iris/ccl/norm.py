@@ -240,7 +240,7 @@ def arguments(
 
 
 def num_warps(columns: int) -> int:
-    """Return the warps of a program: 16 values of a row in each thread, where so many threads may be had."""
+    """Return the warps of a program: 16 values of a row in each thread, up to the most threads."""
     return max(1, min(32, triton.next_power_of_2(columns) // 512))
 
 

@@ -113,7 +113,7 @@ def _refusal(problem: Problem, config: Config, machine: LinkRates) -> str:
 def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
     """Return whether two programs share a multiprocessor, so that one sums while the other stores.
 
-    Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
+    Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time anyway.
     """
     if protocol == "lamport":
         return problem.world_size == 2

@@ -1,8 +1,8 @@
 """The host's side of `transfer.py`: what a rank sends and takes, as tables of messages, and the launches.
 
-A message is so many bytes at an address. Both of its ranks cut it the same way, for its size alone says how. What the
-kernel cannot move, because its elements do not lie one after the other or are not whole words of 4 bytes, is copied
-first, or afterwards, by torch.
+A message is a number of bytes at an address. Both of its ranks cut it the same way, because its size alone decides
+that. What the kernel cannot move, because its elements do not lie one after the other or are not whole words of 4
+bytes, is copied first, or afterwards, by torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RootedCalls:
-    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
+    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
 
     Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
     tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.

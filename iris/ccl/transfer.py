@@ -1,12 +1,12 @@
 """One kernel that moves tensors from rank to rank: messages, and collectives with a root.
 
 Every rank has a *ring* of slots on its heap for each rank that sends to it. A sender puts a message into the next slots
-of its ring at the receiver, which copies it out, or sums it. Who sends and who takes need not call at the same time:
-the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds the
-next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
+of its ring at the receiver, which copies it out, or sums it. The sender and the receiver need not call at the same
+time: the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds
+the next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
 
     small messages, sums   travel as Lamport values (`iris/device/lamport.py`), a unit in each slot: one hop, no flag
-    large messages         travel as they are. Where none of a unit's elements happens to be the sentinel, they are as
+    large messages travel unchanged. Where none of a unit's elements happens to be the sentinel, they are as
                            good as Lamport values. Else a flag follows the unit, and says that all of it has arrived.
 
 A slot is free when its values are the sentinel and its flag is 0; whoever takes a message leaves its slots so. At the
@@ -32,8 +32,8 @@ from ..device.waits import anyone_gone, deadline, is_late, keeps_waiting, report
 from .lamport import rounded
 
 SLOT = tl.constexpr(8192)  # bytes
-# `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
-# that it was told of. They wrap; the slots of a ring are a power of two.
+# `counts`, int32 [4, world]: slots that were sent to each rank, that it reported as received, that were received from
+# it, that were reported to it. They wrap; the slots of a ring are a power of two.
 SENT, _CREDIT, TAKEN, _REPORTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -342,7 +342,7 @@ def transfer_kernel(
     WAITER: tl.constexpr,
 ):
     # staging: [source, slot, SLOT bytes]; flags: [source, slot]; sync: [programs that have read the counts].
-    # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, whether as Lamport values,
+    # sends, takes: messages (address, elements, peer, first slot after the counts, slots, whether as Lamport values,
     # units, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this rank adds.
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))

@@ -11,7 +11,7 @@ import torch
 
 from ..problem import TMA_ALIGNMENT
 
-# Rows of a tile beyond a matrix's end that cost little to ask for.
+# Rows of a tile beyond a matrix's end that cost little to load.
 _BEYOND = 16
 
 
@@ -56,6 +56,6 @@ def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) ->
 
 
 def folded(A: torch.Tensor, high: int) -> tuple[list[int], list[int]]:
-    """Return (shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
+    """Return (shape, strides) of A as two halves of a tile of `high` rows: A's first rows, and its last."""
     half, stride = high // 2, A.stride(0)
     return [2, half, A.shape[1]], [(A.shape[0] - half) * stride, stride, 1]

@@ -58,7 +58,7 @@ def product_arguments(
 
 
 def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, count: int) -> torch.Tensor:
-    """Return where `count` parts of tiles meet: float32, behind what the ranks stage for each other."""
+    """Return the float32 memory of `count` parts of tiles, after the ranks' staged tiles."""
     first = staged(problem, config)[1]
     return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
@@ -70,6 +70,6 @@ def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torc
 
 
 def lamport_memory(workspace: Workspace, dtype: torch.dtype, cols: int) -> LamportMemory:
-    """Return the workspace's two buffers of Lamport values, of parts of so many columns."""
+    """Return the workspace's two buffers of Lamport values, of parts of `cols` columns."""
     values = workspace.exchange.view(torch.int32 if dtype == torch.float32 else torch.int16)
     return LamportMemory(values, values.numel() // 2, cols, exchange_ld(cols))

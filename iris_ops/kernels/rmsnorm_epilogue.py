@@ -35,7 +35,7 @@ OP = NORM
 # Of a call, beside those of an all-reduce.
 EPILOGUE_NAMES = ("residual", "weight", "scaled", "squares")
 Epilogue = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# Rows of a program behind an all-reduce without such an end; the interpreter is quicker with large blocks.
+# Rows of a program after an all-reduce without this epilogue; the interpreter is quicker with large blocks.
 _BLOCK_M = {"cuda": 16, "cpu": 256}
 
 
@@ -74,7 +74,7 @@ def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, tor
     columns = h.shape[-1]
     padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
     squares = _halved(padded.view(-1, spans(columns), SPAN.value))
-    # with the strides of what a kernel makes, of one span too: compiled code asks for them
+    # with the strides of what a kernel makes, of one span too: compiled code checks them
     return h * weight, squares.t().clone(memory_format=torch.contiguous_format)
 
 

@@ -5,7 +5,7 @@ programs share those tiles. Each takes some steps of a tile along K, leaves its 
 program that takes a tile's last steps adds up what the others have left. What it waits for stands earlier in the order
 of units, and its maker waits for nobody. So it is right with any number of programs.
 
-    unit_tile, join_parts   portable kernels, whose programs take units from a common count: behind whole tiles, each
+    unit_tile, join_parts   portable kernels, whose programs take units from a common count: after whole tiles, each
                             shared tile is split in SPLITS equal parts
     Units                   warp-specialised kernels, whose programs know their units beforehand: shared tiles come
                             first, and programs take unequal numbers of steps, so that they end in turn

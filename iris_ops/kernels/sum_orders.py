@@ -1,6 +1,6 @@
 """Policies of `lamport_matmul.py`: the order in which a rank's products along K, and all ranks' sums, are added.
 
-A kernel makes one of these and asks it for all that an order decides:
+A kernel creates one of these policies, which decides all that depends on the order:
 
     RankOrder    a rank sums its K at once; then all ranks' sums are added in rank order
     TreeOrder    a rank sums leaves of `iris_ops/sum_tree.py`; then all ranks' roots are joined in the tree's order

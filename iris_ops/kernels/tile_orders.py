@@ -167,7 +167,7 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 class OthersFirst:
     """The order of num_m by num_n tiles between two ranks: those with rows of the peer's come first.
 
-    Those travel while this rank multiplies its own, and behind its last tile it has nothing to send. `group` columns of
+    Those travel while this rank multiplies its own, and after its last tile it has nothing to send. `group` columns of
     tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which
     read the same columns of B, best from L2.
     """

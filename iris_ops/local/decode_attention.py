@@ -5,7 +5,7 @@ however little is filled. Here each program takes a split of the cache for one k
 It reads from the first place that the mask shows to the last. A second kernel combines the splits. Sums are kept in
 fp32. Where there are enough short caches, a split is a whole one, and there is no second kernel.
 
-With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, behind
+With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, after
 its padding: so a row attends in one order among any others (`docs/concepts/determinism.md`).
 
 `layers/serving/attention.py` has the models of transformers attend by it.
@@ -32,7 +32,7 @@ _MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
 _HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
 _SPLIT = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
-# blocks a program could read before its first one and behind its last one, or while a second kernel combines.
+# blocks a program could read before its first one and after its last one, or while a second kernel combines.
 _RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
 
 

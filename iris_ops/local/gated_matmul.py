@@ -1,7 +1,7 @@
 """A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
 Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
-behind it. With `ctx.invariant` the product is `matmul.py`'s.
+after it. With `ctx.invariant` the product is `matmul.py`'s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
 
 
-FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narrow product without work
+FEW = 256  # rows: from this number on, tiles of 128 leave most multiprocessors of a narrow product without work
 
 
 @lru_cache(maxsize=4096)

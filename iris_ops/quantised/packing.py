@@ -117,11 +117,12 @@ class Packing:
         return self._rounded(weight.float(), scales.repeat_interleave(group, 1)[:, :K]), scales
 
     def group_of(self, weight: torch.Tensor, scale: torch.Tensor) -> int | None:
-        """Return how many entries along K share a scale, by the shapes of the stored tensors; None: a whole row."""
+        """Return how many entries along K share a scale, from the stored tensors' shapes; None for a whole row."""
         return None if scale.ndim == 1 else self.group_by(weight.shape[1], scale.shape[1])
 
     def group_by(self, elements: int, stored_slots: int) -> int:
-        """Return the same of rows of so many stored elements and scales. Raises `ShapeError` where none fits."""
+        """Return the same for rows of `elements` elements and `stored_slots` scales. Raises `ShapeError` where none
+        fits."""
         K = elements * self.per_element
         for group in self.groups:
             if group is not None and K % LINE == 0 and slots(K, group) == stored_slots:

@@ -12,7 +12,7 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
     else              by the weight that B8 and scale stand for, made in each call     as it is
 
 All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in which scales end a tile
-(`lamport_matmul.py`, `pipeline.py`). Rows that are gathered travel as they are.
+(`lamport_matmul.py`, `pipeline.py`). Gathered rows travel unrounded.
 """
 
 from __future__ import annotations

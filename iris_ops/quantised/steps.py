@@ -99,7 +99,7 @@ def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: 
 
 
 def _room(workspace: Workspace, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return so many rows in fp8 and a scale of each: this rank's own, for calls that follow each other."""
+    """Return memory for rows in fp8 and a scale of each: this rank's own, for calls that follow each other."""
     scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
     room = workspace.local("rounded rows", scales + rows * cols)
     return room[scales:].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)

@@ -3,7 +3,7 @@
 `weight_stream.py` serves fewer rows, torch's own product more. Each program streams the weights of some outputs once
 and multiplies them as outputs x rows, as in `lamport_matmul.py`.
 
-The tensor cores keep the sums, and cut what does not fit into 13 bits behind the point. For numbers around zero that is
+The tensor cores keep the sums, and cut what does not fit into 13 bits after the point. For numbers around zero that is
 an error of some 2**-8, beside the 2**-5 of rounding. Where both operands have a mean of a third of their deviation, it
 is 1 to 2 %.
 """
@@ -18,7 +18,7 @@ from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed
 
-# Where rows are up to so many, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
+# By the most rows, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
 # block, warps), stages.
 TILES = {
     (32, False): ((32, 64, 256, 4), 8),

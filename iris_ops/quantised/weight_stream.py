@@ -2,7 +2,7 @@
 
 A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
-in registers, and A stays as it is. Four things make that cheap:
+in registers, and A stays unrounded. Four things make that cheap:
 
     widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off
                 by a power of two. A is then scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
@@ -46,7 +46,7 @@ from .widening import E4M3, Widening
 
 WARPS = 4
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
-# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+# each, there must be room for one only: after a kernel that is about to end, two would come to the first free place.
 RINGS = {
     1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
@@ -297,7 +297,7 @@ def choice() -> Choice:
 
 
 def options(grid: int, programs: int) -> dict[str, int]:
-    """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    """Return launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
     resident = triton.cdiv(grid, programs)
     most = {"maxnreg": REGISTERS[resident]} if resident in REGISTERS else {}  # of two, all that a thread can have fit
     return {"num_warps": WARPS, **most}

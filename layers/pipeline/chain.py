@@ -59,7 +59,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class _Values(TorchDispatchMode):
-    """Answers 1, or True, where a forward asks a tensor on meta for its value."""
+    """Return 1, or True, where a forward reads the value of a tensor on meta."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -2,7 +2,7 @@
 
 The result is a shorter model of the same class. Its layers count from 0, its configuration has as many, and what the
 configuration lists for each layer is cut alike; so caches, masks and the model's own forward need no change, and none
-of them holds anything for layers of other stages. The user's configuration stays as it is: the shorter model has its
+of them holds anything for layers of other stages. The user's configuration does not change: the shorter model has its
 own.
 
 Embedding and head are replaced by empty modules on the stages that use neither: the first stage embeds, the last one
@@ -95,7 +95,7 @@ class NoEmbedding(nn.Module):
 
     def __init__(self, words: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = torch.empty(words, width, dtype=dtype, device="meta")  # no parameter; its sizes are asked for
+        self.weight = torch.empty(words, width, dtype=dtype, device="meta")  # no parameter; its sizes are read
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return zeros [*tokens.shape, width]. Raises `ArgumentError` for tokens that the embedding would refuse."""

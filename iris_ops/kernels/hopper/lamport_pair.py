@@ -15,7 +15,7 @@ before it waits for anything but earlier tiles. In the portable kernel a program
 So of all tiles that are waited for, the first is under way.
 
 No wait of a reduce-scatter is circular. Tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While
-those travel, a rank multiplies its own, and behind the last it sends nothing. A program sends a tile before it waits
+those travel, a rank multiplies its own, and after the last it sends nothing. A program sends a tile before it waits
 for anything but earlier ones. What a rank waits for is among its peer's first tiles. Tiles with rows of both, for which
 both wait, stand in the same order on both. So again the first is under way, with any number of programs.
 """
@@ -190,7 +190,7 @@ def _swap_tiles(pair):
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, pair.half, tile_m, tile_n, nbytes=nbytes)
-            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded behind the last
+            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded after the last
             pair.send(i, row, col, 0, M, push)
             ctx.tracing.record_event_end(span)
         if i > 0:
@@ -220,7 +220,7 @@ def _scatter_tiles(pair):
         if own < end - row:
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, pair.half, tile_m, tile_n, nbytes=nbytes)
-            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded behind the last
+            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded after the last
             pair.send(i, row, col, peer_first, peer_rows, push)
             ctx.tracing.record_event_end(span)
         if own > 0:

@@ -4,9 +4,9 @@ For results of some megabytes. They are so large that their exchange must hide b
 `lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those
 of `lamport_matmul.py`, so ranks may even mix the two kernels.
 
-    MMA warps     compute one tile's product after the other; behind the last they take the sums that owners send, and
+    MMA warps     compute one tile's product after the other; after the last they receive the sums that owners send, and
                   store them to `out`
-    mover warps   send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent for
+    mover warps   send a finished tile's rows to their owners; after each tile they sum what all ranks have sent for
                   this rank's own rows, in columns that are complete, and send the sums to everyone
 
 No wait is circular: a program sums no column before it has sent all of its own tiles of that and of earlier columns. So
@@ -51,8 +51,8 @@ _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 class TwoShot:
     """A call's exchange as the warps of one rank see it.
 
-    `C`: `out`, with the edges of the product. `half`: this epoch's buffer, [source rank, part_rows, ld]; `sums`: what
-    stands behind it, the sums that owners send, [M, ld].
+    `C`: `out`, with the edges of the product. `half`: this epoch's buffer, [source rank, part_rows, ld]; `sums`: the
+    sums that owners send, after that buffer, [M, ld].
     """
 
     ctx: DeviceContext
@@ -179,7 +179,7 @@ def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED
         nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
         span = ctx.tracing.record_event_start(PUSH, -1, exchange.half, tile_m, tile_n, nbytes=nbytes)
-        push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
+        push = gl.where(t + programs < count, spread, 0)  # nothing is loaded after the last
         _send(exchange, shared, done, bases, row, col, push)
         ctx.tracing.record_event_end(span)
         done += 1

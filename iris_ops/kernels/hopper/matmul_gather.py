@@ -52,7 +52,7 @@ def _push_tiles(ctx, shared, work, whole, C, sync, spread, MOVE: gl.constexpr, W
             span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
             begin = arch.clock()
             for part in range(shared.PARTS):
-                if unit + programs < units.count(programs):  # nothing is loaded behind the last
+                if unit + programs < units.count(programs):  # nothing is loaded after the last
                     pace(begin, spread, part, shared.PARTS)
                 values = rows_of(shared, done, part, MOVE)
                 r, c, own = places_of(shared, part, row, C.rows, MOVE)

@@ -150,7 +150,7 @@ def _move_tiles(
                 number = ctx.rank * owned + index
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
-                # nothing is loaded behind the last
+                # nothing is loaded after the last
                 over = gl.where(unit + programs < units.count(programs), spread, 0)
                 _stage(shared, done, staged, row, rows, M, over, MOVE, ok)
                 ctx.tracing.record_event_end(span)

@@ -94,7 +94,7 @@ def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARP
 
 
 def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
-    """Return which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
+    """Return the layout over the threads of `warps` warps of rows of `block_n` elements: whole vectors each."""
     across = min(32, block_n // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 

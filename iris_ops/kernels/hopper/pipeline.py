@@ -13,7 +13,7 @@ No warps do nothing but load: a load is one instruction of one thread, and the M
 Only Gluon, Triton's language with explicit layouts, gives warps different work. It has no interpreter.
 
 Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
-takes as long as the link takes for a tile of every program. A program's last push, behind which nothing is loaded, and
+takes as long as the link takes for a tile of every program. A program's last push, after which nothing is loaded, and
 the sums of an all-reduce go at once.
 
 Waits between warps have no deadline. They are for loads, or for warps of the same program. The waits of those for peers
