@@ -2,7 +2,7 @@
 bf16.
 
 First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
-weights that its codes stand for. Outputs hold NaN before. Then layers of published models are timed as a rank of two
+weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two
 has them, each by `matmul_all_reduce` and without an exchange by `skinny_matmul`, in CUDA graphs. Weights rotate, so
 that none is in the L2 cache. `bound` is the time in which their bytes come at the rate of a copy, and 4 us.
 """

@@ -1,6 +1,6 @@
 """The tables and plots of README and docs, from the result files in `benchmarks/results`.
 
-    python -m benchmarks.report                     writes every table where it stands
+    python -m benchmarks.report                     writes every table where it lies
     python -m benchmarks.report --plots             and draws the plots that pages show
     python -m benchmarks.report FILE... [--plots]   prints all rows of these files; with --plots draws them
 

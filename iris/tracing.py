@@ -6,7 +6,7 @@
 
 Own kernels record by `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
 
-Each GPU has a clock of its own. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
+Each GPU has a separate clock. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
 its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured
 when recording begins and at the export, and interpolated in between, because clocks also drift.
 """

@@ -120,7 +120,7 @@ class CodedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the numbers that codes and scales stand for."""
+        """Return the dtype of the numbers that codes and scales represent."""
         return self.exact_dtype
 
     @property

@@ -38,7 +38,7 @@ from benchmarks.cases.whole_models import empty_model, share_buffers
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
 UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
-# our layers by contexts of their own, which promise the same bits
+# our layers by separate contexts, which promise the same bits
 PROMISING = BATCH, RANKS = "ours-batch", "ours-ranks"
 # vLLM, which runs apart: as it is, and with bits that do not depend on the batch
 APART = VLLM, VLLM_BATCH = "vllm", "vllm-batch"

@@ -60,7 +60,7 @@ def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
 
 
 class WordBuffer:
-    """`tensor` as whole words that lie one after the other: where it is, or else in memory of its own.
+    """`tensor` as whole words that lie one after the other: where it is, or else in separate memory.
 
     `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
     """

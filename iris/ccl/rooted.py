@@ -1,6 +1,6 @@
 """Collectives with a root: `broadcast`, `gather`, `scatter`, `reduce`. `messages.py` has those between two ranks.
 
-They are messages of a group (`transfer.py`), in rings of their own that grow to the largest call: from the root to
+They are messages of a group (`transfer.py`), in separate rings that grow to the largest call: from the root to
 every other rank, or to the root from every other rank, which sums them for a reduce. Each is one launch, but for
 tensors that are larger than a ring may become, and for those that go in two steps (`two_steps.py`). No rank waits for
 more than it takes: a root that sends goes on.

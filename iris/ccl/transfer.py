@@ -68,7 +68,7 @@ def _field(table, message: tl.constexpr, field: tl.constexpr):
 
 
 def in_table(x: int) -> int:
-    """Return a number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
+    """Return a number as a table stores it: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
     return 16 * x + 3
 
 

@@ -1,4 +1,4 @@
-"""Atomics on a peer's heap, inside `@triton.jit`: ranks count, swap and signal without a copy of their own.
+"""Atomics on a peer's heap, inside `@triton.jit`: ranks count, swap and signal without a separate copy.
 
 Arguments are as in `rma.py`, which turns the caller's address into the peer's. Only an atomic orders other accesses:
 `sem="release"` puts this thread's earlier stores before it, `sem="acquire"` its later loads after it. A program has

@@ -1,4 +1,4 @@
-"""Collectives on tiles, inside a kernel of one's own: ranks exchange blocks of values.
+"""Collectives on tiles, inside a user's kernel: ranks exchange blocks of values.
 
     @triton.jit
     def kernel(ctx_ptr, space, ..., RANK: tl.constexpr, WORLD: tl.constexpr):

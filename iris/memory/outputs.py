@@ -226,7 +226,7 @@ class _Counted:
         offset = self._blocks.cut(nbytes)
         if offset is None:
             return None
-        # a storage of its own, which keeps the heap mapped
+        # a separate storage, which keeps the heap mapped
         storage = torch.from_numpy(self._blocks.memory[offset : offset + nbytes].numpy()).untyped_storage()
         self._live[offset], self._sizes[offset] = StorageWeakRef(storage), nbytes
         return _tensor(storage, size, dtype)

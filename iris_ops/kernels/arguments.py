@@ -1,6 +1,6 @@
 """Arguments of kernels, in groups: constants as frozen dataclasses, values of one call as named tuples.
 
-A kernel gives a field of a constant a name of its own (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
+A kernel assigns a field of a constant to a name (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
 tuple, such as a shape, to `static_range` or to `warp_specialize`: the field alone is a plain number there.
 
 Triton compiles a kernel once for each set of constants. Integers in a named tuple are specialised as arguments of their
@@ -155,7 +155,7 @@ class Moves:
 
 
 class Rows(NamedTuple):
-    """A matrix whose rows stand `ld` elements apart."""
+    """A matrix whose rows lie `ld` elements apart."""
 
     data: Any
     ld: Any

@@ -130,7 +130,7 @@ def _finish_tile(
     row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
     dtype: tl.constexpr = C.data.dtype.element_ty
     r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    if kept is not None:  # whose rows stand as they were loaded; those that are nobody's are beyond the end
+    if kept is not None:  # whose rows lie as they were loaded; those that are nobody's are beyond the end
         first = first_row(row, C.rows, BLOCK_M)
         r, own_row = rows_from(first, row, C.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
         r = tl.where(own_row, r, C.rows)

@@ -1,6 +1,6 @@
 """Code that launchers share: the grid, and arguments of several kernels.
 
-Each kernel's own launcher stands below it, in its module. It names the kernel's arguments and says on which grid it
+Each kernel's own launcher is defined below it, in its module. It names the kernel's arguments and says on which grid it
 runs: `launcher(rank, workspace, problem, config, tensors) -> (kernel, grid, arguments)`.
 """
 

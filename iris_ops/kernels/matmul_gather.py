@@ -41,7 +41,7 @@ def matmul_gather_kernel(
     a, b, epilogue, out, sync, ctx_ptr, M, N, K, strides, step, stagger, tile: tl.constexpr,
     world: tl.constexpr,
 ):  # fmt: skip
-    # M, N: this rank's part, which stands at (rank * step.rows, rank * step.cols) in out
+    # M, N: this rank's part, which lies at (rank * step.rows, rank * step.cols) in out
     row_step, col_step = step.rows, step.cols
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N

@@ -11,7 +11,7 @@ whose numbers follow each other, at about the same time.
     sources_in_turn           gathers, portable            own rows, then others' as they arrive, some columns at a time
     SourceTiles               gathers by copy engines      own rows, then others' as they arrive
 
-A wait must look at tiles that stand earlier in the peers' order, or two ranks could wait for each other. Each kernel
+A wait must look at tiles that lie earlier in the peers' order, or two ranks could wait for each other. Each kernel
 says why its waits do.
 """
 

@@ -12,7 +12,7 @@ Beyond 16 rows shared memory, at 128 bytes a cycle, limits the product more than
   Where each program would have 32 of 64 rows, it has half as many outputs instead, and the tensor cores multiply rows x
   outputs.
 
-Weights in fp8 have a kernel of their own (`skinny_stream.py`). A launch from Python keeps the host busy longer
+Quantised weights have a separate kernel (`skinny_stream.py`). A launch from Python keeps the host busy longer
 than torch's product, so this serves only what is compiled or captured.
 """
 

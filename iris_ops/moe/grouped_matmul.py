@@ -1,7 +1,7 @@
 """Grouped products: each pair's row by its expert's weight, with the activation of `moe_gate_up` in the epilogue.
 
     moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
-    moe_down      a pair has a row of its own, the result is the product rounded, with the bias where one is given
+    moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
 The result's row is the pair's, so what follows needs no order of its own. `grouped.py` has the steps. A program has one
 tile, or with few pairs one expert's rows in all; none waits for another.

@@ -48,7 +48,7 @@ class Steps:
         return launches
 
     def together(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        """Return `t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
+        """Return `t`, or a copy if elements of its rows lie apart, with which the call cannot be made again."""
         if t is None or t.stride(1) == 1:
             return t
         self._now = None

@@ -1,7 +1,7 @@
 """`matmul_all_reduce` of few rows with quantised weights, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
 One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
-values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
+values lie in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
 weight does not lie as this kernel needs it. Only the sums of squares of a norm are then added in another order.
 
 A program sends all tiles that it multiplies before it waits for any. The columns that it sums are others than those

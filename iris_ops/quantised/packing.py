@@ -90,7 +90,7 @@ class Packing:
     def unpack(
         self, weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return the numbers [N, K] that `weight` and `scale` stand for, computed in float32, or float64 for that."""
+        """Return the numbers [N, K] that `weight` and `scale` represent, computed in float32, or float64 for that."""
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         group = self.group_of(weight, scale)
         numbers = self._numbers(self._in_order(weight, group)[:, :K]).to(precision)
@@ -225,7 +225,7 @@ class FourBits(Packing):
 
     ZERO: ClassVar[int] = 8
     FIELDS: ClassVar[tuple] = tuple(((0, 4, 4 * n),) for n in range(4))
-    """Of each of four products, in half a word: (first bit of the code, bits, where they stand)."""
+    """Of each of four products, in half a word: (first bit of the code, bits, where they lie)."""
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         if codes.dtype != torch.uint8:
@@ -267,7 +267,7 @@ class FourBits(Packing):
 
 @dataclass(frozen=True)
 class E2m1(FourBits):
-    """e2m1 with a power of two for each 32 entries. A code's bits stand where one shift makes them a bf16's."""
+    """e2m1 with a power of two for each 32 entries. A code's bits lie where one shift makes them a bf16's."""
 
     name: str = "mxfp4"
     dtype: torch.dtype = torch.uint8

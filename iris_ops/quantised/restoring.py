@@ -44,7 +44,7 @@ def restore_kernel(
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight [N, K] that a stored weight and its scale stand for."""
+    """Return the weight [N, K] that a stored weight and its scale represent."""
     form = format_of(weight.t(), scale)
     if weight.device.type == "cpu" or not form.widening or weight.stride(1) != 1:
         return PACKINGS[form.packing].unpack(weight, scale, K, dtype)

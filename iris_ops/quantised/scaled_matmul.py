@@ -9,7 +9,7 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
     up to 16, Hopper  a stream of weights, widened in registers (`weight_stream.py`)        as it is
     more, Hopper      a stream of weights as they are (`tile_matmul.py`)                 rounded to e4m3, a scale a row
     else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
-    else              by the weight that B8 and scale stand for, made in each call     as it is
+    else              by the weight that B8 and scale represent, made in each call     as it is
 
 All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in which scales end a tile
 (`lamport_matmul.py`, `pipeline.py`). Gathered rows travel unrounded.
@@ -46,7 +46,7 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight that W8 and scale stand for."""
+    """Return the weight that W8 and scale represent."""
     return packing.FP8.unpack(weight, scale, weight.shape[1], dtype)
 
 
@@ -132,7 +132,7 @@ def fixed_product(
 ) -> torch.Tensor | None:
     """Return the same to `out`, by our kernel: a row has the same bits at any number of rows.
 
-    Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale stand for returned.
+    Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale represent returned.
     """
     if not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         return restored(weight, scale, x.dtype)

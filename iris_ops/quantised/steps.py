@@ -45,7 +45,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Restore:
-    """The weight [N, K] that B and its scales stand for is made, in A's dtype. K: None for a weight of no padding."""
+    """Compute the weight [N, K] that B and its scales represent, in A's dtype. K: None for a weight of no padding."""
 
     K: int | None = None
 

@@ -2,7 +2,7 @@
 
 For results of some megabytes, where signals, and the stores that they wait for, cost as much as they hide. Between two
 ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot
-is one hop, in which a rank waits for nothing but the same tile of its peer. The values stand in the same places as
+is one hop, in which a rank waits for nothing but the same tile of its peer. The values lie in the same places as
 those of `lamport_matmul.py`, so the ranks may even mix the two kernels. Only a rank's own tiles stay in shared memory.
 With LEAVES a rank's sum is one of half of K's leaves (`iris_ops/sum_tree.py`), and `tree_matmul.py` may stand in.
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
-# Each thread of the mover warps has a value of its own.
+# Each thread of the mover warps has a separate value.
 _MOVER_THREADS = gl.constexpr(32 * MOVER_WARPS)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
@@ -79,7 +79,7 @@ class Pair:
     """A call's exchange as the mover warps of one of two ranks see it.
 
     `work`, `shared`: what is multiplied, and where finished tiles lie. `C`: `out`, with the edges of the product.
-    `half`: this epoch's buffer; `there`: where this rank's values stand at the peer; `theirs`: where the peer's stand
+    `half`: this epoch's buffer; `there`: where this rank's values lie at the peer; `theirs`: where the peer's lie
     here, in rows of `ld`. A push takes `spread` ticks.
     """
 

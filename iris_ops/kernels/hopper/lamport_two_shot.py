@@ -1,7 +1,7 @@
 """Run `matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
 
 For results of some megabytes. They are so large that their exchange must hide behind the product, which it does not in
-`lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those
+`lamport_matmul.py`, and so small that signals cost as much as they hide. The values lie in the same places as those
 of `lamport_matmul.py`, so ranks may even mix the two kernels.
 
     MMA warps     compute one tile's product after the other; after the last they receive the sums that owners send, and

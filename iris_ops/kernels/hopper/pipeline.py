@@ -19,7 +19,7 @@ the sums of an all-reduce go at once.
 Waits between warps have no deadline. They are for loads, or for warps of the same program. The waits of those for peers
 all end (`iris/device/waits.py`), and when one has failed the warps take tiles all the same.
 
-The work is cut into `stream_k.Units`. An op's own object says where a tile stands: `place(tile)` gives its first row,
+The work is cut into `stream_k.Units`. An op's own object says where a tile lies: `place(tile)` gives its first row,
 its first column, and whether to add the bias. What a tile has beyond a short part, or beyond the matrix, is not
 stored.
 """
