@@ -107,9 +107,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris.errors import ArgumentError
     from iris.machines import machine_named
     from iris_ops.planning.plan import plan
-    from iris_ops.planning.requests import requested
     from iris_ops.planning.weights import named_format
-    from iris_ops.problem import Request
+    from iris_ops.problem import Request, requested_problem
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -121,7 +120,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
         request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
-        chosen = plan(requested(request), machine, algorithm=args.algorithm)
+        chosen = plan(requested_problem(request), machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)
     print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")

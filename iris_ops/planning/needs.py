@@ -123,7 +123,9 @@ class Epilogue:
     name: str
     apart: str
     """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    halves: bool = False
+    """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
 
-GATE = Epilogue("gate", "steps:gate_apart")
+GATE = Epilogue("gate", "steps:gate_apart", halves=True)
 NORM = Epilogue("norm", "steps:norm_apart")
