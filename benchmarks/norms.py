@@ -205,7 +205,7 @@ class _Results:
 
 
 class _Halves:
-    """What ours leaves, as the benchmark's check sees it: poisoned as a whole, read with the rows' factors applied."""
+    """The op's result as the benchmark checks it: poisoned as a whole, read with the rows' factors applied."""
 
     def __init__(self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, finish: Callable) -> None:
         self.parts, self.finish = (out, scaled, squares), finish

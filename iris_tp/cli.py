@@ -141,7 +141,7 @@ def _plan_page(file: Path) -> tuple[int, str]:
 
 
 def _forward(module: str, rest: Sequence[str], root: Path | None) -> tuple[int, str]:
-    """Run a module of the checkout at `root` as a process of its own."""
+    """Run a module of the checkout at `root` as a separate process."""
     if root is None:
         return 2, f"{module} is part of the source checkout, not of the installed packages; run it in a checkout"
     # run in the user's working directory, as arguments may hold relative paths, but import no module from there

@@ -58,12 +58,12 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
+    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to fp8")]
 )
-def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
+def test_plan_knows_fp8_weights(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
     said = capsys.readouterr().out
-    assert "torch.bfloat16, B in eight bits on NVIDIA H200" in said and way in said.partition("chosen")[2]
+    assert "torch.bfloat16, B in fp8 on NVIDIA H200" in said and way in said.partition("chosen")[2]
     assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
     assert "B is converted in each call: by rows, K and N multiples of 16" in capsys.readouterr().out
 

@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first call of a shape found out."""
+    """A call that was checked and planned: the state that later calls of the same shape use again."""
 
     members: Group
     spans: tuple[int, int]
@@ -70,10 +70,10 @@ class _Prepared:
 class Collectives(RootedCalls):
     """The collectives of one context. Every rank of the group makes the same calls in the same order.
 
-    `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
+    `out`, `inp`: device tensors of one dtype, of any shape whose rows lie one stride apart; an `out` on the symmetric
     heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
     process group or one dimension of a DeviceMesh, None for all ranks; the other ranks make the same calls meanwhile,
-    in groups of their own, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
+    in separate groups, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
     `config`: a `Config`, the same on all ranks; None takes the fastest by size. `workspace`: what an earlier call of
     the group returned. All return their workspace.
 
@@ -300,7 +300,7 @@ class Collectives(RootedCalls):
         return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
     def _first(self, call: _Call, key: tuple | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls = self._ctx, self._calls
         op, out, inp, _, group, async_op, _, workspace = call
         try:
@@ -391,7 +391,7 @@ class Collectives(RootedCalls):
         return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
-        """Make room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
+        """Make room for a call; the tensor on the heap that replaces an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
         heap = self._ctx.heap

@@ -54,7 +54,7 @@ _CARRIERS = {2: torch.int16, 4: torch.int32}
 
 @device_function
 def _row(tensor, row, stride, c, inside, M):
-    """Row `row` of a tensor, on its way; zeros where there is no such row."""
+    """Load row `row` of a tensor; zeros for a row that does not exist."""
     return tl.load(tensor + tl.cast(row, tl.int64) * stride + c, mask=inside & (row < M), other=0.0)
 
 
@@ -263,7 +263,7 @@ def arguments(
 
 
 def num_warps(columns: int) -> int:
-    """Return the warps of a program: 16 values of a row in each thread, where so many threads may be had."""
+    """Return the warps of a program: 16 values of a row in each thread, up to the most threads."""
     return max(1, min(32, triton.next_power_of_2(columns) // 512))
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Made once for a context. Its methods take a workspace that `Ops` has checked or made."""
+    """The ops of mixtures of one context. Its methods take a workspace that `Ops` has checked or created."""
 
     def __init__(self, ctx: Rank, calls: relaunch.Calls) -> None:
         self._ctx, self._calls = ctx, calls
@@ -53,7 +53,7 @@ class Mixture:
             self._calls.keep(key, launches, None)
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
-        """`ctx.ops.moe_route`: new tensors, filled on the device."""
+        """Run `ctx.ops.moe_route`: return new tensors, filled on the device."""
         ctx = self._ctx
         checks.check_experts(ROUTE, chosen, ctx.device)
         checks.check_count(ROUTE, experts)
@@ -64,7 +64,7 @@ class Mixture:
         return routed
 
     def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
-        """`ctx.ops.moe_gate_up`."""
+        """Run `ctx.ops.moe_gate_up`."""
         ctx, (out, A, B, experts, bias, activation, interleaved, scale) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, bias, scale, activation, interleaved, config, workspace)
         key = relaunch.key_of(GATE_UP, *parts)
@@ -86,7 +86,7 @@ class Mixture:
         self._keep(key)
 
     def down(self, op: str, workspace: Workspace, tensors: Down, config: FusedConfig | None) -> None:
-        """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
+        """Run `ctx.ops.moe_down_all_reduce` or `moe_down_reduce_scatter`."""
         ctx, (out, A, B, experts, weights, bias, shared, scale) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, scale, config, workspace)
         key = relaunch.key_of(op, *parts)

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _apart(ctx_ptr):
-    """Four numbers in each word: four tensors of bf16, each times 2**64."""
+    """Split words of four numbers into four bf16 tensors, each times 2**64."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, m, p, q, r, s;
@@ -37,7 +37,7 @@ def _apart(ctx_ptr):
 
 @gluon.jit
 def _scaled(x):
-    """Numbers of bf16 times 2**64."""
+    """Multiply bf16 numbers by 2**64."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 m; mov.b32 m, 0x5f805f80; mul.rn.bf16x2 $0, $1, m; }", "=r,r", [x], gl.bfloat16, is_pure=True,
         pack=2,
@@ -48,7 +48,10 @@ def _scaled(x):
 def begins_of(
     x, widen: gl.constexpr, PRODUCTS: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr
 ):
-    """With what each group's sum begins: of weights that are widened to `ADDED` less, that times the sum of A."""
+    """Return the initial value of each group's sum.
+
+    If widening adds `ADDED` to each weight, the initial value subtracts that times the sum of A.
+    """
     EACH: gl.constexpr = PRODUCTS // GROUPS
     LINES: gl.constexpr = x[0].shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
@@ -65,7 +68,7 @@ def begins_of(
 
 @gluon.jit
 def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
-    """x [lines, 16, rows] so often, along columns."""
+    """Repeat x [lines, 16, rows] TIMES times along its columns."""
     if TIMES > 1:
         half = _repeated(x, TIMES // 2, MMA)
         both = gl.permute(gl.join(half, half), (0, 3, 1, 2))
@@ -75,7 +78,7 @@ def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.constexpr, MMA: gl.constexpr):
-    """`acc` and a line's products: each group's sum begins anew, and is added times the group's scale."""
+    """Add a line's products to `acc`: sum each group anew, then add that sum times the group's scale."""
     GROUPS: gl.constexpr = len(begins)
     EACH: gl.constexpr = PRODUCTS // GROUPS
     if factors is not None:
@@ -93,7 +96,7 @@ def add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.con
 
 @gluon.jit
 def products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
-    """A's numbers of each line as the products of the weights take them."""
+    """Return A's numbers of each line as operands of its dot products with the weights."""
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
@@ -114,7 +117,7 @@ def products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _scales_of(factors, LINES: gl.constexpr, MMA: gl.constexpr):
-    """The scales of each line in float32: a tensor [lines, columns] for each group."""
+    """Return the scales of each line in float32, as a tensor [lines, columns] for each group."""
     COLUMNS: gl.constexpr = factors.shape[0]
     GROUPS: gl.constexpr = factors.shape[1] // LINES
     s = factors.load(scales_layout(LINES, GROUPS, COLUMNS, gl.num_warps()))
@@ -132,7 +135,7 @@ def _scales_of(factors, LINES: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _along(x):
-    """The parts of `x` along its last dimension, a power of two, as a tuple."""
+    """Split `x` along its last dimension, a power of two, into a tuple."""
     COUNT: gl.constexpr = x.shape[len(x.shape) - 1]
     result = ()
     if COUNT == 1:
@@ -147,15 +150,16 @@ def _along(x):
 
 @triton.constexpr_function
 def _bits(size):
-    """The binary logarithm of a power of two."""
+    """Return the binary logarithm of a power of two."""
     return size.bit_length() - 1
 
 
 @triton.constexpr_function
 def runs_layout(lines, rows, k_width, warps):
-    """The layout of runs [4 * lines, 32, rows]: each warp has its lines' four, as operands of dot products.
+    """Return the layout of runs [4 * lines, 32, rows], in which each warp holds the four runs of its lines as dot
+    operands.
 
-    A warp has line number `warp`, and each that lies `warps` further.
+    A warp has line number `warp`, and every `warps`-th line after it.
     """
     k = [1 << i for i in range(5)]
     inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
@@ -170,7 +174,8 @@ def runs_layout(lines, rows, k_width, warps):
 
 @triton.constexpr_function
 def scales_layout(lines, groups, columns, warps):
-    """The layout of scales [columns, lines * groups]: each thread has those of its columns of sums."""
+    """Return the layout of scales [columns, lines * groups], in which each thread holds the scales of its own
+    columns."""
     held = [[0, 1 << i] for i in range(_bits(groups))] + [[8 << i, 0] for i in range(_bits(columns // 8))]
     more = [[0, groups * warps << i] for i in range(_bits(lines // warps))]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]

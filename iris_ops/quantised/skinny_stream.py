@@ -12,7 +12,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def skinny_stream_kernel(a, b, scales, epilogue, out, M, N, K, spans, eps, form: gl.constexpr, widen: gl.constexpr):
-    """As `skinny_matmul_kernel`. a, b, scales, epilogue.b_scales: as in `weight_stream.py`; `GATED`: of 2 N columns."""
+    """Multiply few rows by a streamed quantised weight, with the arguments of `skinny_matmul_kernel`.
+
+    a, b, scales, epilogue.b_scales: as in `weight_stream.py`; with `GATED`, they have 2 N columns.
+    """
     BLOCK_M: gl.constexpr = form.BLOCK_M
     GATED: gl.constexpr = form.GATED
     squares = epilogue.squares
@@ -48,7 +51,7 @@ def skinny_stream_kernel(a, b, scales, epilogue, out, M, N, K, spans, eps, form:
 
 @gluon.jit
 def _finished(stream, epilogue, col, WHICH: gl.constexpr, factors, SUMS, dtype):
-    """A product, or of a gated one half number `WHICH`, with its bias, rounded."""
+    """Return a product, or half number `WHICH` of a gated one, with its bias, rounded."""
     product = weight_stream.total(stream, epilogue.b_scales, WHICH * stream.N, col, WHICH, SUMS) * factors[None, :]
     if epilogue.bias is not None:
         values = gl.load(epilogue.bias + WHICH * stream.N + col, mask=col < stream.N, other=0.0)
@@ -60,7 +63,10 @@ def multiply(
     out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, epilogue: TileEpilogue,
     gated: bool = False, eps: float = 0.0, launched: bool = True,
 ) -> None:  # fmt: skip
-    """out [M, N] = rows [M, K] @ weight [N, K].T, as `skinny_matmul` says. `epilogue`: of bias and squares."""
+    """Compute out [M, N] = rows [M, K] @ weight [N, K].T, with the options of `skinny_matmul`.
+
+    `epilogue` holds the bias and the squares.
+    """
     N = out.shape[-1]
     programs = platform.num_programs(rows.device)
     spans = 1 if epilogue.squares is None else epilogue.squares.shape[0]

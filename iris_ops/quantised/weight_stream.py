@@ -2,7 +2,7 @@
 
 A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
-in registers, and A stays as it is. Four things make that cheap:
+in registers, and A stays unrounded. Four things make that cheap:
 
     widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off
                 by a power of two. A is then scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
@@ -46,7 +46,7 @@ from .widening import E4M3, Widening
 
 WARPS = 4
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
-# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+# each, there must be room for one only: after a kernel that is about to end, two would come to the first free place.
 RINGS = {
     1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
@@ -124,7 +124,8 @@ class Stream:
 
 @gluon.jit
 def begin(a, b, scales, N, K, form: gl.constexpr):
-    """(the program's stream, where it stands), its first blocks on their way. `form`: a `StreamForm`."""
+    """Start a program's stream by issuing its first loads; return (the stream, its position). `form` is a
+    `StreamForm`."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     T: gl.constexpr = form.T
     GATED: gl.constexpr = form.GATED
@@ -162,9 +163,9 @@ def _next(stream, group, step):
 
 @gluon.jit
 def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Leaves the lines' products in `stream.sums`, of the columns that come next; `total` adds them up.
+    """Multiply the next columns, leave the lines' products in `stream.sums`, and return the stream's new position.
 
-    `widen`: the `Widening` of the weights. Returns where the stream stands then.
+    `total` adds the lines up. `widen` is the `Widening` of the weights.
     """
     LINES: gl.constexpr = stream.ring.shape[1]
     COLUMNS: gl.constexpr = stream.ring.shape[2]
@@ -212,9 +213,10 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
-    """Half number `WHICH` of what `multiply` left, or all: fp32 [columns, rows] by `columns_of`, times their scales.
+    """Return the products that `multiply` left, or their half number `WHICH`, scaled: fp32 [columns, rows] by
+    `columns_of`.
 
-    `scales`: of columns from `first` on; `col`: which of them these are.
+    `scales` are those of the columns from `first` on, which are columns `col`.
     """
     WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
     slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
@@ -227,7 +229,7 @@ def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def columns_of(stream, group, end, SUMS: gl.constexpr):
-    """The columns of group number `group`, and which of them are, and come before `end`."""
+    """Return the columns of group number `group`, and which of them exist and come before `end`."""
     c = gl.arange(0, triton.next_power_of_2(stream.WIDTH), layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
     col = group * stream.WIDTH + c
     return col, (c < stream.WIDTH) & (col < end)
@@ -235,12 +237,16 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 @triton.constexpr_function
 def layout_of_sums(columns, lines):
-    """The layout of sums [lines, columns, rows]: each thread holds all lines of some adjacent columns."""
+    """Return the layout of sums [lines, columns, rows], in which each thread holds all lines of a few adjacent
+    columns."""
     return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, WARPS], [1, 2, 0])
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
-    """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
+    """Return T, the number of tiles that a program takes at a time.
+
+    It makes multiprocessors end together and reads A rarely.
+    """
     tiles = triton.cdiv(columns, _COLUMNS.value)
 
     def most(T: int) -> float:
@@ -255,9 +261,10 @@ def rows_at_once(rows: int) -> int:
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
-    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings.
+    """Return the number of programs of a product with `columns` columns, all resident at once, and the stages of their
+    rings.
 
-    Of fp8 with a scale for each column.
+    It assumes fp8 with a scale for each column.
     """
     groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
@@ -266,7 +273,7 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
 @dataclass(frozen=True)
 class Choice:
-    """How programs of a format with scales of groups divide the work.
+    """How programs divide the work of a format with scales of groups.
 
     COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
@@ -290,19 +297,20 @@ def choice() -> Choice:
 
 
 def options(grid: int, programs: int) -> dict[str, int]:
-    """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    """Return launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
     resident = triton.cdiv(grid, programs)
     most = {"maxnreg": REGISTERS[resident]} if resident in REGISTERS else {}  # of two, all that a thread can have fit
     return {"num_warps": WARPS, **most}
 
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
-    """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
+    """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
     return stages * stage_bytes(rows, T * _COLUMNS.value, 32) + _sums_bytes(rows, T * _COLUMNS.value)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = WARPS) -> int:
-    """Bytes of a stage of the ring: lines of A, their words for so many columns, and bytes of a column's scales."""
+    """Return the bytes of a stage of the ring: lines of A, their words of `columns` columns, and the columns'
+    scales."""
     return lines * (2 * LINE * rows + columns * (4 * words + scales))
 
 
@@ -386,6 +394,6 @@ def _described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescr
 
 
 def _layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    """The layout of lines of so many bytes in shared memory."""
+    """Return the layout of lines of `line` bytes in shared memory."""
     swizzle = min(line, 128) if line >= 32 else 0
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)

@@ -45,7 +45,7 @@ logger = init_logger("vllm.iris_tp")
 
 @dataclass
 class Installed:
-    """What was installed in this process. `most_rows`: 0 where nothing is served."""
+    """The state of the plug-in in this process. `most_rows` is 0 where no layer is replaced."""
 
     group: str
     world: int

@@ -140,7 +140,7 @@ def _parts(node: Node, index: int) -> list[Node]:
 
 
 def _product(node: Node) -> tuple[Node, Node] | None:
-    """(A, weight [N, K]) where `node` is A @ weight.T of contiguous rows, and nothing else reads it."""
+    """Return (A, weight [N, K]) if `node` is A @ weight.T of contiguous rows and nothing else reads it, else None."""
     if node.op != "call_function" or node.target is not aten.mm.default or len(node.users) != 1:
         return None
     A, B = node.args
@@ -153,7 +153,7 @@ def _product(node: Node) -> tuple[Node, Node] | None:
 
 
 def _feeds_products(node: Node) -> bool:
-    """Whether all that reads the norm `node` are products of it, to which its second half can go as a factor."""
+    """Return whether all readers of the norm `node` are products that can apply its second half as a factor."""
     return bool(node.users) and all(_is_left_factor(node, user) for user in node.users)
 
 
@@ -172,7 +172,7 @@ def _call(graph: fx.Graph, before: Node, target: Callable, *args: Any) -> Node:
 
 
 def _fake(target: Callable, args: tuple) -> Any:
-    """The result's shape and dtype, by running `target` on the fake tensors of its arguments."""
+    """Return the result's shape and dtype by running `target` on the fake tensors of its arguments."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     fake = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
     with fake or nullcontext():
