@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         chosen = plan(requested(request), machine, algorithm=args.algorithm)
     except ArgumentError as error:
         return 2, str(error)
-    print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")
+    print(f"{args.world} ranks, {name}\n{chosen.explain()}")
     return 0, ""
 
 
