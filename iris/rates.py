@@ -8,6 +8,7 @@ is created. A file that cannot be used is an error, never ignored: a rank that s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 import json
 import math
@@ -118,14 +119,19 @@ def parse(text: str) -> Table:
     return Table(**{key: content[key] for key in _KINDS})
 
 
+def text_of(table: Table) -> str:
+    """Return the text of `table`'s file. Raises `ValueError` for one that `parse` would refuse."""
+    text = json.dumps({"format": FORMAT, **asdict(table)}, indent=1) + "\n"
+    parse(text)
+    return text
+
+
 def write(table: Table) -> Path:
     """Write `table` where `read` finds it, in one step, and return the file.
 
     Raises `PlatformError` where it cannot be written.
     """
-    path = path_of(table.name)
-    text = json.dumps({"format": FORMAT, **asdict(table)}, indent=1, allow_nan=False) + "\n"
-    parse(text)
+    path, text = path_of(table.name), text_of(table)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,12 +140,15 @@ def write(table: Table) -> Path:
     except OSError as error:
         raise _unwritable(path, error) from None
     finally:
-        partial.unlink(missing_ok=True) if partial.exists() else None
+        with suppress(OSError):  # it has its new name, or could not be made
+            partial.unlink()
     return path
 
 
 def check_writable(name: str) -> Path:
     """Return the file of the GPU `name`'s table; raise `PlatformError` if `write` would fail."""
+    if os.environ.get(ENV_RATES) == DATA_SHEET:
+        raise PlatformError(f"{ENV_RATES} is {DATA_SHEET!r}, which ignores measured rates; unset it to measure them")
     path = path_of(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

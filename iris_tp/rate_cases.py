@@ -12,14 +12,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from iris.ccl import Config
-from iris.ccl import plan as collective_plan
-from iris.ccl import problem as collectives
+from iris.ccl import plan as collective_plan, problem as collectives
 from iris.errors import PlatformError
 from iris.machines import H200_LINK_GBS, LinkRates, Machine, machine_named
 from iris_ops.config import FusedConfig
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
+from iris_ops.problem import (
+    ALL_REDUCE,
+    GATHER_MATMUL,
+    MATMUL_GATHER,
+    REDUCE_SCATTER,
+    Problem,
+    Request,
+    requested_problem,
+)
 import torch
 
 COLLECTIVES = "collectives."
@@ -28,7 +35,8 @@ _SIDE = 8192
 _COPIED = 1 << 29
 _TINY, _PAIR, _LARGE = 2 << 10, 4 << 20, 32 << 20  # bytes that a rank puts into a collective
 _WIDEST = 50.0  # by how much a rate may differ from the data sheet's
-_TURNS = 24
+_TURNS = 16  # through all cases, until they agree
+_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -152,11 +160,56 @@ def derived(machine: Machine, cases: list[Case], measured_us: Mapping[str, float
                 last = turn == _TURNS - 1
                 value = _solved(case, machine, measured_us[case.name], start[case.rate], last)
                 machine = _with(machine, case.rate, value)
-    links, known = machine.links, machine_named("NVIDIA H200", 132)
-    if links.world_rates_missing(cases):
-        pass
+    solved, share = {case.rate for case in cases}, machine.links.link_gbs / start[COLLECTIVES + "link_gbs"]
+    for name in ("lamport_gbs", "two_hops_gbs"):  # rates among three ranks and more, which two cannot measure
+        if COLLECTIVES + name not in solved:
+            machine = _with(machine, COLLECTIVES + name, share * _get(machine, COLLECTIVES + name))
     return replace(
         machine,
-        link_gbs=links.link_gbs * H200_LINK_GBS / LinkRates.link_gbs,
-        hop_us=known.hop_us * links.signal_us / LinkRates.signal_us,
+        link_gbs=machine.links.link_gbs * H200_LINK_GBS / LinkRates.link_gbs,
+        hop_us=machine_named("NVIDIA H200", 132).hop_us * machine.links.signal_us / LinkRates.signal_us,
     )
+
+
+def _fused(machine: Machine, op: str, M: int, N: int, K: int, world: int, dtype: torch.dtype) -> Fused:
+    problem = requested_problem(Request(op, M, N, K, world, dtype))
+    return Fused(problem, plan(problem, machine, explained=False))
+
+
+def _solved(case: Case, machine: Machine, measured_us: float, start: float, last: bool) -> float:
+    """Return the value of the case's rate at which its prediction is `measured_us`, or the nearest one.
+
+    `start`: the data sheet's. Raises `PlatformError` in the `last` turn where a prediction is nowhere near.
+    """
+
+    def predicted_us(value: float) -> float:
+        return case.call.predicted_us(_with(machine, case.rate, value))
+
+    low, high = start / _WIDEST, start * _WIDEST
+    at_low, at_high = predicted_us(low), predicted_us(high)
+    least, most = min(at_low, at_high), max(at_low, at_high)
+    if last and not (measured_us <= most and (measured_us >= least or case.rate.endswith("_us"))):
+        raise PlatformError(
+            f"{case.name} took {measured_us:.1f} us; expected {least:.1f} to {most:.1f} us, at {_WIDEST:g} times the "
+            f"data sheet's {case.rate} or less: see that nothing else uses the GPUs, and calibrate again"
+        )
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if (predicted_us(middle) > measured_us) == (at_high > at_low):
+            high = middle
+        else:
+            low = middle
+    return (low * high) ** 0.5
+
+
+def _get(machine: Machine, rate: str) -> float:
+    if rate.startswith(COLLECTIVES):
+        return getattr(machine.links, rate.removeprefix(COLLECTIVES))
+    return getattr(machine, rate) or machine.tflops  # of torch's products where no other is known
+
+
+def _with(machine: Machine, rate: str, value: float) -> Machine:
+    if rate.startswith(COLLECTIVES):
+        changed = replace(machine.links, **{rate.removeprefix(COLLECTIVES): value})
+        return replace(machine, collectives=changed)
+    return replace(machine, **{rate: value})
