@@ -120,7 +120,9 @@ class Machine:
 _GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured on H200s"),
+    "NVIDIA H200": Machine(
+        "NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured on H200s"
+    ),
     # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
     # further than a fifth from what is predicted, 6 % in the mean.
     "NVIDIA H100": Machine(

@@ -81,7 +81,9 @@ def read(name: str, num_programs: int) -> tuple[Table, Path] | None:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
         if requested:
-            raise PlatformError(f"{ENV_RATES} is {requested!r}, which is no file; expected one, or {DATA_SHEET!r}") from None
+            raise PlatformError(
+                f"{ENV_RATES} is {requested!r}, which is no file; expected one, or {DATA_SHEET!r}"
+            ) from None
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise PlatformError(f"the measured rates {path} cannot be read: {error}; {_REMEDY}") from None

@@ -26,7 +26,7 @@ LENGTH, STEPS = 12, 3
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
 _WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
-_OPS = "ops norms ccl rooted tiles moe all_scatter rma"
+_OPS = "ops regret norms ccl rooted tiles moe all_scatter rma"
 _MODELS_AND_CHECKS = "llm step fp8 quantised invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
@@ -178,7 +178,9 @@ def plan() -> argparse.ArgumentParser:
 
 
 def calibrate() -> argparse.ArgumentParser:
-    about = "Measure this machine's rates and keep them in the user's cache, for plans. Takes two minutes, and the GPUs."
+    about = (
+        "Measure this machine's rates and keep them in the user's cache, for plans. Takes two minutes, and the GPUs."
+    )
     parser = _Parser("iris-tp calibrate", description=about)
     parser.add_argument("--ranks", type=ranks, help="default: one a GPU")
     return parser

@@ -140,7 +140,9 @@ def cases(machine: Machine, world: int) -> list[Case]:
             Case("all-reduce of 4 MiB", "collectives.two_hops_gbs", Collective(reduced, _PAIR, two_shot, world)),
         ]
     for nbytes in (256 << 10, 4 << 20):
-        result.append(Case(f"all-gather of {nbytes >> 10} KiB by flags", "", Collective(gathered, nbytes, flags, world)))
+        result.append(
+            Case(f"all-gather of {nbytes >> 10} KiB by flags", "", Collective(gathered, nbytes, flags, world))
+        )
     for op in (ALL_REDUCE, REDUCE_SCATTER, GATHER_MATMUL, MATMUL_GATHER):
         for rows in (16, 2048):
             result.append(Case(f"{op} {rows} x 4096 x 2048", "", fused(op, rows, 4096, 2048, world, bf16)))

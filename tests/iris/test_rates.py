@@ -54,7 +54,9 @@ def test_a_table_changes_plans_which_name_its_file() -> None:
     after = plan(problem, machine)
     assert machine.hbm_gbs == 4000.0 and machine.launch_us == H200.launch_us
     assert machine.links.link_gbs == 11.0 and machine.links.name == H200.name
-    assert machine.links.pair_gbs == replace(H200, link_gbs=12.0).links.pair_gbs, "what is not measured goes by the link"
+    assert machine.links.pair_gbs == replace(H200, link_gbs=12.0).links.pair_gbs, (
+        "what is not measured goes by the link"
+    )
     assert after != before and after.prediction.total_us > 5 * before.prediction.total_us
     assert f"rates measured with 2 GPUs on 2026-11-28 by iris-tp calibrate, {path}" in after.explain().splitlines()
     assert "rates measured on H200s" in before.explain().splitlines()
@@ -99,7 +101,10 @@ MALFORMED = {
     "no number": (changed(rates={"tflops": float("nan")}), "tflops of rates is nan, expected a finite"),
     "true": (changed(rates={"tflops": True}), "tflops of rates is True"),
     "no count": (changed(ranks=True), "ranks is True, expected an integer"),
-    "another GPU": (changed(name="NVIDIA B200"), r"are of NVIDIA B200 with 132 multiprocessors, and this is NVIDIA H20"),
+    "another GPU": (
+        changed(name="NVIDIA B200"),
+        r"are of NVIDIA B200 with 132 multiprocessors, and this is NVIDIA H20",
+    ),
     "another size": (changed(num_programs=78), r"with 78 multiprocessors, and this is NVIDIA H200 with 132"),
 }
 
