@@ -32,11 +32,12 @@ from .errors import (
     PeerLostError,
     PlatformError,
 )
-from .group import Ranks
+from .group import Ranks, by_rank
 from .heap import GRANULE, Heap
 from .launch import graphs, relaunch
 from .launch.streams import SideStream
 from .log import rank_logger
+from .machines import machine_at
 from .memory.allocators import map_segment
 from .memory.offsets import rounded
 from .peers import PeerMethods
@@ -115,8 +116,9 @@ class Iris(PeerMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant)
-        requests = ranks.all_gather(_Request(self._device_name(), *settings, wrong), "the creation of a context")
+        rates, unusable = _rates(self.device)
+        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant) or unusable
+        requests = ranks.all_gather(_Request(self._device_name(), *settings, rates, wrong), "the creation of a context")
         _agree(requests)
         self.invariant = invariant
         gpus = [request.gpu for request in requests if request.gpu]
@@ -388,6 +390,8 @@ class _Request:
     allocator: str
     debug: str
     invariant: str
+    rates: tuple[str, str]
+    """A digest of what plans depend on, and its description."""
     refusal: IrisError | None
 
 
@@ -408,6 +412,15 @@ def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
     return None
 
 
+def _rates(device: torch.device) -> tuple[tuple[str, str], IrisError | None]:
+    """Return the digest of this rank's rates with their description, or the error of a table that cannot be used."""
+    try:
+        machine = machine_at(device)
+    except PlatformError as error:
+        return ("", ""), error
+    return (machine.digest, f"{machine.name}, rates {machine.source}"), None
+
+
 def _agree(requests: list[_Request]) -> None:
     """Raise on every rank alike when one of them cannot go on or two contradict each other."""
     for refusal in filter(None, (request.refusal for request in requests)):
@@ -417,6 +430,12 @@ def _agree(requests: list[_Request]) -> None:
         values = [getattr(request, key) for request in requests]
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
+    if len({digest for digest, _ in (request.rates for request in requests)}) > 1:
+        rates = by_rank({rank: f"{text} ({digest})" for rank, (digest, text) in enumerate(r.rates for r in requests)})
+        raise PlatformError(
+            f"rates differ between ranks, and so would plans: {rates}; expected GPUs of one kind, and on all ranks the "
+            "same table of measured rates, or none: copy its file (iris-tp calibrate), or delete it"
+        )
     gpus = [request.gpu for request in requests if request.gpu]
     if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
         raise PlatformError(

@@ -1,17 +1,18 @@
 """Describe devices for planners: rates, latencies and what kernels can do, all in one table.
 
 Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
-multiprocessors.
+multiprocessors. Rates that `iris-tp calibrate` measured on this machine (`rates.py`) replace those of the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+import hashlib
 
 import torch
 
-from . import platform
+from . import platform, rates
 
 INTERPRETER = "interpreter"
 
@@ -44,13 +45,15 @@ class LinkRates:
     interpreted: bool = False
     name: str = ""
     """The device's."""
+    source: str = "estimated"
+    """Where the rates come from, for people."""
 
 
 # Hops are a switch of processes, and each operation of a kernel costs more than its data.
 _INTERPRETED = LinkRates(
     1, 1.0, 0.8, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True, name=INTERPRETER
 )
-_H200_LINK_GBS = 380.0  # to which `LinkRates` belong
+H200_LINK_GBS = 380.0  # to which `LinkRates` belong
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,19 @@ class Machine:
     """A program's shared memory, at most."""
     warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
-    source: str = "of the data sheet, not measured"
+    source: str = "of the data sheet, not measured; iris-tp calibrate measures them"
     """Where the rates come from, for people."""
+    library_tflops: float | None = None
+    """bf16 products of torch, of the whole chip; None: as `tflops`."""
+    fp32_share: float = 0.05
+    """The rate of float32 products, of that in bf16."""
+    collectives: LinkRates | None = None
+    """Measured rates of collectives; None: an H200's, by this device's link."""
+
+    @property
+    def digest(self) -> str:
+        """A text that is the same on ranks whose plans are the same."""
+        return hashlib.sha256(repr(replace(self, source="")).encode()).hexdigest()[:12]
 
     @property
     def architecture(self) -> str:
@@ -84,14 +98,17 @@ class Machine:
 
     @property
     def links(self) -> LinkRates:
-        """Return the rates of collectives: an H200's, scaled by this device's link."""
+        """Return the rates of collectives: measured ones, or an H200's by this device's link."""
+        if self.collectives:
+            return self.collectives
         if self.name == INTERPRETER:
             return _INTERPRETED
-        share = self.link_gbs / _H200_LINK_GBS
-        rates = {
+        share = self.link_gbs / H200_LINK_GBS
+        scaled = {
             name: share * getattr(LinkRates, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")
         }
-        return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2, name=self.name)
+        resident = 1 if self.name.startswith("AMD") else 2
+        return LinkRates(self.num_programs, **scaled, resident=resident, name=self.name, source=self.source)
 
     def stages(self, block_bytes: int) -> int:
         """Return the number of pipeline stages of `block_bytes` that fit; fewer than two count as none."""
@@ -103,7 +120,9 @@ class Machine:
 _GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured"),
+    "NVIDIA H200": Machine(
+        "NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured on H200s"
+    ),
     # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
     # further than a fifth from what is predicted, 6 % in the mean.
     "NVIDIA H100": Machine(
@@ -152,13 +171,36 @@ def machine_named(name: str, num_programs: int) -> Machine:
     return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10, source=source)
 
 
+def calibrated(machine: Machine) -> Machine:
+    """Return `machine` with the rates of the user's table, if there is one for it.
+
+    Raises `PlatformError` for a table that cannot be used.
+    """
+    if (found := rates.read(machine.name, machine.num_programs)) is None:
+        return machine
+    table, path = found
+    source = table.source(path)
+    measured = replace(machine, **table.rates, source=source)
+    return replace(measured, collectives=replace(measured.links, **table.collectives, source=source))
+
+
+def machine_at(device: torch.device) -> Machine:
+    """Return the rates of `device`, measured ones if there are any, without what its kernels can do."""
+    if device.type == "cpu":
+        return calibrated(machine_named(INTERPRETER, 1))
+    properties = torch.cuda.get_device_properties(device)
+    return calibrated(machine_named(properties.name, properties.multi_processor_count))
+
+
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """Return the rates with which `overlap_model.py` predicts times on `device`."""
+    """Return the rates with which `overlap_model.py` predicts times on `device`.
+
+    Raises `PlatformError` for a table of measured rates that cannot be used.
+    """
+    known = machine_at(device)
     if device.type == "cpu":
-        return machine_named("interpreter", 1)
-    properties = torch.cuda.get_device_properties(device)
-    known = machine_named(properties.name, properties.multi_processor_count)
+        return known
     # a Hopper GPU under any name, and whatever another one has room for
     return replace(
         known, warp_specialised=platform.has_warp_specialisation(device), shared_bytes=platform.shared_bytes(device)

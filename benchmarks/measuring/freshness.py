@@ -34,6 +34,7 @@ _SEQUENTIAL = "with_torch.sequential"  # torch's product, then a collective of t
 # Code that a benchmark runs besides the kernels that its rows name. A name that ends in a dot is a package.
 _BEGINNINGS = {
     "ops": (),
+    "regret": (),
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.cases.rma_kernels"),
@@ -46,7 +47,7 @@ _BEGINNINGS = {
 }
 # Modules that have moved since results were measured, by the names that their digests know.
 _MOVED = {"benchmarks.cases.rma_kernels": "benchmarks.rma_kernels"}
-_PLANNED = ("ops", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
+_PLANNED = ("ops", "regret", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
 
 
 def recorded(report: dict) -> dict[str, str]:

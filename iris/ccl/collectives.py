@@ -182,8 +182,9 @@ class Collectives(RootedCalls):
     def all_reduce_norm(
         self, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
         scale: torch.Tensor | None = None, group: Members = None, workspace: Workspace | None = None,
+        total: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Add the sum over ranks of `inp` to `residual` in place, and store the RMSNorm of the result to `out`.
+        """Add the sum over ranks of `inp` to `residual`, in place or to `total`, and store its RMSNorm to `out`.
 
         One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
 
@@ -195,14 +196,16 @@ class Collectives(RootedCalls):
             eps: is added to the mean of squares.
             scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
             group, workspace: as of `all_reduce`.
+            total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which is only read then.
 
         Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
             workspace does not fit, `PeerLostError` where a rank was lost.
         """
         ctx = self._ctx
         ctx.check()
+        tensors = norm.Tensors(out, residual, inp, weight, residual if total is None else total, scale)
         try:
-            norm.check(ctx.device, out, residual, inp, weight, eps, scale)
+            norm.check(ctx.device, tensors, eps)
             members = self._group(group)
             workspace = self._workspace_of(norm.OP, members, workspace)
         except IrisError as error:
@@ -213,16 +216,15 @@ class Collectives(RootedCalls):
                 norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, scaled=scale is not None
             )
         ctx.side.join()
-        rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
-        (M, N), dtype = rows[2].shape, inp.dtype
-        most = norm.rows_at_once(M, N, dtype, members.size)
+        N = inp.shape[-1]
+        most = norm.rows_at_once(inp.numel() // N, N, inp.dtype, members.size)
         if inp.numel():
             self._reserve_norm(workspace, most, inp)
-        for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
+        for piece in tensors.pieces(most) if inp.numel() else ():
             area, context = workspace.areas[norm.AREA], members.context_tensor
-            args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
+            args = norm.arguments(area, context, members.size, self._machine, piece, eps)
             grid = norm.grid(args["M"], self._machine)
-            warps = norm.num_warps(inp.shape[-1])
+            warps = norm.num_warps(N)
             relaunch.launch(self._calls.kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
         return workspace
 

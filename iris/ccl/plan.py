@@ -82,7 +82,7 @@ def plan(problem: Problem, config: Config, machine: LinkRates, explained: bool =
 
 
 def _reasons(problem: Problem, config: Config, machine: LinkRates, comparison: Comparison) -> tuple[str, ...]:
-    lines = [f"{problem.text} on {machine.name}"]
+    lines = [f"{problem.text} on {machine.name}", f"rates {machine.source}"]
     lines += [candidate.row(problem) for candidate in comparison.candidates]
     lines += comparison.rejections()
     others = {way: reason for way in WAYS if (reason := excluded(way, problem, config))}

@@ -37,7 +37,7 @@ from ..operators import OPERATORS
 from ..planning.weights import format_of
 from ..planning.weights.fp8 import FP8_FORMAT
 from ..quantised import linear as quantised
-from ..quantised import skinny_stream, weight_stream
+from ..quantised import skinny_stream
 from ..recording import row_count
 
 MOST_ROWS, _WIDE_ROWS, _FEW_ROWS, _LEAST_ROWS = 128, 64, 32, 16
@@ -147,8 +147,9 @@ def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
     if torch.jit.is_tracing() or weight.shape[0] == 0:  # a trace's sizes are tensors, which open no branch
         return False
     if scale is not None:
-        few = is_eligible(x, weight_stream.MOST_ROWS) and x.dtype == torch.bfloat16
-        return few and format_of(weight.t(), scale).streamable(1, x.shape[-1])
+        form = format_of(weight.t(), scale)
+        few = is_eligible(x, form.streamed_rows) and x.dtype == torch.bfloat16
+        return few and form.streamable(1, x.shape[-1])
     rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
     return x.dtype == weight.dtype and is_eligible(x, rows)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..kernels.tiles import known
 from .routing import report_experts
 
-# Experts of one token, at most: `moe_problem.MOST_CHOSEN`.
+# Experts of one token, at most: `planning/experts.py`.
 LEAST_PAIRS = tl.constexpr(64)
 
 

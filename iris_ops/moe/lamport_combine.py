@@ -34,13 +34,14 @@ from ..kernels.launching import lamport_memory
 from ..kernels.sum_orders import RankOrder
 from ..kernels.tiles import Matrix
 from ..planning.moe_ways import exchange_form, tokens_at_once
+from ..planning.operations import DOWN_REDUCE_SCATTER
 from . import grouped_matmul
 from .arguments import combine_of
 from .combine import combined
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from ..workspace import Workspace
     from .operands import Down
     from .steps import Steps
@@ -102,23 +103,23 @@ def moe_lamport_combine_kernel(
         exchange.wait_for_peers(dtype)
 
 
-def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch product and sums. The workspace has room in its exchange area."""
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
     grouped_matmul.launch(steps, problem, config, tensors.product(products, steps.ctx.cur_rank))
     out, weights, shared = tensors.out, tensors.weights, tensors.shared
-    at_once, k = tokens_at_once(problem), problem.top_k
-    for begin in range(0, problem.tokens, at_once):
+    at_once, k = tokens_at_once(problem), problem.experts.top_k
+    for begin in range(0, problem.M, at_once):
         some = slice(begin, begin + at_once)
         _launch_sums(
-            steps, workspace, problem, out if problem.scatters else out[some],
+            steps, workspace, problem, out if problem.op == DOWN_REDUCE_SCATTER else out[some],
             products[begin * k : (begin + at_once) * k], weights[some], None if shared is None else shared[some],
         )  # fmt: skip
 
 
 def _launch_sums(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor,
+    steps: Steps, workspace: Workspace, problem: Problem, out: torch.Tensor, products: torch.Tensor,
     weights: torch.Tensor, shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Launch the kernel that combines and sums the tokens that have `weights`."""
@@ -129,8 +130,9 @@ def _launch_sums(
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         ctx_ptr=steps.ctx.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
         stride_om=out.stride(0), stride_on=out.stride(1),
-        part_rows=tokens if form == "all" else -(-tokens // problem.world_size), TOP_K=problem.top_k, EXCHANGE=form,
-        BLOCK_M=block_m, BLOCK_N=block_n, world=World(problem.world_size, WAITERS.index(problem.op)),
+        part_rows=tokens if form == "all" else -(-tokens // problem.world_size),
+        TOP_K=problem.experts.top_k, EXCHANGE=form, BLOCK_M=block_m, BLOCK_N=block_n,
+        world=World(problem.world_size, WAITERS.index(problem.op)),
     )  # fmt: skip
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
     grid = (min(tiles, at_once * platform.num_programs(device)), 1, 1)

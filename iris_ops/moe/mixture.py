@@ -16,9 +16,11 @@ from iris.machines import machine_of
 import torch
 
 from ..named import named
-from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
+from ..planning.experts import least_k
 from ..planning.moe_ways import need_sorting
+from ..planning.operations import GATE_UP, ROUTE
 from ..planning.plan import plan, way_for
+from ..problem import Problem
 from . import checks, grouped_matmul, routing
 from .activation import activation_of
 from .operands import Down, GateUp
@@ -70,10 +72,10 @@ class Mixture:
             return
         problem = checks.describe_gate_up(ctx, tensors)
         function = activation_of(activation)
-        if type(interleaved) is not bool or interleaved and not problem.gated and problem.N:
+        if type(interleaved) is not bool or interleaved and not problem.epilogue and problem.N:
             raise ArgumentError(f"{problem.op}: interleaved is {interleaved!r}; expected a bool, False without gates")
         chosen = self._chosen(problem, config)
-        self._look(problem.op, experts, problem.experts)
+        self._look(problem.op, experts, problem.experts.count)
         if out.numel() == 0:
             return
         self._steps.begin()
@@ -93,12 +95,12 @@ class Mixture:
         with ctx.reporting_refusals(op, None):
             problem = checks.describe_down(op, ctx, tensors)
             chosen = self._chosen(problem, config)
-            self._look(op, experts, problem.experts)
+            self._look(op, experts, problem.experts.count)
         ctx.compare(
-            op, T=problem.tokens, k=problem.top_k, E=problem.experts, H=problem.N, dtype=problem.dtype,
+            op, T=problem.M, k=problem.experts.top_k, E=problem.experts.count, H=problem.N, dtype=problem.dtype,
             algorithm=chosen.algorithm, bias="given" if bias is not None else "none", weights=problem.weights.name,
         )  # fmt: skip
-        if problem.tokens == 0 or problem.N == 0:
+        if problem.M == 0 or problem.N == 0:
             return
         way = way_for(problem, chosen)
         if nbytes := way.workspace(problem, chosen, machine_of(ctx.device).num_programs).exchange:
@@ -116,14 +118,14 @@ class Mixture:
         named(way.launcher)(self._steps, workspace, problem, chosen, tensors)
         self._keep(key)
 
-    def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
+    def _chosen(self, problem: Problem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
         if config is None:
             return plan(problem, machine_of(self._ctx.device), explained=False)
         way = way_for(problem, config)
-        if config.block_k < problem.least_k:
+        if config.block_k < (least := least_k(problem.weights)):
             raise ArgumentError(
-                f"{problem.op}: config.block_k is {config.block_k}; expected at least {problem.least_k}: experts are"
+                f"{problem.op}: config.block_k is {config.block_k}; expected at least {least}: experts are"
                 f" {problem.weights.name}"
             )
         if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
@@ -135,16 +137,17 @@ class Mixture:
             checks.check_range(op, experts.chosen if isinstance(experts, Routing) else experts, count)
 
     def _sorted(
-        self, workspace: Workspace, problem: MoeProblem, config: FusedConfig, experts: torch.Tensor | Routing
+        self, workspace: Workspace, problem: Problem, config: FusedConfig, experts: torch.Tensor | Routing
     ) -> torch.Tensor | Routing:
         """Return how the product finds its rows: the plain choice where pairs are few, else sorted."""
         chosen = experts.chosen if isinstance(experts, Routing) else experts
-        if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts):
+        if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts.count):
             return chosen
         if isinstance(experts, Routing):
             return experts
-        room = workspace.local("moe routing", 4 * (problem.pairs + problem.experts + 1)).view(torch.int32)
-        routed = Routing(chosen, room[problem.experts + 1 :], room[: problem.experts + 1])
+        ends = problem.experts.count + 1
+        room = workspace.local("moe routing", 4 * (problem.pairs + ends)).view(torch.int32)
+        routed = Routing(chosen, room[ends:], room[:ends])
         routing.sort(self._steps, chosen, routed.rows, routed.offsets)
         return routed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..calls import Calls
-from ..planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
+from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
 from .operands import Down, GateUp
 from .routing import Routing

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from iris.triton_private import TensorDescriptor
 import torch
 
-from ..planning.moe_problem import lies_by_lines
+from ..planning.experts import lies_by_lines
 from ..planning.weights import format_of
 from ..problem import TMA_ALIGNMENT
 from ..quantised.packing import PACKINGS

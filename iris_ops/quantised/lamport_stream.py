@@ -8,6 +8,7 @@ A program sends all tiles that it multiplies before it waits for any. The column
 that it multiplied: 64 at a time, as the sums of squares need them (`rmsnorm_epilogue.py`). All programs run at once.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -65,7 +66,7 @@ def lamport_stream_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, scales, N, K, form)
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], stream.sums.shape[0])
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], stream.sums.shape[0], gl.num_warps())
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
@@ -116,11 +117,16 @@ def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Opera
     return weight_stream.supports(tensors.A, tensors.B, tensors.scale)
 
 
-def layouts(block_m: int) -> dict:
-    """Return which thread takes what of [block_m, 64] Lamport values."""
-    held = block_m * SPAN.value // (32 * weight_stream.WARPS)
+def taken(block_m: int, warps: int) -> gl.BlockedLayout:
+    """Return which thread takes what of [block_m, 64] Lamport values: a vector of 16 bytes of a row at most."""
+    held = min(8, block_m * SPAN.value // (32 * warps))
     across = SPAN.value // held
-    return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))
+    return gl.BlockedLayout([1, held], [32 // across, across], [warps, 1], [1, 0])
+
+
+def options(grid: int, programs: int, args: dict) -> dict[str, int]:
+    """Return more options of a launch."""
+    return weight_stream.options(grid, programs, args["form"].WARPS)
 
 
 def launcher(
@@ -130,10 +136,10 @@ def launcher(
     assert scale is not None
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
-    stream = weight_stream.prepared(A, B, scale, programs, **layouts(weight_stream.rows_at_once(M)))
+    stream = weight_stream.prepared(A, B, scale, programs)
     args = dict(
         **stream.operands,
-        form=stream.form,
+        form=replace(stream.form, TAKE=taken(stream.form.BLOCK_M, stream.form.WARPS)),
         epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None),
         lamport=lamport_memory(workspace, problem.dtype, N),
         M=M,

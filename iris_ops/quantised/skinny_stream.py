@@ -23,13 +23,15 @@ def skinny_stream_kernel(a, b, scales, epilogue, out, M, N, K, spans, eps, form:
     arch.follow()
     stream, at = weight_stream.begin(a, b, scales, N, K, form)
     SUMS: gl.constexpr = weight_stream.layout_of_sums(
-        stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], stream.sums.shape[0]
+        stream.sums.shape[1] // 2 if GATED else stream.sums.shape[1], stream.sums.shape[0], gl.num_warps()
     )
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, SUMS))
     r = gl.arange(0, BLOCK_M, layout=ROWS)
     factors = gl.full((BLOCK_M,), 1.0, gl.float32, layout=ROWS)
     if squares is not None:
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [gl.num_warps(), 1], [1, 0])
+        SQUARES: gl.constexpr = gl.BlockedLayout(
+            [1, 1], [max(1, 32 // BLOCK_M), min(32, BLOCK_M)], [gl.num_warps(), 1], [1, 0]
+        )
         s = gl.arange(0, form.SPANS, layout=gl.SliceLayout(1, SQUARES))[:, None]
         row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SQUARES))[None, :]
         sums = gl.load(squares + s * M + row, mask=(s < spans) & (row < M), other=0.0)
@@ -76,5 +78,5 @@ def multiply(
     skinny_stream_kernel[(stream.grid if launched else 0,)](
         epilogue=epilogue._replace(b_scales=scale if scale.ndim == 1 else None), out=out,
         M=rows.shape[0], N=N, K=rows.shape[1], spans=spans, eps=eps, form=stream.form, **stream.operands,
-        **weight_stream.options(stream.grid, programs), **platform.launch_options(rows.device),
+        **stream.options(programs), **platform.launch_options(rows.device),
     )  # fmt: skip

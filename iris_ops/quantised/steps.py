@@ -11,7 +11,7 @@ from ..config import MOST_ELEMENTS
 from ..kernels.descriptors import in_whole_vectors
 from ..launch import supports
 from ..operands import Operands
-from ..planning.needs import MOST_ROWS, PLAIN
+from ..planning.needs import PLAIN
 from ..planning.plan import way_for
 from ..planning.weights.fp8 import FP8
 from ..problem import GATHER_MATMUL, TMA_ALIGNMENT
@@ -82,7 +82,7 @@ def restored_operands(
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
     """Return B in the form that is multiplied by rounded rows of A, or None where rows are not rounded."""
     out, A, B, bias, _ = tensors
-    few = problem.M <= MOST_ROWS and not problem.sums.promised
+    few = problem.M <= problem.weights.streamed_rows and not problem.sums.promised
     rounds = problem.op != GATHER_MATMUL and not few
     if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None

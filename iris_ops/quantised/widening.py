@@ -8,6 +8,7 @@ Another format is another `Widening`, its packing (`packing.py`), and its name i
 """
 
 from dataclasses import dataclass
+import struct
 from typing import Any
 
 from iris.device.function import device_function
@@ -47,6 +48,12 @@ class Widening:
     def later(self) -> float:
         """Return the factor that sums are multiplied by afterwards, where rows of A were scaled."""
         return self.off / _ROWS_SCALED if self.SCALED else 1.0
+
+    @property
+    def ADDING(self) -> str:
+        """The instructions that add `ADDED` to two numbers of bf16."""
+        bits = struct.unpack("<I", struct.pack("<f", self.ADDED))[0] >> 16
+        return f"{{ .reg .b32 a; mov.b32 a, 0x{bits:04x}{bits:04x}; add.rn.bf16x2 $0, $1, a; }}"
 
     @property
     def cache_key(self) -> str:

@@ -12,7 +12,7 @@ has the head, and the embedding if the two are tied. What is left, such as the f
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from iris.errors import ArgumentError, StyleError
@@ -20,6 +20,7 @@ from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
+from ..hf.options import Options
 from ..serving.arguments import check_tokens
 from .chain import check_chain
 
@@ -59,24 +60,23 @@ class Part:
         index, dot, rest = name.removeprefix(f"{self.stack}.").partition(".")
         return f"{self.stack}.{int(index) + self.first}{dot}{rest}"
 
-    def served(self, options: dict[str, Any]) -> dict[str, Any]:
+    def served(self, options: Options) -> Options:
         """Return the options of `parallelize`, given by names of the unsplit model, as they apply to this stage.
 
         Raises `ArgumentError` for an option that is not supported between stages.
         """
-        shares = options.get("sequence_parallel", "auto")
+        shares, plan, keep = options.sequence_parallel, options.plan, options.filter_fn
         if shares and shares != "auto":
             raise ArgumentError(
                 f"sequence_parallel is {shares!r}: expected 'auto' or False where mesh has a 'pp', for all tokens cross"
                 " the border of a stage"
             )
-        options = {**options, "sequence_parallel": False}
-        if isinstance(plan := options.get("plan", "auto"), dict):
+        if isinstance(plan, dict):
             styles = {self._pattern(name): style for name, style in plan.items()}
-            options["plan"] = {name: style for name, style in styles.items() if name is not None}
-        if (keep := options.get("filter_fn")) is not None:
-            options["filter_fn"] = lambda name, module: keep(self.whole(name), module)
-        return options
+            plan = {name: style for name, style in styles.items() if name is not None}
+        whole = self.whole
+        kept = None if keep is None else lambda name, module: keep(whole(name), module)
+        return replace(options, plan=plan, filter_fn=kept, sequence_parallel=False)
 
     def _pattern(self, name: str) -> str | None:
         """Return `local` of a name in a plan, whose index may be `*`."""

@@ -52,7 +52,7 @@ def choose(*sizes, **more):
 
 def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
     chosen = choose(ALL_REDUCE, 16, 512, 256)
-    assert chosen.kernel == "toy" and chosen.reasons[1].startswith("toy 16x32x32 one_shot")
+    assert chosen.kernel == "toy" and chosen.reasons[2].startswith("toy 16x32x32 one_shot")
     assert chosen.explain().splitlines()[-1] == "chosen toy 16x32x32 one_shot, 4 warps"
     assert choose(MATMUL_GATHER, 16, 512, 256) == engine.plan(
         requested_problem(Request(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16)), H200

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..needs import LINE, MOST_ROWS, WeightFormat
+from ..needs import LINE, WeightFormat
 from ..operations import ALL_REDUCE
 from .streams import on_hopper, streamed
 
@@ -34,8 +34,8 @@ class _Fp8(WeightFormat):
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
             return "it multiplies rows rounded to fp8 on Hopper only, of bf16"
-        if problem.M <= MOST_ROWS and not problem.sums.promised:
-            return f"up to {MOST_ROWS} rows are not rounded"
+        if problem.M <= self.streamed_rows and not problem.sums.promised:
+            return f"up to {self.streamed_rows} rows are not rounded"
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"K and N are no multiples of {MULTIPLE}"
         return None
