@@ -66,7 +66,7 @@ def iris(
             variable IRIS_ALLOCATOR overrides it.
         group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
             group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
-        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position;
             "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
             mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
@@ -242,21 +242,21 @@ class Iris(PeerMethods):
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        """Return the fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """The collectives of `iris.ccl`."""
+        """Return the collectives of `iris.ccl`."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of what programs do inside kernels, which it writes as a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 
@@ -349,7 +349,7 @@ class Iris(PeerMethods):
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Print a line if the level is INFO, the default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:
@@ -383,7 +383,7 @@ def _leave_by_exception() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a rank requests of a context; the ranks compare it before anything is allocated."""
+    """The arguments of a rank's request for a context; ranks compare them before anything is allocated."""
 
     gpu: str | None
     heap_size: str

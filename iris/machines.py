@@ -1,4 +1,4 @@
-"""What planners know of a device: its rates, its latencies and what its kernels can do. The one table of them.
+"""Describe devices for planners: rates, latencies and what kernels can do, all in one table.
 
 Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
 multiprocessors. Rates that `iris-tp calibrate` measured on this machine (`rates.py`) replace those of the table.
@@ -20,7 +20,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What the model of collectives reckons with; measured on an H200 of an NVLink host."""
+    """Rates for the model of collectives; measured on an H200 of an NVLink host."""
 
     num_programs: int
     """Programs that run at once."""
@@ -33,7 +33,7 @@ class LinkRates:
     two_hops_gbs: float = 335.0
     """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
     lamport_mb: float = 100.0
-    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
+    """From this number of megabytes on, values take twice as long: they leave the cache before they are polled."""
     launch_us: float = 1.4
     hop_us: float = 1.5
     """A Lamport value: stored at the peer, seen by the peer."""
@@ -94,12 +94,12 @@ class Machine:
 
     @property
     def architecture(self) -> str:
-        """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
+        """Return the folder of the warp-specialised kernels that run here; "" if there are none."""
         return "hopper" if self.warp_specialised else ""
 
     @property
     def links(self) -> LinkRates:
-        """The rates of collectives: measured ones, or an H200's by this device's link."""
+        """Return the rates of collectives: measured ones, or an H200's by this device's link."""
         if self.collectives:
             return self.collectives
         if self.name == INTERPRETER:
@@ -112,7 +112,7 @@ class Machine:
         return LinkRates(self.num_programs, **scaled, resident=resident, name=self.name, source=self.source)
 
     def stages(self, block_bytes: int) -> int:
-        """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
+        """Return the number of pipeline stages of `block_bytes` that fit; fewer than two count as none."""
         if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
@@ -158,9 +158,9 @@ _BARRIER_BYTES = 1 << 10
 
 
 def machine_named(name: str, num_programs: int) -> Machine:
-    """The rates of a device by its name; of an unknown one, the H200's scaled by its multiprocessors.
+    """Return the rates of a device by its name; for an unknown name, the H200's scaled by its multiprocessors.
 
-    Such a one is given little shared memory; the device itself says how much it has.
+    An unknown device is assumed to have little shared memory, until the device itself reports its size.
     """
     name = _OTHER_NAMES.get(name, name)
     if name in _MACHINES:
@@ -196,7 +196,7 @@ def machine_at(device: torch.device) -> Machine:
 
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """The rates that the model of `overlap_model.py` reckons with on `device`.
+    """Return the rates with which `overlap_model.py` predicts times on `device`.
 
     Raises `PlatformError` for a table of measured rates that cannot be used.
     """

@@ -20,9 +20,8 @@ from .operands import Operands
 from .outputs import NewOutputs
 from .planning.operations import BY_NAME
 from .planning.plan import unaligned
-from .planning.requests import requested
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request, requested_problem
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class Ops(MixtureOps):
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
         stored = named_format(weights, fp8)
         request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
-        problem = requested(request)
+        problem = requested_problem(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 

@@ -112,9 +112,8 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
     from iris.errors import ArgumentError, PlatformError
     from iris.machines import calibrated, machine_named
     from iris_ops.planning.plan import plan
-    from iris_ops.planning.requests import requested
     from iris_ops.planning.weights import named_format
-    from iris_ops.problem import Request
+    from iris_ops.problem import Request, requested_problem
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
@@ -126,7 +125,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
         request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
-        chosen = plan(requested(request), machine, algorithm=args.algorithm)
+        chosen = plan(requested_problem(request), machine, algorithm=args.algorithm)
     except (ArgumentError, PlatformError) as error:
         return 2, str(error)
     print(f"{args.world} ranks, {name}\n{chosen.explain()}")
@@ -147,7 +146,7 @@ def _plan_page(file: Path) -> tuple[int, str]:
 
 
 def _forward(module: str, rest: Sequence[str], root: Path | None) -> tuple[int, str]:
-    """Run a module of the checkout at `root` as a process of its own."""
+    """Run a module of the checkout at `root` as a separate process."""
     if root is None:
         return 2, f"{module} is part of the source checkout, not of the installed packages; run it in a checkout"
     # run in the user's working directory, as arguments may hold relative paths, but import no module from there

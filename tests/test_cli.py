@@ -11,7 +11,7 @@ import sys
 
 from iris.machines import machine_named
 from iris_ops.ops import Ops
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, requested_moe_problem
+from iris_ops.planning.operations import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS
 from iris_ops.planning.plan import WAYS, plan
 from iris_ops.problem import Request, requested_problem
 from iris_tp import arguments, cli
@@ -58,12 +58,12 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
+    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to fp8")]
 )
-def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
+def test_plan_knows_fp8_weights(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
     said = capsys.readouterr().out
-    assert "torch.bfloat16, B in eight bits on NVIDIA H200" in said and way in said.partition("chosen")[2]
+    assert "torch.bfloat16, B in fp8 on NVIDIA H200" in said and way in said.partition("chosen")[2]
     assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
     assert "B is converted in each call: by rows, K and N multiples of 16" in capsys.readouterr().out
 
@@ -76,7 +76,7 @@ _MIXTURE = ("--experts", "128", "--top-k", "8")
 def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--ranks", "2", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
-    problem = requested_moe_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
+    problem = requested_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
     machine = machine_named("NVIDIA H100", 132)
     chosen = plan(problem, machine)
     assert said == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n"
@@ -102,7 +102,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
     taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
     cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", said)
     free = plan(
-        requested_moe_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
+        requested_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
         machine_named("NVIDIA H100", 132),
     )
     assert cost is not None and abs(max(0.0, taken[0] - free.prediction.total_us) - float(cost[1])) < 0.11

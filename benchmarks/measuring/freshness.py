@@ -3,7 +3,7 @@
 A part is a name and the modules in which it begins: a kernel of `iris_ops`, the collectives, the plans, an engine. Its
 digest covers these modules and those modules of `DEVICE` that they import, at any depth and also inside functions: the
 code that runs on GPUs, neither the host's code around it nor the interpreter that CPUs have. Comments, docstrings and
-blank lines do not count, so edits of prose mark no table. The planner is a part of its own.
+blank lines do not count, so edits of prose mark no table. The planner is a separate part.
 
 `recorded(report)` goes into each JSON file as "code". `changes(report)` compares it with the current sources. A
 file that is older than these digests is marked `UNKNOWN`.

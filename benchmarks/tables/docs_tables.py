@@ -54,7 +54,7 @@ _REASONS = {
     ("all_reduce", "torch two-shot"): ("", _HOST),
     ("all_reduce", "FlashInfer one-shot"): (_ONE_HOP, ""),
 }
-_OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a reason of its own
+_OF_ROWS = {(16384, 16384, 26624): _POWER}  # where a row has a separate reason
 _PROTOCOLS = {"lamport": "ccl.lamport", "words": "ccl.lamport", "flags": "ccl.flags"}  # "words": in older files
 _MOST = 5  # rows of a table
 _NONE = "The benchmarks never ran this kernel, because the plan chose others on the GPUs that were measured."

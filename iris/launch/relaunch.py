@@ -40,7 +40,7 @@ LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.comp
 
 
 class Launch(NamedTuple):
-    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or returns False.
+    """A launch that can be repeated. `again()` does so at a tenth of the host's time, or returns False.
 
     `moved(addresses)` returns such a function for other addresses in place of the `moving` ones of `launch`.
     """
@@ -50,9 +50,9 @@ class Launch(NamedTuple):
 
 
 class Calls:
-    """Earlier calls by their keys. A key is a tuple: the addresses of so many `tensors`, then all else that the call's
-    checks and launches depend on, last the workspace. No tensor of a caller's is held. `kernels`: those that the calls
-    launch, for `launch`.
+    """Earlier calls by their keys. A key is a tuple: the addresses of the first `tensors` tensors, then all else that
+    the call's checks and launches depend on, last the workspace. No tensor of a caller's is held. `kernels`: those that
+    the calls launch, for `launch`.
     """
 
     def __init__(self, tensors: int = 0, kernels: dict[tuple, object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors the ops of a mixture take, and the `MoeProblem` that they are. Each check names the argument."""
+"""Check the tensors of a mixture's ops, and describe them as a `Problem`. Each error names the argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 
 from ..checks import check_kind
 from ..config import FusedConfig
-from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
+from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
+from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER, GATE_UP
+from ..planning.sums import promised
 from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
-from ..problem import DTYPES, part_of
+from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
 from .routing import Routing
 from .weights import is_transposed
@@ -47,7 +49,10 @@ def check_count(op: str, experts: object) -> None:
 
 
 def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
-    """Looks at the indices themselves, which waits for the device: with IRIS_DEBUG=1 only."""
+    """Raise `ExpertError` for an index out of range.
+
+    Reading the indices waits for the device, so this runs only with IRIS_DEBUG=1.
+    """
     wrong = chosen[(chosen < 0) | (chosen >= experts)]
     if wrong.numel():
         raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")
@@ -117,7 +122,7 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     return format
 
 
-def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
+def describe_gate_up(ctx: Rank, tensors: GateUp) -> Problem:
     """Return the problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
     op, device = GATE_UP, ctx.device
     out, A, B, experts, bias, _, _, scale = tensors
@@ -137,14 +142,10 @@ def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
-    sizes = tokens, k, count, out.shape[1], H
-    in_rows = format is PLAIN and not is_transposed(B)
-    return MoeProblem(
-        op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=in_rows, weights=format
-    )  # fmt: skip
+    return _problem(ctx, op, (tokens, columns, H), k, tensors, format, gated)
 
 
-def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
+def describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
     """Return the problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
     device, (out, A, B, experts, weights, bias, shared, scale) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
@@ -167,11 +168,20 @@ def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen, "scale": scale})
-    sizes = tokens, k, count, H, width
-    in_rows = format is PLAIN and not is_transposed(B)
-    return MoeProblem(
-        op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=in_rows, weights=format
+    return _problem(ctx, op, (tokens, H, width), k, tensors, format)
+
+
+def _problem(
+    ctx: Rank, op: str, sizes: tuple[int, int, int], top_k: int, tensors: GateUp | Down, format: WeightFormat,
+    gated: bool = False,
+) -> Problem:  # fmt: skip
+    """Return the problem of checked tensors."""
+    operation, B = BY_NAME[op], tensors.B
+    problem = Problem(
+        op, operation.forms[0], *sizes, ctx.num_ranks, tensors.A.dtype, format,
+        operation.epilogue if gated else None, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
     )  # fmt: skip
+    return promised(problem, ctx.invariant, None)
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

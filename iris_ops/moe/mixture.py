@@ -16,9 +16,11 @@ from iris.machines import machine_of
 import torch
 
 from ..named import named
-from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
+from ..planning.experts import least_k
 from ..planning.moe_ways import need_sorting
+from ..planning.operations import GATE_UP, ROUTE
 from ..planning.plan import plan, way_for
+from ..problem import Problem
 from . import checks, grouped_matmul, routing
 from .activation import activation_of
 from .operands import Down, GateUp
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Made once for a context. Its methods take a workspace that `Ops` has checked or made."""
+    """The ops of mixtures of one context. Its methods take a workspace that `Ops` has checked or created."""
 
     def __init__(self, ctx: Rank, calls: relaunch.Calls) -> None:
         self._ctx, self._calls = ctx, calls
@@ -51,7 +53,7 @@ class Mixture:
             self._calls.keep(key, launches, None)
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
-        """`ctx.ops.moe_route`: new tensors, filled on the device."""
+        """Run `ctx.ops.moe_route`: return new tensors, filled on the device."""
         ctx = self._ctx
         checks.check_experts(ROUTE, chosen, ctx.device)
         checks.check_count(ROUTE, experts)
@@ -62,7 +64,7 @@ class Mixture:
         return routed
 
     def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
-        """`ctx.ops.moe_gate_up`."""
+        """Run `ctx.ops.moe_gate_up`."""
         ctx, (out, A, B, experts, bias, activation, interleaved, scale) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, bias, scale, activation, interleaved, config, workspace)
         key = relaunch.key_of(GATE_UP, *parts)
@@ -70,10 +72,10 @@ class Mixture:
             return
         problem = checks.describe_gate_up(ctx, tensors)
         function = activation_of(activation)
-        if type(interleaved) is not bool or interleaved and not problem.gated and problem.N:
+        if type(interleaved) is not bool or interleaved and not problem.epilogue and problem.N:
             raise ArgumentError(f"{problem.op}: interleaved is {interleaved!r}; expected a bool, False without gates")
         chosen = self._chosen(problem, config)
-        self._look(problem.op, experts, problem.experts)
+        self._look(problem.op, experts, problem.experts.count)
         if out.numel() == 0:
             return
         self._steps.begin()
@@ -84,7 +86,7 @@ class Mixture:
         self._keep(key)
 
     def down(self, op: str, workspace: Workspace, tensors: Down, config: FusedConfig | None) -> None:
-        """`ctx.ops.moe_down_all_reduce` or `..._reduce_scatter`."""
+        """Run `ctx.ops.moe_down_all_reduce` or `moe_down_reduce_scatter`."""
         ctx, (out, A, B, experts, weights, bias, shared, scale) = self._ctx, tensors
         parts = (*_tensors_of(experts), out, A, B, weights, bias, shared, scale, config, workspace)
         key = relaunch.key_of(op, *parts)
@@ -93,12 +95,12 @@ class Mixture:
         with ctx.reporting_refusals(op, None):
             problem = checks.describe_down(op, ctx, tensors)
             chosen = self._chosen(problem, config)
-            self._look(op, experts, problem.experts)
+            self._look(op, experts, problem.experts.count)
         ctx.compare(
-            op, T=problem.tokens, k=problem.top_k, E=problem.experts, H=problem.N, dtype=problem.dtype,
+            op, T=problem.M, k=problem.experts.top_k, E=problem.experts.count, H=problem.N, dtype=problem.dtype,
             algorithm=chosen.algorithm, bias="given" if bias is not None else "none", weights=problem.weights.name,
         )  # fmt: skip
-        if problem.tokens == 0 or problem.N == 0:
+        if problem.M == 0 or problem.N == 0:
             return
         way = way_for(problem, chosen)
         if nbytes := way.workspace(problem, chosen, machine_of(ctx.device).num_programs).exchange:
@@ -116,14 +118,14 @@ class Mixture:
         named(way.launcher)(self._steps, workspace, problem, chosen, tensors)
         self._keep(key)
 
-    def _chosen(self, problem: MoeProblem, config: FusedConfig | None) -> FusedConfig:
+    def _chosen(self, problem: Problem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)
         if config is None:
             return plan(problem, machine_of(self._ctx.device), explained=False)
         way = way_for(problem, config)
-        if config.block_k < problem.least_k:
+        if config.block_k < (least := least_k(problem.weights)):
             raise ArgumentError(
-                f"{problem.op}: config.block_k is {config.block_k}; expected at least {problem.least_k}: experts are"
+                f"{problem.op}: config.block_k is {config.block_k}; expected at least {least}: experts are"
                 f" {problem.weights.name}"
             )
         if wide := way.refuses_tile(problem, config.block_n, machine_of(self._ctx.device)):
@@ -135,16 +137,17 @@ class Mixture:
             checks.check_range(op, experts.chosen if isinstance(experts, Routing) else experts, count)
 
     def _sorted(
-        self, workspace: Workspace, problem: MoeProblem, config: FusedConfig, experts: torch.Tensor | Routing
+        self, workspace: Workspace, problem: Problem, config: FusedConfig, experts: torch.Tensor | Routing
     ) -> torch.Tensor | Routing:
         """Return how the product finds its rows: the plain choice where pairs are few, else sorted."""
         chosen = experts.chosen if isinstance(experts, Routing) else experts
-        if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts):
+        if config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts.count):
             return chosen
         if isinstance(experts, Routing):
             return experts
-        room = workspace.local("moe routing", 4 * (problem.pairs + problem.experts + 1)).view(torch.int32)
-        routed = Routing(chosen, room[problem.experts + 1 :], room[: problem.experts + 1])
+        ends = problem.experts.count + 1
+        room = workspace.local("moe routing", 4 * (problem.pairs + ends)).view(torch.int32)
+        routed = Routing(chosen, room[ends:], room[:ends])
         routing.sort(self._steps, chosen, routed.rows, routed.offsets)
         return routed
 

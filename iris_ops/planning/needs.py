@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 
-# Of the stream of weights (`quantised/weight_stream.py`): rows of A at most, and elements along K that a warp takes.
-MOST_ROWS, LINE = 16, 128
+# Of the stream of weights (`quantised/weight_stream.py`): elements along K that a warp takes.
+LINE = 128
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class WeightFormat:
     """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
+    streamed_rows: int = 16
+    """Rows of A at most that are multiplied by a stream of weights."""
     by_rank: bool = True
     """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
@@ -86,7 +88,7 @@ class WeightFormat:
 
     def streamable(self, rows: int, K: int) -> bool:
         """Return whether the stream of weights serves products of such shapes, on Hopper."""
-        return 0 < rows <= MOST_ROWS and self.granule > 0 and K > 0 and K % self.granule == 0
+        return 0 < rows <= self.streamed_rows and self.granule > 0 and K > 0 and K % self.granule == 0
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""
@@ -123,7 +125,9 @@ class Epilogue:
     name: str
     apart: str
     """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    halves: bool = False
+    """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
 
-GATE = Epilogue("gate", "steps:gate_apart")
+GATE = Epilogue("gate", "steps:gate_apart", halves=True)
 NORM = Epilogue("norm", "steps:norm_apart")

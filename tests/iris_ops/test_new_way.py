@@ -61,7 +61,7 @@ def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
 
 @pytest.mark.parametrize("more, reason", [
     ({}, "it is for up to 40 rows"),
-    ({"weights": FP8_FORMAT}, "it multiplies no weights in eight bits"),
+    ({"weights": FP8_FORMAT}, "it multiplies no weights in fp8"),
     ({"invariant": "ranks"}, "its sums are alike at any number of rows or in any order, not alike on any number of "
                              "ranks"),
 ])  # fmt: skip
