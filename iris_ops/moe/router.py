@@ -61,7 +61,9 @@ class Scoring:
         if self.groups > 1 and (size * self.groups != experts or size & (size - 1) or self.groups & (self.groups - 1)):
             return f"{experts} experts are in {self.groups} groups; expected powers of two"
         if self.groups > 1 and (size < self.group_best or top_k > size * self.kept_groups):
-            return f"groups have {size} experts, of which {top_k} are chosen from {self.kept_groups} groups; expected more"
+            return (
+                f"groups have {size} experts, of which {top_k} are chosen from {self.kept_groups} groups; expected more"
+            )
         return None
 
 
