@@ -78,7 +78,8 @@ def draw(count: int, seed: int, world: int, ops: list[str], tiny: bool = False) 
         least, most = (1, _TINY) if tiny else CLASSES[number // len(ops) % len(CLASSES)]
         row = _drawn(rng, op, least, most, world, tiny)
         M, N, K = row.gemm(world)
-        if M * N * K * 2 <= _MOST_FLOPS and max(row.M * row.N, row.M * row.K) <= _MOST_ELEMENTS:
+        fits = M * N * K * 2 <= _MOST_FLOPS and max(row.M * row.N, row.M * row.K) <= _MOST_ELEMENTS
+        if fits and row not in rows:
             rows.append(row)
     return rows
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 import hashlib
+from typing import Any
 
 import torch
 
@@ -179,9 +180,10 @@ def calibrated(machine: Machine) -> Machine:
     if (found := rates.read(machine.name, machine.num_programs)) is None:
         return machine
     table, path = found
-    source = table.source(path)
-    measured = replace(machine, **table.rates, source=source)
-    return replace(measured, collectives=replace(measured.links, **table.collectives, source=source))
+    own: dict[str, Any] = {**table.rates, "source": table.source(path)}
+    shared: dict[str, Any] = {**table.collectives, "source": table.source(path)}
+    measured = replace(machine, **own)
+    return replace(measured, collectives=replace(measured.links, **shared))
 
 
 def machine_at(device: torch.device) -> Machine:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 import datetime
-from functools import partial
 import importlib.metadata
-import json
 import os
 from pathlib import Path
 import tempfile

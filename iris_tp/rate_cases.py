@@ -7,12 +7,13 @@ whatever else a call spends its time on. Cases share the small rates, so all are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from iris.ccl import Config
-from iris.ccl import plan as collective_plan, problem as collectives
+from iris.ccl import plan as collective_plan
+from iris.ccl import problem as collectives
 from iris.errors import PlatformError
 from iris.machines import H200_LINK_GBS, LinkRates, Machine, machine_named
 from iris_ops.config import FusedConfig

@@ -1,4 +1,4 @@
-"""`iris-tp calibrate`: rates are derived from times, each kind of call is measured, and machines without links refused."""
+"""`iris-tp calibrate`: rates are derived from times, all kinds of calls are measured, one GPU alone is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from iris.machines import LinkRates, Machine, machine_named, machine_of
 from iris_ops.problem import OPS
 from iris_tp import calibrate, rate_cases
 from iris_tp.bench.team import Team
-from iris_tp.rate_cases import COLLECTIVES, Case, Collective, Copy, Fused, TorchProduct, cases, derived
+from iris_tp.rate_cases import COLLECTIVES, Case, Collective, Copy, TorchProduct, cases, derived
 import pytest
 import torch
 

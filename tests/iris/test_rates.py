@@ -142,8 +142,8 @@ def differing(rank: int, world: int, folder: str, spoilt: bool) -> None:
         if spoilt:
             path.write_text("{}")
     expected = "interpreter.json cannot be used" if spoilt else (
-        r"rates differ between ranks, .*: interpreter, rates estimated \(\w+\) on ranks 0, 1, interpreter, rates measured "
-        r"with 2 GPUs on .*2/iris-tp/rates/interpreter.json \(\w+\) on rank 2; expected .* copy its file"
+        r"rates differ between ranks, .*: interpreter, rates estimated \(\w+\) on ranks 0, 1, interpreter, rates "
+        r"measured with 2 GPUs on .*2/iris-tp/rates/interpreter.json \(\w+\) on rank 2; expected .* copy its file"
     )  # fmt: skip
     with pytest.raises(PlatformError, match=expected):
         iris.iris(1 << 20)
