@@ -125,5 +125,5 @@ def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
     if bias is not None and bias.shape[0] != B.shape[1]:
         raise ShapeError(
             f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B. A bias of one element "
-            f"a row is added behind the op: out += bias[:, None] ({PAGE})"
+            f"a row is added after the op: out += bias[:, None] ({PAGE})"
         )

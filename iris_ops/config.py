@@ -135,7 +135,7 @@ class FusedConfig:
         if self.warp_specialised and nbytes > _SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_specialised is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} "
-                f"in {self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of "
+                f"in {self.num_stages} stages and {places} finished tile{'s' * (places > 1)}, {nbytes} bytes of "
                 f"shared memory; expected at most {_SHARED_BYTES}"
             )
 

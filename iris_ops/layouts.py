@@ -21,7 +21,7 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
     if problem.weights is not PLAIN:
         return f"it multiplies no weights {problem.weights.name}"
     if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
-        return "rows of A stand apart"
+        return "rows of A are not contiguous"
     if problem.epilogue is GATE and as_stored(B) is B:
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):

@@ -159,8 +159,8 @@ def arguments(
 def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     """Return whether gate and up, in halves of B, are multiplied by one instruction.
 
-    Of few rows so that columns fill the tensor cores' rows, of many so that these are read once for both. Only a
-    descriptor of a transposed weight reads both halves as they are to lie for the latter.
+    With few rows, columns then fill the tensor cores' rows; with many, rows are read once for both. Only a descriptor
+    of a transposed weight reads both halves in the layout that the latter needs.
     """
     if block_m < 64:
         return block_n < 64

@@ -47,7 +47,8 @@ class Choice:
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
-        """Return the programs of a product and the stages of their rings, which run at once on so many processors."""
+        """Return the programs of a product and the stages of their rings, which run at once on `programs`
+        multiprocessors."""
         groups = triton.cdiv(columns, self.COLUMNS)
         resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
         others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
@@ -62,9 +63,10 @@ COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
 def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
-    """Return how programs divide `rows` of A by so many columns of weights, of `words` and bytes of `scales` a line.
+    """Return how programs divide `rows` rows of A and `columns` columns of weights, of `words` words and `scales` bytes
+    of scales a line.
 
-    Up to 16 rows, the choice whose results were compared with float64 on GPUs. Instructions limit these formats more
+    Up to 16 rows, it is the choice that was compared with float64 on GPUs. Instructions limit these formats more
     than memory does, so wide tiles, where more columns share A and what a step costs, should win: `Choice(64, 8, 1)`
     took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200. `benchmarks/quantised.py --variants`
     compares its results before it may be chosen.
@@ -111,13 +113,14 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
 
 def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
-    """Return the launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    """Return the launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
     most = registers(triton.cdiv(grid, programs), warps)
     return {"num_warps": warps} | ({"maxnreg": most} if most else {})
 
 
 def registers(resident: int, warps: int = _WARPS) -> int:
-    """Return the registers of a thread, where so many programs run at once; 0 where all that one can have fit."""
+    """Return the registers of a thread, if `resident` programs run at once; 0 if the most that a thread can have
+    fit."""
     most = 65536 // (32 * warps * resident) // 8 * 8
     return most if most < 255 else 0
 
@@ -134,7 +137,7 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
 
 
 def scale_bytes(lines: int, scales: int) -> int:
-    """Return the bytes of a column's scales that a stage has, of so many a line: whole vectors."""
+    """Return the bytes of a column's scales in a stage, of `scales` bytes a line, as whole vectors."""
     return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
 
 
