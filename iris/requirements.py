@@ -48,8 +48,8 @@ def namesake() -> str:
     except metadata.PackageNotFoundError:
         return ""
     return (
-        f"{_NAMESAKE} {other} is installed together with iris-tp {__version__}: both have a package `iris`, and files of "
-        f"one may have replaced the other's. Install them in separate environments, and install iris-tp again"
+        f"{_NAMESAKE} {other} is installed together with iris-tp {__version__}: both have a package `iris`, and files "
+        f"of one may have replaced the other's. Install them in separate environments, and install iris-tp again"
     )
 
 
