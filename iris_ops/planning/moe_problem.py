@@ -101,6 +101,11 @@ class MoeProblem:
         return ""
 
     @property
+    def may_convert(self) -> bool:
+        """Whether a plan compares its ways with those for experts that each call converts."""
+        return False
+
+    @property
     def pairs(self) -> int:
         """Rows of the product: one for each token and expert of its."""
         return self.tokens * self.top_k
