@@ -44,21 +44,32 @@ class Choice:
     WARPS: int = 4
     COLUMN_WARPS: int = 1
 
+    def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
+        """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
+        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
+        stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
+        return min(self.STAGES, (min(_SHARED // resident, _MOST) - others) // stage)
+
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
-        """Return the programs of a product and the stages of their rings, which run at once on `programs`
-        multiprocessors."""
+        """Return the programs of a product, all resident at once, and the stages of their rings."""
         groups = triton.cdiv(columns, self.COLUMNS)
         resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
-        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
-        stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
-        while resident > 1 and _SHARED // resident < others + 2 * stage:
+        while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
             resident -= 1
-        room = min(_SHARED // resident, _MOST) - others
-        return min(groups, resident * programs), max(2, min(self.STAGES, room // stage))
+        return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
 
 
+# Tiles of more than 16 rows, by the most rows: those whose sums and weights fit in registers, and whose rings fit.
+_WIDE = (
+    (32, (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (64, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (128, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4))),
+)  # fmt: skip
+_GATED = (Choice(32, 2, 1, COLUMN_WARPS=2),)
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
@@ -75,12 +86,11 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
         return Choice()
     loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
 
-    def nbytes(tile: int) -> int:
+    def nbytes(wide: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
-        return triton.cdiv(triton.cdiv(columns, tile), programs) * (loaded + tile * weight)
+        return triton.cdiv(triton.cdiv(columns, wide.COLUMNS), programs) * (loaded + wide.COLUMNS * weight)
 
-    tile = min((64, 32) if gated else (128, 64, 32), key=nbytes)
-    return Choice(tile, 2, 1, WARPS=8 if tile > 32 else 4, COLUMN_WARPS=min(4, tile // 16))
+    return min(_GATED if gated and rows > 32 else next(wide for most, wide in _WIDE if rows <= most), key=nbytes)
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
