@@ -170,7 +170,7 @@ class Calls:
         return prepared, addresses
 
     def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
-        """Ranks compare their calls, with IRIS_DEBUG=1."""
+        """Compare the ranks' calls, with IRIS_DEBUG=1."""
         ctx, workspace = self.ctx, call.workspace
         if ctx.agreement is None:
             return

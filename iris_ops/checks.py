@@ -89,7 +89,8 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
 
 
 def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Where out, A, B, bias and scale begin, and their bytes. Raises if `out` shares bytes with another of them."""
+    """Raise if `out` shares bytes with another tensor. `begins` and `spans` are the addresses and bytes of out, A, B,
+    bias and scale."""
     (out, *others), (size, *sizes) = begins, spans
     for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
         if begin < out + size and out < begin + nbytes and size and nbytes:
@@ -111,7 +112,7 @@ def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
-    """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
+    """Log a warning if `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
     if out.dtype == torch.float16 and not platform.is_capturing(out.device):
         finite = [bool(t.float().isfinite().all()) for t in (out, A, B)]
         if finite == [False, True, True]:

@@ -22,7 +22,7 @@ class Prediction:
 
     @property
     def columns(self) -> tuple[tuple[str, float], ...]:
-        """The times that a trace shows, with their names."""
+        """Return the times that a trace shows, with their names."""
         return ("product", self.gemm_us), ("link", self.link_us), ("together", self.total_us)
 
 
@@ -162,12 +162,13 @@ class FusedConfig:
             )
 
     def depth(self, itemsize: int) -> int:
-        """Elements along K of a block: `block_k`, or of operands of one byte twice as many, in as much room."""
+        """Return the elements of a block along K: `block_k`, or twice as many of one-byte operands, in the same
+        room."""
         return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property
     def lamport(self) -> bool:
-        """Whether it is for few rows: each value that travels says itself whether it has arrived."""
+        """Return whether the algorithm uses Lamport values, which are for few rows."""
         return self.algorithm in ("one_shot", "two_shot")
 
     def explain(self) -> str:

@@ -16,7 +16,7 @@ from .problem import Problem, part_of
 
 
 def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/gather_matmul.py` behind copy engines."""
+    """Return why `kernels/hopper/gather_matmul.py` cannot load the tensors after copy engines, or None."""
     out, A, B, _, _ = tensors
     if problem.weights is not PLAIN:
         return f"it multiplies no weights {problem.weights.name}"
@@ -30,12 +30,12 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
 
 
 def pushes_sums(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/matmul_reduce.py`."""
+    """Return why `kernels/hopper/matmul_reduce.py` cannot load the tensors, or None."""
     return operands.supports(config, tensors.A, tensors.B, tensors.out, column_step(problem, config))
 
 
 def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/matmul_gather.py`."""
+    """Return why `kernels/hopper/matmul_gather.py` cannot load the tensors, or None."""
     by_cols = problem.form == "cols"
     if not part_of(problem.N if by_cols else problem.M, problem.world_size, rank):
         return "this rank has nothing to multiply"
@@ -43,5 +43,5 @@ def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: O
 
 
 def specialised(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of the warp-specialised Lamport kernels."""
+    """Return why the warp-specialised Lamport kernels cannot load the tensors, or None."""
     return operands.supports(config, tensors.A, tensors.B, tensors.out)

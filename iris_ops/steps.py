@@ -42,7 +42,7 @@ class Step(Protocol):
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call with this step can be repeated by its launches alone."""
+        """Return whether a call with this step can be repeated by its launches alone."""
 
     def run(self, run: Run) -> None:
         """Launch what the step stands for, in the current stream."""

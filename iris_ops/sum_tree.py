@@ -47,7 +47,7 @@ class Tree:
 
     @property
     def roots(self) -> tuple[tuple[Span, ...], ...]:
-        """Each rank's roots."""
+        """Return each rank's roots."""
         return tuple(roots(self.leaves, span) for span in self.spans)
 
     @property
@@ -56,12 +56,13 @@ class Tree:
 
     @property
     def halved(self) -> bool:
-        """Whether there are two ranks, each of which has half of the leaves."""
+        """Return whether there are two ranks, each of which has half of the leaves."""
         return [last - first for first, last in self.spans] == [LEAVES // 2] * 2
 
     @property
     def depth(self) -> int:
-        """What all leaves but a last one are multiples of: how deep a kernel's blocks may be."""
+        """Return the number that divides the sizes of all leaves but a last one: the greatest depth of a kernel's
+        blocks."""
         return gcd(*(border(self.K, leaf) for leaf in range(1, self.leaves))) or max(1, blocks_of(self.K)) * BLOCK
 
 
@@ -110,7 +111,8 @@ def shares(K: int, world_size: int) -> tuple[int, ...]:
 
 
 def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
-    """The leaves of each rank that has so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    """Return the leaves of each rank, from each rank's products along K. Raises `ShapeError` where a leaf would be
+    cut."""
     K = sum(k_per_rank)
     borders = {border(K, leaf): leaf for leaf in range(leaves_of(K) + 1)}
     ends = [0, *accumulate(k_per_rank)]
@@ -163,7 +165,7 @@ def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
 
 
 def _path(leaves: int, node: Span) -> list[Span]:
-    """From the tree's root to a node."""
+    """Return the path from the tree's root to a node."""
     path = [(0, leaves)]
     while path[-1] != node:
         first, last = path[-1]
@@ -173,5 +175,5 @@ def _path(leaves: int, node: Span) -> list[Span]:
 
 
 def _middle(node: Span) -> int:
-    """Where the second of a node's two halves begins: a node of so many leaves is halved alike wherever it is."""
+    """Return where the second of a node's two halves begins; nodes of one size are halved alike, wherever they are."""
     return node[0] + (node[1] - node[0] + 1) // 2

@@ -217,7 +217,7 @@ def _fake_reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor
 
 
 def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`matmul_gated.matmul_gated`, compiled or not."""
+    """Run `matmul_gated.matmul_gated`, in eager or compiled code."""
     if is_recording():
         return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
     return matmul_gated(ctx, A, B, bias)

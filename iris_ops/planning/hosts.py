@@ -57,7 +57,7 @@ class HostsPlan:
 
     @property
     def total_us(self) -> float:
-        """The predicted time, in microseconds."""
+        """Return the predicted time, in microseconds."""
         return self.inside_us + self.across_us + self.gather_us
 
     def explain(self) -> str:
@@ -99,7 +99,8 @@ def plan_all_reduce(
 
 
 def plan_reduce_scatter(nbytes: int, ranks: int, network: Network, inside: FusedConfig) -> HostsPlan:
-    """One matmul_reduce_scatter inside each host for each host's rows, then a reduce-scatter of the shares across."""
+    """Return the plan of one matmul_reduce_scatter inside each host for each host's rows, then a reduce-scatter across
+    hosts."""
     times = network.hosts * _us(inside), network.reduce_scatter_us(nbytes / ranks), 0.0
     lines = [
         _head("matmul_reduce_scatter", network, ranks),

@@ -73,7 +73,7 @@ def waits_too_wide(problem: Problem, block_n: int, machine: Machine) -> str | No
 
 
 def exchange_form(problem: Problem) -> str:
-    """To whom a rank's sums of many tokens go (`lamport_combine.py`)."""
+    """Return which ranks receive a rank's sums of many tokens (`lamport_combine.py`)."""
     if problem.op == DOWN_REDUCE_SCATTER:
         return "scatter"
     few = problem.world_size == 2 or problem.M * problem.N <= _MOST_TO_ALL
@@ -81,7 +81,7 @@ def exchange_form(problem: Problem) -> str:
 
 
 def tokens_at_once(problem: Problem) -> int:
-    """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
+    """Return how many tokens' sums `lamport_combine.py` exchanges in one launch."""
     if problem.op == DOWN_REDUCE_SCATTER:  # whose parts are of all tokens
         return problem.M
     token_bytes = sums_bytes(problem, problem.world_size) // problem.world_size
@@ -109,7 +109,8 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
-    """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
+    """Return the tiles for the problem's number of pairs; for an invariant problem, those of one order
+    (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
@@ -119,7 +120,7 @@ def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
 
 
 def product_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -> float:
-    """In tiles of `_TILES`."""
+    """Return the microseconds of the product in tiles of `_TILES`."""
     if not problem.pairs:
         return 0.0
     size, columns = problem.dtype.itemsize, problem.N

@@ -62,17 +62,17 @@ class WeightFormat:
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows of A are rounded to the same format before they are multiplied."""
+        """Return whether rows of A are rounded to the same format before they are multiplied."""
         return self.operand_bytes > 0
 
     @property
     def rounding(self) -> str:
-        """What a trace says of a way that multiplies rounded rows."""
+        """Return how a trace describes a way that multiplies rounded rows."""
         return f"rows rounded to {self.name.removeprefix('in ')}"
 
     @property
     def row_text(self) -> str:
-        """What an order of sums says of rows of A; "" where they stay as they are."""
+        """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return f"rows {self.name}" if self.rounds_rows else ""
 
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:

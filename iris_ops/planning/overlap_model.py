@@ -41,10 +41,10 @@ def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int)
 
 
 def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """Over what time a program warp-specialised pushes a tile, while it multiplies the next.
+    """Return the time over which a warp-specialised program pushes a tile while it multiplies the next.
 
-    As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
-    and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
+    It is as long as the link takes for a tile of every program, in products first to all peers: faster pushes would
+    queue for the link and delay the loads after them. Sums of an all-reduce are not paced, by measurement.
     """
     copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
     together = push_us(problem, config, machine, copies * programs_of(config, machine.num_programs))
@@ -62,7 +62,7 @@ def leaf_ends(problem: Problem, config: FusedConfig) -> float:
 
 
 def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine) -> list[FusedConfig]:
-    """`configs`, each with the time over which its programs start, or end what they share first."""
+    """Return `configs`, each with the time over which its programs start, or end what they share first."""
     result = []
     for config in configs:
         over_us = _stagger_us(problem, config, machine)
@@ -71,11 +71,12 @@ def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over what time the programs of an op that pushes tiles start, or, warp-specialised, end what they share first.
+    """Return the time over which the programs of an op that pushes tiles start, or, if warp-specialised, end what they
+    share first.
 
-    Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
-    everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing.
+    By measurement, the best value is about the time that all of them take to push a tile at once, and a third more
+    where tiles go to every rank. With more than a tile's product the last program would push together with the first
+    again. Programs that have one tile each gain nothing.
     """
     if config.warp_specialised and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):
         return 0  # what others sum is pushed while the next tile is multiplied; small tiles lose by unequal shares

@@ -35,7 +35,7 @@ def plan(problem: Any, machine: Machine, explained: bool = True, algorithm: str 
 def choose(
     ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None
 ) -> FusedConfig:
-    """`plan`, among the given ways."""
+    """Return what `plan` returns, chosen among the given ways."""
     if reason := problem.converted(machine):
         return _converted(ways, problem, machine, explained, algorithm, reason)
     comparison = compare_ways(ways, problem, machine)

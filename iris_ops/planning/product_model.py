@@ -26,7 +26,7 @@ _SKINNY = tuple(
 
 
 def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Problem:
-    """x [M, K] times a weight of N columns, on one rank."""
+    """Return the problem of x [M, K] times a weight of N columns on one rank."""
     return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=GATE if gated else None)
 
 

@@ -80,7 +80,7 @@ class _Ranks(Level):
         return "rows and ranks"
 
     def best(self, orders: Sequence[Any], us: Callable[[Any], float]) -> Any:
-        """What is fastest depends on the ranks, so it does not count."""
+        """Return the preferred order: which one is fastest depends on the ranks, so times do not count."""
         return min(orders, key=lambda order: order.preference, default=None)
 
     def without_order(self, problem: Any) -> str | None:
@@ -115,17 +115,17 @@ class Sums:
 
     @property
     def promised(self) -> bool:
-        """Whether any bits are promised: then a plan takes tiles of one order only, which it finds first."""
+        """Return whether any bits are promised; then a plan takes tiles of one order only, which it finds first."""
         return self.level is not None
 
     @property
     def on_any_ranks(self) -> bool:
-        """Whether they are promised on any number of ranks."""
+        """Return whether the bits are promised on any number of ranks."""
         return self.level is not None and self.level.portable
 
     @property
     def tree(self) -> sum_tree.Tree | None:
-        """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
+        """Return the tree in which the ranks add up products along K (`sum_tree.py`), or None."""
         return sum_tree.tree_of("", self.k_per_rank) if self.k_per_rank else None
 
 

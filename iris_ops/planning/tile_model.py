@@ -78,7 +78,8 @@ _FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 
 
 def specialised_tiles(architecture: str) -> SpecialisedTiles:
-    """The tables of `Machine.architecture`; Hopper's where no kernel is warp-specialised, for questions about it."""
+    """Return the tables of `Machine.architecture`; Hopper's if no kernel is warp-specialised, for questions about
+    it."""
     return SPECIALISED_TILES.get(architecture, HOPPER)
 
 

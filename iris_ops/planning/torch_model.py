@@ -33,10 +33,10 @@ _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its e
 
 
 def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, weights: WeightFormat = PLAIN) -> float:
-    """Microseconds of a product [m, k] @ [k, n] in 16 bits: waves of the tiles that suit it best, or its stream.
+    """Return the microseconds of torch's product [m, k] @ [k, n] in 16 bits: waves of its best tiles, or its stream.
 
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `weights`: how
-    the library takes them.
+    On an H200, from 128 rows on, it is within a tenth of cuBLAS's time on nine products of ten. `weights` is the format
+    that the library multiplies.
     """
     return expected_in_turn([m], n, k, machine, most_splits, weights)[0] - _HIDDEN * machine.launch_us
 
@@ -44,7 +44,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, 
 def expected_in_turn(
     rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, weights: WeightFormat = PLAIN
 ) -> list[float]:
-    """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
+    """Return the microseconds of each of several products in turn, with the given rows: they warm the chip together."""
     waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)

@@ -68,7 +68,8 @@ class Way(planning.Way):
         return None
 
     def objection(self, problem: Any, machine: Machine) -> str | None:
-        """The reason why `problem` cannot be served: its weights, its sums, or what `accepts` says; None if it can."""
+        """Return the reason why `problem` is not supported: its weights, its sums, or what `accepts` says; None if it
+        is."""
         if problem.weights not in self.weights:
             return f"it multiplies no weights {problem.weights.name}"
         if problem.sums.kind not in self.sums:
@@ -89,7 +90,7 @@ class Way(planning.Way):
 
     @property
     def name(self) -> str:
-        """What a trace calls it where it cannot serve."""
+        """Return the name that a trace shows where this way is not supported."""
         return self.kernel
 
     def fallback_for(self, problem: Any) -> str:
@@ -106,7 +107,7 @@ class Way(planning.Way):
         return alike and problem.op in self.ops and config.algorithm in self.algorithms
 
     def predicted(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
-        """`times`, and what runs in kernels of its own: rounding, and an epilogue that this way does not fuse."""
+        """Return `times` plus what runs in separate kernels: rounding, and an epilogue that this way does not fuse."""
         times, rest = self.times(problem, config, machine), 0.0
         if problem.epilogue and problem.epilogue not in self.fuses(problem, config):
             rest += _EPILOGUE_US[problem.epilogue](problem, machine)
@@ -125,7 +126,7 @@ class Way(planning.Way):
         return gemm_us(problem, config, machine)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-        """Microseconds of (the exchange alone, product and exchange together), given those of the product."""
+        """Return the microseconds of (the exchange alone, product and exchange together), from those of the product."""
         raise NotImplementedError
 
     def workspace(self, problem: Any, config: FusedConfig, programs: int) -> Sizes:

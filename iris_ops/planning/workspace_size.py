@@ -28,9 +28,9 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """For how many parts of tiles, which the unit that has a tile's last part adds up, a rank has room.
+    """Return the number of parts of tiles for which a rank has room, which the unit with a tile's last part adds up.
 
-    As many on ranks whose K, or N in a gather, differs, or their heaps would differ too.
+    It is equal on ranks whose K, or N in a gather, differs; otherwise their heaps would differ, too.
     """
     if problem.op == GATHER_MATMUL:
         most = 2 * (config.num_programs or programs) - 1  # tiles that are cut, however many there are
@@ -52,7 +52,7 @@ def exchange_ld(cols: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Rounded up; as an int, where Triton's is for kernels too and takes the host microseconds."""
+    """Return a / b, rounded up, as an int; Triton's `cdiv` takes the host microseconds."""
     return -(-a // b)
 
 

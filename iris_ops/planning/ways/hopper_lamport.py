@@ -152,7 +152,7 @@ class LamportPairScatter(LamportPair):
 
 
 def _staggered(config: FusedConfig, problem: Problem, machine: Machine) -> FusedConfig:
-    """Over two fifths of what a wave's values take, from three waves on."""
+    """Return `config` with programs that start over two fifths of the time of a wave's values, from three waves on."""
     waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
     wave_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, waves)
     over_us = round(0.4 * wave_us) if waves > 2 and problem.weights is PLAIN else 0

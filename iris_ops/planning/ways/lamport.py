@@ -113,6 +113,7 @@ def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
 
 
 def _keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
-    """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
+    """Return whether this is a one-shot all-reduce by programs with one tile each, which keep their own part in
+    registers."""
     one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_specialised
     return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine.num_programs)

@@ -36,6 +36,7 @@ def stream_refused(problem: Any, machine: Machine) -> str | None:
 
 
 def stream_us(problem: Any, machine: Machine) -> float:
-    """Microseconds of the stream: memory gives four fifths of its rate to one with rests between its groups."""
+    """Return the microseconds of the stream: memory gives four fifths of its rate to one with pauses between its
+    groups."""
     m, n, k = problem.gemm
     return (2 * m * k + problem.weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
