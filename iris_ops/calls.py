@@ -54,7 +54,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem computes for later ones. `spans`: bytes of each tensor, `NAMES` first."""
+    """A problem that was checked and planned: the state that later calls use. `spans`: bytes of each tensor, `NAMES`
+    first."""
 
     problem: Problem
     config: FusedConfig

@@ -1,4 +1,4 @@
-"""Which tensors an op refuses: each check names the argument, what it was and what is expected."""
+"""Check an op's tensors: each error names the argument, what it was and what is expected."""
 
 from __future__ import annotations
 

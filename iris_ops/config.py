@@ -50,7 +50,7 @@ class Prediction:
 )
 @dataclass(frozen=True)
 class FusedConfig:
-    """How a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
+    """Describe how a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
 
         field                       what it decides
         block_m, block_n, block_k   the tile of the product, powers of two from 16, in the interpreter also fewer rows;

@@ -1,4 +1,4 @@
-"""From a plan and a rank's tensors to the steps of a call. This is the last choice: steps launch what they name.
+"""Turn a plan and a rank's tensors into the steps of a call. This is the last choice: steps launch what they name.
 
 A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
 of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.

@@ -1,4 +1,5 @@
-"""Which tensors a kernel cannot load, by their alignment, strides and sizes: each function gives the reason, or None.
+"""Explain which tensors a kernel cannot load, by their alignment, strides and sizes: functions return the reason, or
+None.
 
 A way names its function (`Way.supports`). Each rank looks at its own tensors, when a call is prepared: ranks may differ
 in the kernel that loads them, because a stand-in sends the same values to the same places.

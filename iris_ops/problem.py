@@ -1,4 +1,4 @@
-"""From tensors to a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
+"""Turn tensors into a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
 
 Uneven splits follow `torch.chunk`: the first parts have ceil(size / world_size) elements, and the last may be short or
 empty. This module imports no triton. `checks.py` refuses tensors that make no problem.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Step(Protocol):
-    """What a step is. Its fields say what it launches."""
+    """A step of a call; its fields define what it launches."""
 
     @property
     def repeatable(self) -> bool:
@@ -182,7 +182,7 @@ class Several:
 
 @dataclass(frozen=True)
 class CopyBack:
-    """What peers wrote to memory of the workspace goes to `out`."""
+    """A step that copies what peers wrote to memory of the workspace to `out`."""
 
     repeatable = True
 

@@ -1,4 +1,4 @@
-"""In which order the products along K are added with `invariant="ranks"`: a tree that depends on K alone.
+"""Define the order in which products along K are added with `invariant="ranks"`: a tree that depends on K alone.
 
 K is cut into eight *leaves*, each a multiple of 64 as even as they come. Where K is below 2048 and no multiple of 512 a
 leaf is 64 products instead, so that heads of any number end where leaves do. The last leaf may be shorter. One

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What operators ask of the context that they find by its name: `iris.Iris`, or what stands in for one."""
+    """The interface of a context that operators find by its name: `iris.Iris`, or a replacement in tests and
+    benchmarks."""
 
     cur_rank: int
     num_ranks: int
@@ -77,7 +78,8 @@ _ROWS = -1  # as many rows as A has
 
 
 class Parts(NamedTuple):
-    """How the ranks' parts differ in size. `mean`: by which all plan. `k_per_rank`: each rank's K, of ordered sums."""
+    """The differences between ranks' parts. `mean`: the size by which all plan. `k_per_rank`: each rank's K, of ordered
+    sums."""
 
     mean: int | None = None
     k_per_rank: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""How long data takes between hosts, and which way an op takes that adds over the ranks of several: arithmetic.
+"""Predict transfers between hosts, and plan the ops that add over the ranks of several hosts: arithmetic.
 
 Each rank has a network link of its own. An all-reduce across hosts is a ring for large data, which sends all but a part
 of it twice, and a tree for small data, which sends it whole in few hops.
@@ -18,7 +18,7 @@ SCATTER, WHOLE = "share by share", "whole"
 
 @dataclass(frozen=True)
 class Network:
-    """What lies between hosts: `hosts`, GB/s that each rank sends (`gbs`), and the time of a message (`hop_us`)."""
+    """The network between `hosts`: GB/s that each rank sends (`gbs`), and the time of a message (`hop_us`)."""
 
     hosts: int
     gbs: float
@@ -46,7 +46,7 @@ class Network:
 
 @dataclass(frozen=True)
 class HostsPlan:
-    """How an op over the ranks of several hosts is computed: `way`, the plan inside a host, and times in us."""
+    """The plan of an op over the ranks of several hosts: `way`, the plan inside a host, and times in us."""
 
     way: str
     inside: FusedConfig

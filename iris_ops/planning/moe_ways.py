@@ -1,4 +1,4 @@
-"""What the ways of a mixture's ops have in common, as numbers: tiles, times and sizes of what ranks send each other.
+"""Numbers that the ways of a mixture's ops share: tiles, times and sizes of what ranks send each other.
 
 A grouped product of few rows to an expert is a stream of the weights of the experts that have rows; of many it is a
 product whose blocks are each one expert's, the last of them partly empty. Both times stand in `product_us`.

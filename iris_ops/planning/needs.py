@@ -1,4 +1,5 @@
-"""What a problem needs of a way, beside its sizes and its sums (`sums.py`): the format of weights, the epilogue.
+"""Describe what a problem needs of a way, besides its sizes and its sums (`sums.py`): the format of weights, the
+epilogue.
 
 Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
 one: an object, and its name in the ways that serve it.
@@ -24,7 +25,7 @@ _RESTORED, _RESTORE_US = 0.7, 3.0
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` lists the others.
+    """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` has the others.
 
     A format has a module of its own (`planning/weights/fp8.py`) with a subclass that overrides what differs.
     """
@@ -136,7 +137,7 @@ PLAIN = WeightFormat()
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the sum of a call, in the same kernel or in one of its own."""
+    """An operation that follows the sum of a call, in the same kernel or in a separate one."""
 
     name: str
     apart: str

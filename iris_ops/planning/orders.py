@@ -1,4 +1,4 @@
-"""In which order the products of a row are added up: ways of one order give a row the same bits.
+"""Describe the order in which the products of a row are added: ways of one order give a row the same bits.
 
 A sum of rounded numbers depends on its order. Here is what differs between the ways of this library:
 

@@ -1,4 +1,5 @@
-"""What the ways' times have in common: hops, pushes, and what hides behind a product. And what hardware they need.
+"""Model the hops, the pushes, and the overlap with a product, which the ways' times share, and the hardware that they
+need.
 
 An analytical model in the manner of tritonBLAS (https://github.com/ROCm/tritonBLAS). The product takes waves of tiles
 (`tile_model.py`). The exchange takes its bytes over the link's rate, and a fixed latency for each hop. How much of one

@@ -1,4 +1,4 @@
-"""Of all ways in the table (`ways/`), `choose` takes the configuration that serves a problem fastest.
+"""Choose the configuration that computes a problem fastest, of all ways in the table (`ways/`).
 
 It is arithmetic on shapes, dtype, world size and device rates, so every rank chooses the same without talking, and the
 plan can explain itself. A problem that promises equal bits is served by tiles of one order only (`orders.py`).

@@ -1,4 +1,4 @@
-"""How a product without ranks is computed whose rows do not depend on each other, and how long it takes.
+"""Plan a product of one rank whose rows do not depend on each other, and predict its time.
 
 The kernels are those of `local/`: `skinny_matmul.py`, a stream of weights, and, warp-specialised, the local form of
 `kernels/hopper/gather_matmul.py`. Both sum a tile by the same instruction from the first step along K to the last.

@@ -1,4 +1,4 @@
-"""How long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
+"""Predict how long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
 
 A product takes as many waves as its tiles need programs, each as long as one tile takes. A product of few rows takes as
 long as its weights take from memory. The tables here say which tiles there are and what share of the chip's rate a full

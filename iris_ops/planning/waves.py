@@ -1,4 +1,4 @@
-"""How many tiles a rank's product has, and which of them are cut, shared or computed early: arithmetic.
+"""Count the tiles of a rank's product, and those that are cut, shared or computed early: arithmetic.
 
 `programs` is how many programs run at once on the device. All of them taking a tile is a wave. A configuration may take
 fewer programs.

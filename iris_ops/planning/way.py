@@ -32,7 +32,8 @@ _EPILOGUE_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
 
 
 class Sizes(NamedTuple):
-    """What a call needs of its workspace: int32 flags, bytes of staging memory, bytes of the exchange area."""
+    """The memory that a call needs of its workspace: int32 flags, bytes of staging memory, bytes of the exchange
+    area."""
 
     flags: int = 0
     staging: int = 0
@@ -40,7 +41,8 @@ class Sizes(NamedTuple):
 
 
 class Way(planning.Way):
-    """What a way accepts, its tiles, its times and its memory. All ranks compute the same from equal arguments."""
+    """A kernel, or a torch call, that computes ops: what it accepts, its tiles, its times and its memory. All ranks
+    compute the same from equal arguments."""
 
     kernel: str
     """The kernel's name: its module below `iris_ops/kernels`, or below `iris_ops/` (`launch_names.py`)."""

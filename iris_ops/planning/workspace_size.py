@@ -1,4 +1,4 @@
-"""How what the ranks stage for each other is laid out, and how much of it there is: arithmetic on shapes."""
+"""Lay out what the ranks stage for each other, and compute its size: arithmetic on shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How programs of the stream of weights divide a product: tiles, warps, rings, and how many run at once.
+"""Divide a product among programs of the stream of weights: tiles, warps, rings, and how many programs run at once.
 
 A program's time is about that of the bytes that its multiprocessor loads: the weights of its columns and, once for
 each tile, all of A. Weights come from memory, and A from the L2 cache. Up to 16 rows, A is small beside the weights.
@@ -29,7 +29,7 @@ _VECTOR = 16  # bytes of scales that the hardware copies at least
 
 @dataclass(frozen=True)
 class Choice:
-    """How programs divide the work.
+    """The division of the work among programs.
 
     COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.

@@ -31,7 +31,7 @@ _MIXED_US = 14.0
 
 
 class Overlapped(Way):
-    """What the three have in common: tiles, memory, and how far the exchange hides."""
+    """Code that the three ways share: tiles, memory, and how much of the exchange overlaps."""
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         """Return portable tiles; where warp-specialised kernels exist, only tiles lower than theirs."""

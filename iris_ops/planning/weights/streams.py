@@ -1,4 +1,5 @@
-"""Which products of few rows the stream of weights serves, and how long it takes (`quantised/weight_stream.py`)."""
+"""Decide which products of few rows the stream of weights computes, and predict its time
+(`quantised/weight_stream.py`)."""
 
 from __future__ import annotations
 
