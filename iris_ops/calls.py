@@ -113,7 +113,7 @@ class Calls:
         return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls, (out, A, B, bias, scale) = self.ctx, self.earlier, call.tensors
         prepared, addresses = self._checked(call, key)
         problem = prepared.problem

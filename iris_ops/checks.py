@@ -105,7 +105,7 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 
 
 def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise `ArgumentError` where one of `tensors` asks for a gradient."""
+    """Raise `ArgumentError` where one of `tensors` requires a gradient."""
     for name, t in tensors.items():
         if t is not None:
             check_gradient(op, name, t)

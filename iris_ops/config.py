@@ -74,7 +74,7 @@ class FusedConfig:
         "copy_gather"   gathered rows     copy engines bring rows while torch, or our kernel, multiplies others
 
     `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes; elsewhere a
-    portable kernel stands in. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
+    portable kernel runs. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
     "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that fill no wave, and
     `stagger_us` is the time over which they end these parts.
     """

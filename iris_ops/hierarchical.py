@@ -108,7 +108,7 @@ class HierarchicalOps:
         shares = self._room(hosts * rows, N, out.dtype).view(hosts, rows, N)
         for host, share in enumerate(shares):
             block = A[host * per_host : (host + 1) * per_host]
-            if block.shape[0] < per_host:  # behind the last row are zeros, so that all parts have as many
+            if block.shape[0] < per_host:  # zeros follow the last row, so that all parts have equally many
                 block = functional.pad(block, (0, 0, 0, per_host - block.shape[0]))
             workspace = self.inside.matmul_reduce_scatter(share, block, B, bias, False, config, workspace, scale)
         result = torch.empty(rows, N, dtype=out.dtype, device=out.device)

@@ -57,7 +57,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         tensors, first, after = named(epilogue.apart)(problem, tensors)
         before += first
     way, chosen = planned, config
-    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows as they are
+    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
     if way.rounds_rows(problem) or problem.weights not in way.weights:
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)

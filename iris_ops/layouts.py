@@ -2,7 +2,7 @@
 None.
 
 A way names its function (`Way.supports`). Each rank looks at its own tensors, when a call is prepared: ranks may differ
-in the kernel that loads them, because a stand-in sends the same values to the same places.
+in the kernel that loads them, because a fallback sends the same values to the same places.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """New tensors for results: on the heap where peers write them, so that nothing is copied.
 
-Whether peers write a result is up to the plan, which is asked once for calls of the same sizes. The first call of a
+The plan decides whether peers write a result; it is computed once for calls of the same sizes. The first call of a
 larger result has all ranks reserve room: for outputs, and for one to copy from, on a rank that finds no room.
 """
 

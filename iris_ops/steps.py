@@ -45,7 +45,7 @@ class Step(Protocol):
         """Return whether a call with this step can be repeated by its launches alone."""
 
     def run(self, run: Run) -> None:
-        """Launch what the step stands for, in the current stream."""
+        """Launch the step in the current stream."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class BiasTogether:
-    """A bias whose elements stand apart is copied."""
+    """A bias that is not contiguous is copied."""
 
     repeatable = False
 
@@ -98,7 +98,7 @@ class PartOfNothing:
 
 @dataclass(frozen=True)
 class Halves:
-    """The product goes to memory of its own, both halves of it."""
+    """Both halves of the product go to separate memory."""
 
     problem: Problem
     repeatable = False

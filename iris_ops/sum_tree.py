@@ -39,7 +39,7 @@ Span = tuple[int, int]  # leaves from the first to before the second
 
 @dataclass(frozen=True)
 class Tree:
-    """A sum along K in so many `leaves`, and the `spans` of them that ranks have."""
+    """A sum along K in `leaves` leaves, and the `spans` of them that ranks have."""
 
     K: int
     leaves: int
@@ -68,7 +68,7 @@ class Tree:
 
 @lru_cache(maxsize=4096)
 def tree_of(what: str, k_per_rank: tuple[int, ...]) -> Tree:
-    """Return the tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    """Return the tree of ranks with these products along K. Raises `ShapeError` where a leaf would be cut."""
     K = sum(k_per_rank)
     return Tree(K, leaves_of(K), checked_shares(what, k_per_rank))
 
@@ -149,7 +149,7 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
     """Return how many of those before it each of `parts` is added to, the last one first, as the right one of two.
 
-    `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
+    `parts`: subtrees that follow each other, of a tree, all of them. What is not added to anything
     yet waits, as a stack; the last part leaves one sum.
     """
     counts, waiting = [], 0

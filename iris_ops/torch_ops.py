@@ -20,7 +20,7 @@ Every rank must run the same operators in the same order, which the ranks' compi
 
 `product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`, which costs the host 0.6 us more
 than calling that from the layer; through torch's dispatcher it would be 3 us, by `torch.library.custom_op` 33 us. No
-operator has a gradient, and one that is asked for is refused.
+operator has a gradient; requesting one raises an error.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Workspace:
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
-        # what copy engines set behind a rank's rows: how many barriers it had come through
+        # what copy engines set after a rank's rows: the number of barriers that it had passed
         self.arrivals = ctx.heap.reserve((ctx.num_ranks,), torch.int32).zero_()
         self._results: list[torch.Tensor] = []
         self._local: dict[str, torch.Tensor] = {}

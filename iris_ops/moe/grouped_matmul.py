@@ -3,7 +3,7 @@
     moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
     moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
-The result's row is the pair's, so what follows needs no order of its own. `grouped.py` has the steps. A program has one
+The result's row is the pair's, so later steps need no separate order. `grouped.py` has the steps. A program has one
 tile, or with few pairs one expert's rows in all; none waits for another.
 """
 

@@ -1,6 +1,6 @@
 """Predict transfers between hosts, and plan the ops that add over the ranks of several hosts: arithmetic.
 
-Each rank has a network link of its own. An all-reduce across hosts is a ring for large data, which sends all but a part
+Each rank has its own network link. An all-reduce across hosts is a ring for large data, which sends all but a part
 of it twice, and a tree for small data, which sends it whole in few hops.
 """
 

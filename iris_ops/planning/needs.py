@@ -27,7 +27,7 @@ _RESTORED, _RESTORE_US = 0.7, 3.0
 class WeightFormat:
     """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` has the others.
 
-    A format has a module of its own (`planning/weights/fp8.py`) with a subclass that overrides what differs.
+    A format has a separate module (such as `planning/weights/fp8.py`) with a subclass that overrides what differs.
     """
 
     name: str = "in A's dtype"
@@ -141,7 +141,7 @@ class Epilogue:
 
     name: str
     apart: str
-    """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    """`module:function` below `iris_ops` that makes the steps of a separate kernel (`launch.py`)."""
     halves: bool = False
     """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 

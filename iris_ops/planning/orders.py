@@ -9,10 +9,10 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
     early_bias    whether rank 0 adds a bias to its own sum, because a collective that follows knows of none
 
 And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
-dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, but for an early one, and
-then it is rounded once.
+dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias follows, except an early one, and then the
+sum is rounded once.
 
-Two things have no order of their own, for they depend on how many rows there are: tiles that programs share along K
+Two things have no fixed order, because it depends on the number of rows: tiles that programs share along K
 (`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
 
 With a promise of equal bits (`Problem.sums`) a plan takes ways of one order only. Which one depends on everything but

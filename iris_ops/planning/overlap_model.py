@@ -3,7 +3,7 @@ need.
 
 An analytical model in the manner of tritonBLAS (https://github.com/ROCm/tritonBLAS). The product takes waves of tiles
 (`tile_model.py`). The exchange takes its bytes over the link's rate, and a fixed latency for each hop. How much of one
-hides behind the other was measured on H200s, and stands in each way's own file in `ways/`.
+overlaps with the other was measured on H200s; each way's own file in `ways/` has the figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .waves import gemm_tiles, programs_of
 _LEAF_US = 0.1
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
-# Elements that travel behind a product, at most; one of rounded rows hides less.
+# The most elements whose transfer a product hides; a product of rounded rows hides less.
 _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
 

@@ -59,7 +59,7 @@ def library_us(problem: Problem, machine: Machine) -> float:
 
 
 def library_us_in_turn(rows: list[int], problem: Problem, machine: Machine) -> list[float]:
-    """Return the microseconds of each of several such products after each other, of so many rows."""
+    """Return the microseconds of each of several such products in turn, with the given rows."""
     if problem.sums.promised:
         return [product_us(m, problem.N, problem.K, problem, machine) for m in rows]
     return expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)

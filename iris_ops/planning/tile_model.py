@@ -49,7 +49,7 @@ BYTE_TILES: Tiles = {
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
-_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
+_EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each

@@ -21,7 +21,7 @@ _TILES = {
     192: {192: 1.0, 256: 1.0},
     256: {160: 1.0, 192: 1.0},
 }
-# cuBLAS' tiles on Hopper come in multiples of 8 rows: from so many on one that fits, with so much of the share between.
+# cuBLAS' tiles on Hopper come in multiples of 8 rows: the rows from which one fits, and the share in between.
 _LEAST_FITTED, _FITTED = 160, 0.95
 _MOST_FITTED = 8  # blocks of rows, of more those of round numbers fit well enough
 _SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
@@ -92,12 +92,12 @@ def _heated(us: float) -> float:
     return us / (fast + (slow - fast) * warmth)
 
 
-# Of the memory's rate, what gating reaches, and microseconds of a kernel behind another.
+# The share of the memory's rate that gating reaches, and microseconds of a kernel after another.
 _GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 def gate_us(problem: Problem, machine: Machine) -> float:
-    """Return the microseconds of `gate` after a product of so many rows and columns, both halves."""
+    """Return the microseconds of `gate` after a product of these rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
     return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
 

@@ -36,7 +36,7 @@ def reasons(problem: Problem, machine: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _selected(problem: Problem, machine: str) -> tuple[Tile | None, str]:
-    # what the selector knows of the device it asks the device itself, so it cannot plan for another one
+    # the selector queries the device itself, so it cannot plan for another one
     if torch.version.hip is None or not all(problem.gemm) or machine != torch.cuda.get_device_name():
         return None, ""
     try:

@@ -65,7 +65,7 @@ def steps_along_k(problem: Problem, config: FusedConfig) -> int:
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:
-    """Return whether `stream_k.Units` can count, in int32, the steps of so many shared tiles."""
+    """Return whether `stream_k.Units` can count the steps of the shared tiles in int32."""
     return 2 * sharers * shared * steps < 1 << 31
 
 

@@ -1,4 +1,4 @@
-"""`Way`: one way to serve a problem, as numbers. Its kernel and the kernel's launcher stand in a module that it names.
+"""`Way`: one way to compute a problem, as numbers. It names the module of its kernel and of the kernel's launcher.
 
 A way is one object in `planning/ways/`, and one line of the table there. The engine (`iris/planning.py`) leaves out the
 ways that object to a problem, and compares the times of the others' tiles. A new way overrides `tiles`, `together` and
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-# Microseconds of an epilogue in a kernel of its own.
+# Microseconds of an epilogue in a separate kernel.
 _EPILOGUE_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
 
 
@@ -100,11 +100,11 @@ class Way(planning.Way):
         return self.fallback
 
     def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
-        """Return the reason why blocks of so many columns cannot serve, or None."""
+        """Return the reason why blocks of this width are not supported, or None."""
         return None
 
     def means(self, problem: Any, config: FusedConfig) -> bool:
-        """Return whether a user's `config` stands for this way. Of several, the last in the table counts."""
+        """Return whether a user's `config` selects this way. Of several, the last in the table counts."""
         alike = config.warp_specialised == self.warp_specialised
         return alike and problem.op in self.ops and config.algorithm in self.algorithms
 
@@ -140,7 +140,7 @@ class Way(planning.Way):
         return orders.of_tiles(problem, config, machine)
 
     def fuses(self, problem: Any, config: FusedConfig) -> tuple[Epilogue, ...]:
-        """Return the parts of the epilogue that this way computes itself; others run in a kernel of their own."""
+        """Return the parts of the epilogue that this way computes itself; others run in a separate kernel."""
         return ()
 
     def rounds_rows(self, problem: Any) -> bool:

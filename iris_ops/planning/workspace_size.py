@@ -6,7 +6,7 @@ from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
 from .waves import loose_tiles
 
-# Elements of the exchange area: a row has a multiple of so many.
+# Elements of the exchange area: a row has a multiple of this number.
 _EXCHANGE_GRANULE = 16
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
