@@ -122,7 +122,7 @@ class Epilogue:
 
     name: str
     apart: str
-    """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    """`module:function` below `iris_ops` that makes the step of a kernel of its own, and what changes before it."""
     halves: bool = False
     """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
