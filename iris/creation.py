@@ -1,0 +1,59 @@
+"""What ranks request of a context, compared before anything is allocated: all go on, or all raise the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from . import agreement, aliases, invariance, platform
+from .errors import ArgumentError, IrisError, PlatformError
+from .launch import graphs
+
+_MAX_HEAP = 1 << 46
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank requests of a context; the ranks compare it before anything is allocated."""
+
+    gpu: str | None
+    heap_size: str
+    allocator: str
+    debug: str
+    invariant: str
+    refusal: IrisError | None
+
+
+def refusal(heap_size: Any, copy_engine: Any, invariant: Any) -> IrisError | None:
+    """Return the error in this rank's arguments and environment; all ranks get it, so that none waits for this one."""
+    if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
+        return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
+    if copy_engine is not None:
+        return ArgumentError(
+            f"copy_engine is {copy_engine!r}; expected None: kernels here cannot drive copy engines, and ctx.put uses "
+            f"those of the GPU without it ({aliases.PAGE})"
+        )
+    try:
+        agreement.enabled()
+        graphs.enabled()
+    except PlatformError as error:
+        return error
+    return invariance.refusal(invariant)
+
+
+def agree(requests: list[Request]) -> None:
+    """Raise on every rank alike when one of them cannot go on or two contradict each other."""
+    for error in filter(None, (request.refusal for request in requests)):
+        raise error
+    fields = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")
+    for name, key in (*fields, (agreement.ENV_DEBUG, "debug")):
+        values = [getattr(request, key) for request in requests]
+        if len(set(values)) > 1:
+            raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
+    gpus = [request.gpu for request in requests if request.gpu]
+    if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
+        raise PlatformError(
+            f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK), or let them take "
+            f"turns on it with {platform.ENV_SHARE_GPUS}=1, which is slow"
+        )
