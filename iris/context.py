@@ -110,14 +110,14 @@ class Iris(PeerMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        wrong = refusal(heap_size, copy_engine, invariant)
+        wrong = refusal(heap_size, copy_engine, invariant, across)
         requests = ranks.all_gather(Request(self._device_name(), *settings, wrong), "the creation of a context")
         agree(requests)
         self.invariant = invariant
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, invariant, self.leave_for)) is not None:
+        if (joined := join(across, ranks, self.device, self.leave_for)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)

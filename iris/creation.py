@@ -25,7 +25,7 @@ class Request:
     refusal: IrisError | None
 
 
-def refusal(heap_size: Any, copy_engine: Any, invariant: Any) -> IrisError | None:
+def refusal(heap_size: Any, copy_engine: Any, invariant: Any, across: Any) -> IrisError | None:
     """Return the error in this rank's arguments and environment; all ranks get it, so that none waits for this one."""
     if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
         return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
@@ -33,6 +33,10 @@ def refusal(heap_size: Any, copy_engine: Any, invariant: Any) -> IrisError | Non
         return ArgumentError(
             f"copy_engine is {copy_engine!r}; expected None: kernels here cannot drive copy engines, and ctx.put uses "
             f"those of the GPU without it ({aliases.PAGE})"
+        )
+    if invariant is not None and across is not None and not invariance.refusal(invariant):
+        return ArgumentError(
+            f"invariant is {invariant!r} with across: expected None, for the backend orders sums across hosts"
         )
     try:
         agreement.enabled()
