@@ -20,7 +20,7 @@ import torch
 from . import agreement, aliases, platform, registry
 from .across import join
 from .barrier import DeviceBarrier
-from .creation import Request, agree, refusal
+from .creation import agree, refusal, requested
 from .device import bounds, waits
 from .device.context import HEADER, pack
 from .errors import (
@@ -60,7 +60,7 @@ def iris(
             variable IRIS_ALLOCATOR overrides it.
         group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
             group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
-        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position;
             "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
             mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
@@ -110,8 +110,10 @@ class Iris(PeerMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        wrong = refusal(heap_size, copy_engine, invariant, across)
-        requests = ranks.all_gather(Request(self._device_name(), *settings, wrong), "the creation of a context")
+        requests = ranks.all_gather(
+            requested(self.device, self._device_name(), settings, refusal(heap_size, copy_engine, invariant, across)),
+            "the creation of a context",
+        )
         agree(requests)
         self.invariant = invariant
         gpus = [request.gpu for request in requests if request.gpu]
@@ -235,21 +237,21 @@ class Iris(PeerMethods):
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        """Return the fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """The collectives of `iris.ccl`."""
+        """Return the collectives of `iris.ccl`."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of what programs do inside kernels, which it writes as a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 
@@ -342,7 +344,7 @@ class Iris(PeerMethods):
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Print a line if the level is INFO, the default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:

@@ -1,6 +1,6 @@
 """`iris-tp plan --html FILE`: write one self-contained page in which a reader moves the sizes of a call.
 
-Calls are those of products and of mixtures of experts, each with a grid of its own.
+Calls are those of products and of mixtures of experts, each with a separate grid.
 
 The page has the planner's answer for every point of a grid, and stops at no other point. So all its numbers are exact;
 for sizes between its points it names the command that computes them. A port of the planner to another language would

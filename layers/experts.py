@@ -160,7 +160,7 @@ class SplitExperts(nn.Module):
         return Cut(Shard(rows, ((0, rows),)), shard, starts)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SplitExperts:
-        """Apply `fn` as torch does; a change of dtype leaves codes and scales as they are."""
+        """Apply `fn` as torch does; a change of dtype leaves codes and scales unchanged."""
         kept = [parameter for each in self.coded.values() for parameter in each.parameters]
         for each in self.coded.values():
             each.exact_dtype = fn(torch.empty(0, dtype=each.exact_dtype, device=each.parameters[0].device)).dtype

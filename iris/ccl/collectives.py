@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first call of a shape found out."""
+    """A call that was checked and planned: the state that later calls of the same shape use again."""
 
     members: Group
     spans: tuple[int, int]
@@ -69,10 +69,10 @@ class _Prepared:
 class Collectives(RootedCalls):
     """The collectives of one context. Every rank of the group makes the same calls in the same order.
 
-    `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
+    `out`, `inp`: device tensors of one dtype, of any shape whose rows lie one stride apart; an `out` on the symmetric
     heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
     process group or one dimension of a DeviceMesh, None for all ranks; the other ranks make the same calls meanwhile,
-    in groups of their own, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
+    in separate groups, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
     `config`: a `Config`, the same on all ranks; None takes the fastest by size. `workspace`: what an earlier call of
     the group returned. All return their workspace.
 
@@ -179,8 +179,9 @@ class Collectives(RootedCalls):
     def all_reduce_norm(
         self, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
         scale: torch.Tensor | None = None, group: Members = None, workspace: Workspace | None = None,
+        total: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Add the sum over ranks of `inp` to `residual` in place, and store the RMSNorm of the result to `out`.
+        """Add the sum over ranks of `inp` to `residual`, in place or to `total`, and store its RMSNorm to `out`.
 
         One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
 
@@ -192,14 +193,16 @@ class Collectives(RootedCalls):
             eps: is added to the mean of squares.
             scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
             group, workspace: as of `all_reduce`.
+            total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which is only read then.
 
         Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
             workspace does not fit, `PeerLostError` where a rank was lost.
         """
         ctx = self._ctx
         ctx.check()
+        tensors = norm.Tensors(out, residual, inp, weight, residual if total is None else total, scale)
         try:
-            norm.check(ctx.device, out, residual, inp, weight, eps, scale)
+            norm.check(ctx.device, tensors, eps)
             members = self._group(group)
             workspace = self._workspace_of(norm.OP, members, workspace)
         except IrisError as error:
@@ -210,16 +213,15 @@ class Collectives(RootedCalls):
                 norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, scaled=scale is not None
             )
         ctx.side.join()
-        rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
-        (M, N), dtype = rows[2].shape, inp.dtype
-        most = norm.rows_at_once(M, N, dtype, members.size)
+        N = inp.shape[-1]
+        most = norm.rows_at_once(inp.numel() // N, N, inp.dtype, members.size)
         if inp.numel():
             self._reserve_norm(workspace, most, inp)
-        for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
+        for piece in tensors.pieces(most) if inp.numel() else ():
             area, context = workspace.areas[norm.AREA], members.context_tensor
-            args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
+            args = norm.arguments(area, context, members.size, self._machine, piece, eps)
             grid = norm.grid(args["M"], self._machine)
-            warps = norm.num_warps(inp.shape[-1])
+            warps = norm.num_warps(N)
             relaunch.launch(self._calls.kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
         return workspace
 
@@ -274,7 +276,7 @@ class Collectives(RootedCalls):
         return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
     def _first(self, call: _Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls = self._ctx, self._calls
         op, out, inp, _, group, async_op, _, workspace = call
         try:
@@ -345,7 +347,7 @@ class Collectives(RootedCalls):
         return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
-        """Make room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
+        """Make room for a call; the tensor on the heap that replaces an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
         heap = self._ctx.heap

@@ -1,4 +1,4 @@
-"""The methods of `ctx.ccl` with a root or between two ranks; their steps stand in `rooted.py`."""
+"""The methods of `ctx.ccl` with a root or between two ranks; `rooted.py` has their steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RootedCalls:
-    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
+    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
 
     Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
     tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.
@@ -160,7 +160,8 @@ class RootedCalls:
         return P2PState()
 
     def _report_untaken(self) -> None:
-        """Warns of messages to this rank that it never received: who sent them has gone on, and nothing else tells."""
+        """Warn of messages to this rank that it never received, because their senders have continued and no one else
+        can report them."""
         for sender, receiver, slots in self._message_rings().untaken():
             if receiver == self._ctx.cur_rank:
                 what = f"messages of {_at_most(slots)} that this rank never received"
@@ -238,7 +239,11 @@ class RootedCalls:
         self, op: str, tensors: tuple[Any, ...], root: int, reduce_op: Any, group: Members, async_op: bool,
         config: Config | None, act: Callable[[Rings, Group], None],
     ) -> Workspace:  # fmt: skip
-        """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
+        """Run a rooted collective in the current stream, or launch again what its last call did; return the group's
+        workspace.
+
+        `act` is called for a call that cannot be repeated.
+        """
         self._ctx.check()
         key = relaunch.key_of(tensors, (op, root, reduce_op, group, async_op, config))
         if (workspace := self._calls.repeat(key, self._ctx)) is None:

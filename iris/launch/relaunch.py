@@ -39,7 +39,7 @@ LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.comp
 
 
 class Launch(NamedTuple):
-    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or returns False.
+    """A launch that can be repeated. `again()` does so at a tenth of the host's time, or returns False.
 
     `moved(addresses)` returns such a function for other addresses in place of the `moving` ones of `launch`.
     """
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What decides a call: one with the same key passes the same checks and launches the same."""
+    """The identity of a call: a call with the same key passes the same checks and launches the same."""
 
     addresses: tuple[int, ...]
     """Of its tensors, 0 for one that is not given."""

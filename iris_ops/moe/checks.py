@@ -1,4 +1,4 @@
-"""Which tensors the ops of a mixture take, and the `Problem` that they are. Each check names the argument."""
+"""Check the tensors of a mixture's ops, and describe them as a `Problem`. Each error names the argument."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def check_count(op: str, experts: object) -> None:
 
 
 def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
-    """Looks at the indices themselves, which waits for the device: with IRIS_DEBUG=1 only."""
+    """Raise `ExpertError` for an index out of range.
+
+    Reading the indices waits for the device, so this runs only with IRIS_DEBUG=1.
+    """
     wrong = chosen[(chosen < 0) | (chosen >= experts)]
     if wrong.numel():
         raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")

@@ -1,7 +1,7 @@
 """Grouped products: each pair's row by its expert's weight, with the activation of `moe_gate_up` in the epilogue.
 
     moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
-    moe_down      a pair has a row of its own, the result is the product rounded, with the bias where one is given
+    moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
 The result's row is the pair's, so what follows needs no order of its own. `grouped.py` has the steps. A program has one
 tile, or with few pairs one expert's rows in all; none waits for another.
@@ -54,7 +54,7 @@ def _tile(
     rows, B, bias, out, expert, pair, col, N, stride_om, stride_on, tile: tl.constexpr, form: tl.constexpr,
     activation: tl.constexpr,
 ):  # fmt: skip
-    """One block of an expert's pairs, columns of the result from `col` on."""
+    """Compute one block of an expert's pairs, columns of the result from `col` on."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     BLOCK_K: tl.constexpr = tile.BLOCK_K
@@ -89,11 +89,11 @@ def moe_matmul_kernel(
     a, b, scale, bias, choice, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, strides, tile: tl.constexpr,
     form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, activation: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
+    """Compute, for each pair, out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] +
+    bias.
 
-    scale, codes, widen: of a weight of codes (`coded.py`), else None.
-
-    `blocks`: of rows, at most, where pairs are sorted. `activation`: an `Activation`, or None for the product.
+    scale, codes, widen: of a quantised weight (`coded.py`), else None. `blocks`: the most blocks of rows, where pairs
+    are sorted. `activation`: an `Activation`, or None for the product.
     """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M

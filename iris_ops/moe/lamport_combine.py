@@ -1,5 +1,5 @@
-"""What follows the grouped product of many tokens, in one kernel: each token's sum, which travels at once, and the sum
-over the ranks. `lamport_down.py` is for few tokens; `sequential.py` for what has no room here.
+"""Finish a mixture of many tokens in one kernel: each token's sum, which is sent at once, and the sum over the ranks.
+`lamport_down.py` is for few tokens, `sequential.py` for what is too large for this kernel.
 
     EXCHANGE    a rank's sums go to    then
     "all"       every rank             each adds everyone's, in rank order
@@ -56,7 +56,10 @@ def moe_lamport_combine_kernel(
     products, combine, out, lamport, sync, ctx_ptr, tokens, N, stride_pm, stride_om, stride_on, part_rows,
     TOP_K: tl.constexpr, EXCHANGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """products [tokens * TOP_K, N]; lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
+    """Combine products [tokens * TOP_K, N], and all-reduce or reduce-scatter them as Lamport values.
+
+    lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
+    """
     arch.follow()
     dtype: tl.constexpr = out.dtype.element_ty
     TO_OWNERS: tl.constexpr = EXCHANGE != "all"
@@ -119,7 +122,7 @@ def _launch_sums(
     steps: Steps, workspace: Workspace, problem: Problem, out: torch.Tensor, products: torch.Tensor,
     weights: torch.Tensor, shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Of the tokens that have `weights`."""
+    """Launch the kernel that combines and sums the tokens that have `weights`."""
     device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
     block_m, block_n, at_once = _BLOCK[device.type]
     args = dict(

@@ -55,7 +55,10 @@ def moe_lamport_down_kernel(
     a, b, scale, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K,
     strides, tile: tl.constexpr, form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """`blocks`: of rows, at most. lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
+    """Multiply by the down projection, combine each token's products, and exchange the sums as Lamport values.
+
+    `blocks`: the most blocks of rows. lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
+    """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N

@@ -45,9 +45,10 @@ def moe_lamport_token_kernel(
     a, b, bias, chosen, combine, out, lamport, sync, ctx_ptr, experts, N, K, strides, form: tl.constexpr,
     world: tl.constexpr,
 ):  # fmt: skip
-    """out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) + shared.
+    """Compute out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) +
+    shared.
 
-    lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished].
+    lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
     """
     arch.follow()
     TOP_K: tl.constexpr = form.TOP_K

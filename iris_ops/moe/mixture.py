@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Made once for a context."""
+    """The ops of mixtures of one context."""
 
     def __init__(self, ctx: Rank, calls: Calls) -> None:
         self._ctx, self._calls = ctx, calls
@@ -89,7 +89,7 @@ class Mixture:
         return self._steps.end()
 
     def route(self, chosen: torch.Tensor, experts: int) -> Routing:
-        """`ctx.ops.moe_route`: new tensors, filled on the device."""
+        """Run `ctx.ops.moe_route`: return new tensors, filled on the device."""
         ctx = self._ctx
         checks.check_experts(ROUTE, chosen, ctx.device)
         checks.check_count(ROUTE, experts)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GateUp(NamedTuple):
-    """Of a grouped product. `where`: experts as they were chosen, or sorted.
+    """Operands of `moe_gate_up`. `where`: experts as they were chosen, or sorted.
 
     `activation`: an `Activation` or its name; None of a plain product.
     """
@@ -42,7 +42,7 @@ class GateUp(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Of `moe_down_*`. `where`: experts as they were chosen, or sorted."""
+    """Operands of `moe_down_*`. `where`: experts as they were chosen, or sorted."""
 
     out: torch.Tensor
     A: torch.Tensor

@@ -30,7 +30,8 @@ class Choice:
 def reasons(choice: Choice) -> tuple[str, ...]:
     """Return the lines, the chosen one last but for what follows from it."""
     problem, chosen = choice.problem, choice.serving[0]
-    lines = [f"{problem.text} on {choice.machine.name}", *tritonblas.reasons(problem, choice.machine.name)]
+    lines = [f"{problem.text} on {choice.machine.name}", f"rates {choice.machine.source}"]
+    lines += tritonblas.reasons(problem, choice.machine.name)
     lines += [candidate.row(problem) for candidate in choice.serving]
     lines += choice.comparison.rejections()
     for candidate, order in choice.other_orders:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ..hf.report import Report
 
     class SplitModel(PreTrainedModel, GenerationMixin):
-        """What type checkers see of a model, whose class transformers chooses."""
+        """The model as type checkers see it; transformers chooses its class at run time."""
 
         parallel_report: Report
 
@@ -223,7 +223,7 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
 
 @contextmanager
 def _in_turn(ctx: Iris, rank_0_first: bool) -> Iterator[None]:
-    """If `rank_0_first`, let rank 0 run the block before the others: it copies the model's code for transformers."""
+    """Let rank 0 run the block before the others, if `rank_0_first`: it copies the model's code for transformers."""
     if rank_0_first and ctx.cur_rank:
         ctx.broadcast(None)
     try:

@@ -10,7 +10,7 @@ from .prefill_attention import length_on_grid
 
 GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
 _HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: below it the host is slower than the device
-_MORE_TOKENS = 64  # or an eighth: so many extra tokens cost little compared with the weights
+_MORE_TOKENS = 64  # or an eighth: extra tokens up to that cost little compared with the weights
 
 
 @dataclass

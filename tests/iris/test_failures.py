@@ -163,7 +163,7 @@ def test_fewer_gpus_than_ranks_is_an_error(monkeypatch):
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_that_is_meant(monkeypatch):
-    requests = [creation.Request("gpu-a", "1", "torch", "0", "None", None) for _ in range(2)]
+    requests = [creation.Request("gpu-a", "1", "torch", "0", "None", ("", ""), None) for _ in range(2)]
     with pytest.raises(errors.PlatformError, match="two ranks use the same GPU.*IRIS_SHARE_GPUS=1"):
         creation.agree(requests)
     monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
