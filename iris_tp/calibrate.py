@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 import tempfile
 import time
+from typing import Any
 
 import iris
 from iris import machines, rates
@@ -94,7 +95,7 @@ def measure_and_report(folder: Path) -> None:
 
 def alone(ctx: iris.Iris, heap_size: int) -> iris.Iris:
     """Return a context of this rank alone. Collective: every rank takes part in making every group."""
-    groups = [distributed.new_group([rank], backend="gloo") for rank in range(ctx.num_ranks)]
+    groups: list[Any] = [distributed.new_group([rank], backend="gloo") for rank in range(ctx.num_ranks)]
     return iris.iris(heap_size, group=groups[ctx.cur_rank])
 
 
@@ -127,8 +128,12 @@ class Stage:
 
     def prepare(self, case: Case) -> Callable[[int], torch.Tensor]:
         """Return the case's call with its tensors."""
-        make = {Copy: self._copy, TorchProduct: self._torch_product, Fused: self._fused, Collective: self._collective}
-        return make[type(case.call)](case.call)
+        call = case.call
+        if isinstance(call, Copy):
+            return self._copy(call)
+        if isinstance(call, TorchProduct):
+            return self._torch_product(call)
+        return self._fused(call) if isinstance(call, Fused) else self._collective(call)
 
     def _copy(self, call: Copy) -> Callable[[int], torch.Tensor]:
         source = torch.zeros(call.nbytes, dtype=torch.int8, device=self.ctx.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from iris.ccl import Config
 from iris.ccl import plan as collective_plan
@@ -212,7 +213,7 @@ def _get(machine: Machine, rate: str) -> float:
 
 
 def _with(machine: Machine, rate: str, value: float) -> Machine:
+    changed: dict[str, Any] = {rate.removeprefix(COLLECTIVES): value}
     if rate.startswith(COLLECTIVES):
-        changed = replace(machine.links, **{rate.removeprefix(COLLECTIVES): value})
-        return replace(machine, collectives=changed)
-    return replace(machine, **{rate: value})
+        return replace(machine, collectives=replace(machine.links, **changed))
+    return replace(machine, **changed)

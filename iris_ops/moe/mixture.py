@@ -21,10 +21,12 @@ from ..planning.moe_ways import need_sorting
 from ..planning.operations import GATE_UP, ROUTE
 from ..planning.plan import plan, way_for
 from ..problem import Problem
-from . import checks, grouped_matmul, routing
+from . import checks, grouped_matmul, router, routing
 from .activation import activation_of
 from .operands import Down, GateUp
+from .router import CHOOSE
 from .routing import Routing
+from .scoring import Scoring
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -62,6 +64,24 @@ class Mixture:
         routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=ctx.device))
         routing.sort(self._steps, chosen, routed.rows, routed.offsets)
         return routed
+
+    def choose(
+        self, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
+        sort: bool,
+    ) -> tuple[Routing, torch.Tensor]:  # fmt: skip
+        """Run `ctx.ops.moe_choose`: return new tensors, filled on the device."""
+        ctx = self._ctx
+        router.check(CHOOSE, logits, top_k, scoring, bias, dtype, ctx.device)
+        (tokens, experts), device = logits.shape, ctx.device
+        chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+        weights = torch.empty(tokens, top_k, dtype=dtype, device=device)
+        rows = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+        routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=device))
+        room = routed if sort and not ctx.invariant else None
+        is_sorted = router.choose(self._steps, logits, bias, scoring, chosen, weights, room, bool(ctx.invariant))
+        if sort and not is_sorted:
+            routing.sort(self._steps, chosen, rows, routed.offsets)
+        return routed, weights
 
     def gate_up(self, workspace: Workspace, tensors: GateUp, config: FusedConfig | None) -> None:
         """Run `ctx.ops.moe_gate_up`."""
