@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def digest(self) -> str:
-        """A text that is the same on ranks whose plans are the same."""
+        """Return a text that is equal on ranks whose plans are equal."""
         return hashlib.sha256(repr(replace(self, source="")).encode()).hexdigest()[:12]
 
     @property

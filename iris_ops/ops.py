@@ -186,13 +186,13 @@ class Ops(MixtureOps):
         if workspace is not None:
             self._calls.check_workspace(op, workspace)
         workspace = workspace or self._calls.own_workspace()
-        if not prepared.problem.empty and workspace.reserve(*prepared.sizes):
-            self.forget_launches()
+        if not prepared.problem.empty:
+            self._calls.reserve(workspace, prepared.sizes)
         return workspace
 
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
-        self._calls.forget()
+        self._calls.earlier.forget()
 
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""

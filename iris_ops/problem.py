@@ -119,6 +119,11 @@ class Problem:
         return "" if self.operation.widens else self.weights.converted(self, machine)
 
     @property
+    def may_convert(self) -> bool:
+        """Whether a plan compares its ways with those for a B that each call converts to A's dtype."""
+        return self.weights.convertible and not self.operation.widens
+
+    @property
     def empty(self) -> bool:
         """Whether no rank has anything to compute. Where N may differ by rank, only M tells."""
         return self.M == 0 or (self.N == 0 and self.operation.shared == "N")

@@ -18,7 +18,6 @@ from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
 from ..machines import machine_of
-from ..transforms import are_differentiated
 from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
@@ -86,10 +85,8 @@ class Collectives(RootedCalls):
         self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._calls = relaunch.Calls(2)
-        self._rooted_calls = relaunch.Calls(0, self._calls.kernels)  # and messages
-        ctx.on_change += [self._calls.forget, self._rooted_calls.forget]
-        self._device_of = relaunch.device_of(ctx.device)
+        self._calls = relaunch.Calls()
+        ctx.on_change.append(self._calls.forget)
 
     @KEYWORDS
     def all_to_all(
@@ -264,42 +261,21 @@ class Collectives(RootedCalls):
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """Return a function that repeats the call `op`: what distinguishes it from other calls is looked at once."""
-        key = self._key(op, out, inp, None, None, None, workspace)
-        known = self._calls.known
-        return lambda: self._again(known.get(key), out) or self._call(op, out, inp, None, None, False, None, workspace)
-
-    def _again(self, known: tuple | None, out: torch.Tensor) -> Workspace | None:
-        """Launch a known call again and return its workspace; None for a new one."""
-        if known is None:
-            return None
-        again, target, workspace = known
-        self._ctx.side.join()
-        if not again():
-            return None
-        if target is not None:
-            out.copy_(target)
-        return workspace
+        key = relaunch.key_of((out, inp), (op, None, None, None), workspace)
+        calls, ctx = self._calls, self._ctx
+        return lambda: calls.repeat(key, ctx, out) or self._call(op, out, inp, None, None, False, None, workspace)
 
     def _call(
         self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
         async_op: bool, config: Config | None, workspace: Workspace | None,
     ) -> Workspace:  # fmt: skip
         self._ctx.check()
-        key = self._key(op, out, inp, reduce_op, group, config, workspace)
-        try:
-            known = self._calls.known.get(key)
-        except TypeError:  # a list as group
-            key = known = None
-        if (
-            known is not None
-            and async_op is False
-            and self._ctx.agreement is None
-            and (done := self._again(known, out))
-        ):
+        key = relaunch.key_of((out, inp), (op, reduce_op, group, config), workspace)
+        if async_op is False and (done := self._calls.repeat(key, self._ctx, out)):
             return done
         return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
-    def _first(self, call: _Call, key: tuple | None) -> Workspace:
+    def _first(self, call: _Call, key: relaunch.Key | None) -> Workspace:
         """Run a call that `relaunch` cannot repeat."""
         ctx, calls = self._ctx, self._calls
         op, out, inp, _, group, async_op, _, workspace = call
@@ -308,7 +284,7 @@ class Collectives(RootedCalls):
             prepared = calls.prepared(key, lambda: self._checked(call))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (out_bytes, inp_bytes) = calls.addresses(key), prepared.spans
+            (to, at), (out_bytes, inp_bytes) = relaunch.addresses_of(key, (out, inp)), prepared.spans
             check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
             if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
@@ -349,33 +325,13 @@ class Collectives(RootedCalls):
 
     def _launch(
         self, workspace: Workspace, problem: Problem, chosen: Plan, out: torch.Tensor, inp: torch.Tensor,
-        key: tuple | None,
+        key: relaunch.Key | None,
     ) -> relaunch.Launch | None:  # fmt: skip
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
-        moving = self._calls.addresses(key)
+        moving = relaunch.addresses_of(key, (out, inp))
         return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
-
-    def _key(
-        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
-        config: Config | None, workspace: Workspace | None,
-    ) -> tuple | None:  # fmt: skip
-        """Return the key of a call: one with the same key passes the same checks and launches the same."""
-        try:
-            if are_differentiated(out, inp):
-                return None
-            if out.dtype in relaunch.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
-                return None
-            where = self._device_of
-            return (
-                out.data_ptr(), inp.data_ptr(), op,
-                out.shape, out.stride(), out.dtype, where(out),
-                inp.shape, inp.stride(), inp.dtype, where(inp),
-                reduce_op, group, config, workspace,
-            )  # fmt: skip
-        except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
-            return None
 
     def _checked(self, call: _Call) -> _Prepared:
         op, out, inp, reduce_op, group, _, config, _ = call

@@ -33,7 +33,7 @@ class RootedCalls:
     """
 
     _ctx: Rank
-    _rooted_calls: relaunch.Calls
+    _calls: relaunch.Calls
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -245,43 +245,34 @@ class RootedCalls:
         `act` is called for a call that cannot be repeated.
         """
         self._ctx.check()
-        key = relaunch.key_of(op, *tensors, root, reduce_op, group, async_op, config)
-        if (workspace := self._launched_again(key)) is None:
+        key = relaunch.key_of(tensors, (op, root, reduce_op, group, async_op, config))
+        if (workspace := self._calls.repeat(key, self._ctx)) is None:
             members = self._group(group)
             with self._ctx.reporting_refusals(op, members.ranks):
                 check_async(op, async_op)
                 check_options(op, None, config)
             workspace = self._workspace_of(op, members, None)
-            rings = Rings(workspace, "rooted", self._rooted_calls.kernels)
+            rings = Rings(workspace, "rooted", self._calls.kernels)
             act(rings, workspace.group)
             self._keep(key, rings, workspace)
         return workspace
 
     def _message_rings(self) -> Rings:
         """Return the rings of messages, which are all ranks'."""
-        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._rooted_calls.kernels)
+        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._calls.kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
         self._ctx.check()
-        key = relaunch.key_of(op, *(part for each in listed for part in (each.op, each.peer, each.tensor)), group)
-        if self._launched_again(key) is None:
+        key = relaunch.key_of([each.tensor for each in listed], (op, *((each.op, each.peer) for each in listed), group))
+        if self._calls.repeat(key, self._ctx) is None:
             self._ctx.side.join()
             rings = self._message_rings()
             messages.exchange(op, rings, self._group(group), listed, names)
             self._keep(key, rings, self._workspace_of(op, self._group(None), None))
 
-    def _launched_again(self, key: tuple | None) -> Workspace | None:
-        """Launch a known call again and return its workspace; None for a new one."""
-        known = self._rooted_calls.known.get(key) if key and self._ctx.agreement is None else None
-        if known is None:
-            return None
-        again, workspace = known
-        self._ctx.side.join()
-        return workspace if again() else None
-
-    def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
+    def _keep(self, key: relaunch.Key | None, rings: Rings, workspace: Workspace) -> None:
         if key and (again := rings.again):
-            self._rooted_calls.keep(key, (again, workspace), None)
+            self._calls.keep(key, (again, None, workspace))
 
 
 def _at_most(slots: int) -> str:

@@ -13,19 +13,19 @@ from ..checks import check_kind
 from ..config import FusedConfig
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
-from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER, GATE_UP
+from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
 from ..planning.sums import promised
 from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
+from .activation import activation_of
+from .operands import Down, GateUp
 from .routing import Routing
 from .weights import is_transposed
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-    from .operands import Down, GateUp
 
 _DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "experts": 2}
 
@@ -122,10 +122,13 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     return format
 
 
-def describe_gate_up(ctx: Rank, tensors: GateUp) -> Problem:
-    """Return the problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
-    op, device = GATE_UP, ctx.device
-    out, A, B, experts, bias, _, _, scale = tensors
+def describe(op: str, ctx: Rank, tensors: GateUp | Down) -> Problem:
+    """Return the problem of a call of `op`. Raises a typed error where its arguments do not fit."""
+    return _describe_gate_up(op, ctx, tensors) if isinstance(tensors, GateUp) else _describe_down(op, ctx, tensors)
+
+
+def _describe_gate_up(op: str, ctx: Rank, tensors: GateUp) -> Problem:
+    device, (out, A, B, experts, bias, activation, interleaved, scale) = ctx.device, tensors
     _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out}, scale is not None)
     format = _weight(op, B, scale, A.shape[1], device)
     count, H, columns = B.shape
@@ -142,11 +145,13 @@ def describe_gate_up(ctx: Rank, tensors: GateUp) -> Problem:
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
+    activation_of(activation)
+    if type(interleaved) is not bool or interleaved and not gated and columns:
+        raise ArgumentError(f"{op}: interleaved is {interleaved!r}; expected a bool, False without gates")
     return _problem(ctx, op, (tokens, columns, H), k, tensors, format, gated)
 
 
-def describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
-    """Return the problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
+def _describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
     device, (out, A, B, experts, weights, bias, shared, scale) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
     _tensors(op, device, A, given, scale is not None)

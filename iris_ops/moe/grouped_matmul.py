@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..workspace import Workspace
     from .operands import GateUp
     from .steps import Steps
 
@@ -166,7 +167,7 @@ def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     return is_transposed(B) and can_be_described(B, n_step)
 
 
-def launch(steps: Steps, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
-    """Launch `moe_matmul_kernel`."""
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+    """Launch `moe_matmul_kernel`, which needs no workspace."""
     grid, args = arguments(steps.ctx, problem, config, tensors)
     steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

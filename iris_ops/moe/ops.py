@@ -1,6 +1,6 @@
 """The part of `ctx.ops` that mixtures of experts call: their arguments, and what the ops promise.
 
-`Mixture` does the work. These methods see to the context and the workspace first, as `Ops` does for its own.
+`Mixture` does the work.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class MixtureOps:
-    """The ops of mixtures, which `Ops` inherits. They share its workspaces, and refuse those of other contexts."""
+    """The ops of mixtures, which `Ops` inherits."""
 
     _ctx: Rank
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._calls = Calls(ctx)
-        self._mixture = Mixture(ctx, self._calls.of_mixtures)
+        self._mixture = Mixture(ctx, self._calls)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
@@ -77,10 +77,8 @@ class MixtureOps:
         the product widens as it reads them. B is then the transpose of a contiguous [E,2I,H] in `torch.float8_e4m3fn`,
         or [E,2I,H/2] in `torch.uint8`.
         """
-        workspace = self._mixture_workspace(GATE_UP, workspace)
-        self._mixture.gate_up(workspace, GateUp(out, A, B, experts, bias, activation, interleaved, scale), config)
-        self._ctx.check()
-        return workspace
+        tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
+        return self._mixture.run(GATE_UP, tensors, config, workspace)
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -98,10 +96,8 @@ class MixtureOps:
         Products, and what ranks exchange, are rounded to the tensors' dtype; they are added in fp32, experts in the
         order of j, then ranks in order. `scale` [E,H], or [E,H,ceil(I/g)], is as in `moe_gate_up`.
         """
-        workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
-        self._mixture.down(DOWN_ALL_REDUCE, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config)
-        self._ctx.check()
-        return workspace
+        tensors = Down(out, A, B, experts, weights, bias, shared, scale)
+        return self._mixture.run(DOWN_ALL_REDUCE, tensors, config, workspace)
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -109,16 +105,5 @@ class MixtureOps:
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """Return this rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
-        workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
-        self._mixture.down(
-            DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config
-        )
-        self._ctx.check()
-        return workspace
-
-    def _mixture_workspace(self, op: str, workspace: Workspace | None) -> Workspace:
-        self._ctx.check()
-        if workspace is not None:
-            self._calls.check_workspace(op, workspace)
-        self._ctx.side.join()
-        return workspace or self._calls.own_workspace()
+        tensors = Down(out, A, B, experts, weights, bias, shared, scale)
+        return self._mixture.run(DOWN_REDUCE_SCATTER, tensors, config, workspace)

@@ -1,10 +1,10 @@
 """A router's choice as a torch operator: what layers call, compiled or not.
 
     torch.ops.iris_ops.moe_choose(logits, bias, top_k, scoring, wide, group)
-                                  -> (Tensor experts [T,k], Tensor weights [T,k], Tensor rows [T*k], Tensor offsets [E+1])
+                                  -> (experts [T,k], weights [T,k], rows [T*k], offsets [E+1])
 
-`scoring`: as `Scoring.text` writes it. `wide`: weights in float32, else in the dtype of the logits. It is functional and
-has no gradient.
+`scoring`: as `Scoring.text` writes it. `wide`: weights in float32, else in the dtype of the logits. The operator is
+functional and has no gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedCo
     ctx, dtype = workspace.ctx, problem.dtype
     size = problem.pairs * problem.N * dtype.itemsize
     products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(steps, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    grouped_matmul.launch(steps, workspace, problem, config, tensors.product(products, steps.ctx.cur_rank))
     sums = out = tensors.out
     if problem.op == DOWN_REDUCE_SCATTER:
         between = workspace.local("moe sums", problem.M * problem.N * dtype.itemsize)

@@ -48,7 +48,7 @@ def _scaled(x):
 
 @gluon.jit
 def added_to(y, widen: gl.constexpr):
-    """Weights with what their codes lack: exact, for both are small integers."""
+    """Add to the weights what their codes lack, exactly, because both are small integers."""
     result = ()
     for i in gl.static_range(len(y)):
         result = result + (gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)

@@ -44,20 +44,32 @@ class Choice:
     WARPS: int = 4
     COLUMN_WARPS: int = 1
 
+    def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
+        """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
+        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
+        stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
+        return min(self.STAGES, (min(_SHARED // resident, _MOST) - others) // stage)
+
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
-        """Return the programs of a product and the stages of their rings, which run at once on so many processors."""
+        """Return the programs of a product, which run at once on so many multiprocessors, and their rings' stages."""
         groups = triton.cdiv(columns, self.COLUMNS)
         resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
-        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
-        stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
-        while resident > 1 and _SHARED // resident < others + 2 * stage:
+        while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
             resident -= 1
-        room = min(_SHARED // resident, _MOST) - others
-        return min(groups, resident * programs), max(2, min(self.STAGES, room // stage))
+        return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
 
 
+# Tiles of more than 16 rows, by the most rows: those whose sums and weights fit in registers, and whose rings fit.
+_WIDE = (
+    (32, (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (64, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (128, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4))),
+)  # fmt: skip
+_GATED = (Choice(32, 2, 1, COLUMN_WARPS=2),)
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
@@ -73,16 +85,18 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
         return Choice()
     loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
 
-    def nbytes(tile: int) -> int:
+    def nbytes(wide: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
-        return triton.cdiv(triton.cdiv(columns, tile), programs) * (loaded + tile * weight)
+        return triton.cdiv(triton.cdiv(columns, wide.COLUMNS), programs) * (loaded + wide.COLUMNS * weight)
 
-    tile = min((64, 32) if gated else (128, 64, 32), key=nbytes)
-    return Choice(tile, 2, 1, WARPS=8 if tile > 32 else 4, COLUMN_WARPS=min(4, tile // 16))
+    return min(_GATED if gated and rows > 32 else next(wide for most, wide in _WIDE if rows <= most), key=nbytes)
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
-    """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
+    """Return T, the number of tiles that a program takes at a time.
+
+    It makes multiprocessors end together and reads A rarely.
+    """
     tiles = triton.cdiv(columns, _COLUMNS)
 
     def most(T: int) -> float:
@@ -97,9 +111,10 @@ def loaded_rows(rows: int) -> int:
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
-    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings.
+    """Return the number of programs of a product with `columns` columns, all resident at once, and the stages of their
+    rings.
 
-    Of fp8 with a scale for each column.
+    It assumes fp8 with a scale for each column.
     """
     groups, kind = triton.cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
@@ -119,12 +134,13 @@ def registers(resident: int, warps: int = _WARPS) -> int:
 
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
-    """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
+    """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
     return stages * stage_bytes(rows, T * _COLUMNS, 32) + _sums_bytes(rows, T * _COLUMNS)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = 4) -> int:
-    """Bytes of a stage of the ring: lines of A, their words for so many columns, and a column's `scales` of a stage."""
+    """Return the bytes of a stage of the ring: lines of A, their words of `columns` columns, and a column's `scales` of
+    a stage."""
     return lines * (2 * LINE * rows + columns * 4 * words) + columns * scales
 
 

@@ -171,7 +171,8 @@ def _next(stream, group, step):
 
 @gluon.jit
 def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Leaves the products of each warp's lines in `stream.sums`, of the columns that come next; `total` adds them up.
+    """Multiply the next columns, leave the products of each warp's lines in `stream.sums`, and return the stream's new
+    position.
 
     `total` adds the lines up. `widen` is the `Widening` of the weights.
     """
@@ -214,7 +215,8 @@ def _add_lines(
     stream, accs, stage, turn: gl.constexpr, SLICES: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
     widen: gl.constexpr, WEIGHTS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of a line of each warp, its turn-th of a stage: weights are widened once for all rows."""
+    """Add the products of a line of each warp, the `turn`-th of a stage, to the sums. Weights are widened once for all
+    rows."""
     LINES: gl.constexpr = stream.ring.shape[1]
     BLOCKS: gl.constexpr = stream.BLOCKS
     PRODUCTS: gl.constexpr = widen.PRODUCTS
@@ -256,7 +258,7 @@ def _add_lines(
 
 @gluon.jit
 def _lines_of_rows(stream, stage, turn: gl.constexpr, block: gl.constexpr, SLICES: gl.constexpr):
-    """A block of rows of A, transposed, of the lines whose turn it is."""
+    """Return a block of rows of A, transposed, of the lines of this turn."""
     EACH: gl.constexpr = stream.rows.shape[1] // stream.ring.shape[1]  # parts of a line
     rows = stream.rows.index(stage).permute((0, 2, 1))
     if stream.ring.shape[1] > SLICES:
@@ -292,7 +294,8 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 @triton.constexpr_function
 def layout_of_sums(columns, lines, warps):
-    """The layout of sums [lines, columns, rows]: each thread holds all lines of some adjacent columns."""
+    """Return the layout of sums [lines, columns, rows], in which each thread holds all lines of a few adjacent
+    columns."""
     return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, warps], [1, 2, 0])
 
 
@@ -359,8 +362,8 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         scales = word_descriptor(scale, block, _layout(row, scale.itemsize, 2))
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
-        rows, T, stages, min(rows, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups, LATER=widen.later,
-        BRANCHES=chosen.BRANCHES, **more,
+        rows, T, stages, min(rows, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
+        LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
     )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
 

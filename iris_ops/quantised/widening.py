@@ -51,7 +51,7 @@ class Widening:
 
     @property
     def ADDING(self) -> str:
-        """The instructions that add `ADDED` to two numbers of bf16."""
+        """Return the instructions that add `ADDED` to two bf16 numbers."""
         bits = struct.unpack("<I", struct.pack("<f", self.ADDED))[0] >> 16
         return f"{{ .reg .b32 a; mov.b32 a, 0x{bits:04x}{bits:04x}; add.rn.bf16x2 $0, $1, a; }}"
 

@@ -140,7 +140,7 @@ def _in_steps(
 
 
 def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
-    """For each step a function that launches the wait for its rows."""
+    """Return, for each step, a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
                  WAITER=waiter_number(problem.called_op))  # fmt: skip

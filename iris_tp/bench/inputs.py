@@ -44,7 +44,7 @@ class Inputs:
 
     @property
     def reference(self) -> torch.dtype:
-        """The dtype of the expected result; float64 takes long on some GPUs."""
+        """Return the dtype of the expected result; float64 takes long on some GPUs."""
         return torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
 
     @property

@@ -181,7 +181,8 @@ def product(
     out, A, B, bias, _ = tensors
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
     traced = rank.recording
-    key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
+    kind = problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced
+    key = relaunch.Key(addresses, kind, None)
     again = calls.moved(key)
 
     def launch() -> None:
@@ -214,7 +215,7 @@ class _Alone:
     """Earlier launches for products without an exchange, and flags that no program awaits."""
 
     def __init__(self, rank: "Rank") -> None:
-        self.calls = relaunch.Calls(4)
+        self.calls = relaunch.Calls()
         self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
         rank.on_change.append(self.calls.forget)
 

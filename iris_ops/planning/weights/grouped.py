@@ -1,6 +1,6 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A stay as they are. Up to 64 rows are multiplied by the stream of weights, which applies a group's scale to the
+Rows of A stay as they are. Up to 128 rows are multiplied by the stream of weights, which applies a group's scale to the
 sum of its products. For more rows, other ops, other GPUs and sums of a fixed order, each call first makes the weight
 in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of ranks.
 """
@@ -71,7 +71,7 @@ def _format(name: str, packing: str, key: str, group: int, widening: str, granul
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands="quantised.steps:restored_operands", product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=64,
+        streamed_rows=128, convertible=True,
     )  # fmt: skip
 
 
