@@ -88,9 +88,17 @@ def _fused_class(base: type) -> type:
         results = {"logits": logits, "weights": choice.weights, "experts": choice.experts}
         return tuple(results[role] for role in rule.order)
 
-    # by its name and module a pickle finds the class that it was
+    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _new, (base,), self.__dict__
+
     names = dict(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__)
-    return type(base.__name__, (base,), {"forward": forward, **names})
+    return type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduced, **names})
+
+
+def _new(base: type) -> Any:
+    """Return an empty instance of the subclass of `base`, for pickles and copies, which cannot find it by its name."""
+    cls = _fused_class(base)
+    return cls.__new__(cls)
 
 
 def _logits(router: Any, bias: str, wide: bool, hidden: torch.Tensor) -> torch.Tensor:
