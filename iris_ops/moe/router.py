@@ -22,6 +22,7 @@ from .scoring import KINDS, Scoring
 from .steps import Steps
 
 CHOOSE = "moe_choose"
+OPEN = tl.constexpr(-1)  # the rank of what is not chosen
 MOST_SORTED = 512  # pairs of token and expert that one program sorts
 _LEAST_BINS = 32  # of a histogram
 _MOST_HELD = 16384  # scores that one program holds, of 512 threads
@@ -29,11 +30,11 @@ _BLOCK, _BLOCK_SCORES = 128, 1024  # pairs sorted at once; scores of a program w
 
 
 @device_function
-def _best(values, taken, e, BINS: tl.constexpr):
-    """(highest of the values [T, BINS] that are not taken, where: the lowest index of equal ones)."""
-    highest = tl.max(tl.where(taken != 0, float("-inf"), values), 1)
-    is_best = (taken == 0) & (values == highest[:, None])
-    return highest, tl.min(tl.where(is_best, e[None, :], BINS), 1)
+def _best(values, rank, e, BINS: tl.constexpr):
+    """Where the highest value of each row is, of those [T, BINS] without a rank: the lowest index of equal ones."""
+    highest = tl.max(tl.where(rank == OPEN, values, float("-inf")), 1)
+    is_best = (rank == OPEN) & (values == highest[:, None])
+    return tl.min(tl.where(is_best, e[None, :], BINS), 1)
 
 
 @device_function
@@ -49,11 +50,10 @@ def _of_kept_groups(
         first = tl.min(tl.where(grouped == group_score[:, :, None], i, SIZE), 2)
         group_score += tl.max(tl.where(i == first[:, :, None], float("-inf"), grouped), 2)
     g = tl.arange(0, GROUPS)
-    kept = tl.zeros((T, GROUPS), tl.int32)
-    for _ in tl.static_range(KEPT):
-        _, best = _best(group_score, kept, g, GROUPS)
-        kept = tl.where(g[None, :] == best[:, None], 1, kept)
-    grouped = tl.where((kept > 0)[:, :, None], grouped, float("-inf"))
+    rank = tl.full((T, GROUPS), OPEN, tl.int32)
+    for number in tl.static_range(KEPT):
+        rank = tl.where(g[None, :] == _best(group_score, rank, g, GROUPS)[:, None], number, rank)
+    grouped = tl.where((rank != OPEN)[:, :, None], grouped, float("-inf"))
     return tl.reshape(grouped, (T, BINS))
 
 
@@ -81,7 +81,7 @@ def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["tokens", "stride"])
 def moe_choose_kernel(
     logits, bias, chosen, weights, order, offsets, tokens, stride, SCALE, EPSILON, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
     NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +91,9 @@ def moe_choose_kernel(
     tokens, and sorts the pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].
     """
     arch.follow()
-    t, e, j = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS), tl.arange(0, WIDTH)
-    there = (t < tokens)[:, None] & (e < EXPERTS)[None, :]
+    t, e = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS)
+    known = (e < EXPERTS)[None, :]
+    there = (t < tokens)[:, None] & known
     x = tl.load(logits + (t.to(tl.int64) * stride)[:, None] + e[None, :], mask=there, other=0.0).to(tl.float32)
     scores = x
     if KIND == 1:
@@ -103,32 +104,22 @@ def moe_choose_kernel(
     values = tl.where(values == values, values, float("inf"))  # torch's top-k, too, takes NaN for the highest
     if GROUPS > 1:
         values = _of_kept_groups(values, T, BINS, GROUPS, KEPT, BEST)
-    taken = tl.where(e[None, :] < EXPERTS, tl.zeros((T, BINS), tl.int32), 1)
-    where = tl.zeros((T, WIDTH), tl.int32)
-    score = tl.full((T, WIDTH), float("-inf"), tl.float32)
+    # all results stay where the scores are, by expert: what a row chooses is found by its rank, and moves in the store
+    rank = tl.where(known, tl.full((T, BINS), OPEN, tl.int32), OPEN - 1)
     for number in tl.static_range(TOP_K):
-        _, best = _best(values, taken, e, BINS)
-        is_best = e[None, :] == best[:, None]
-        taken = tl.where(is_best, 1, taken)
-        at = j[None, :] == number
-        where = tl.where(at, best[:, None], where)
-        score = tl.where(at, tl.sum(tl.where(is_best, scores, 0.0), 1)[:, None], score)
-    of_token = (j < TOP_K)[None, :]
-    weight = tl.where(of_token, score, 0.0)
+        rank = tl.where(e[None, :] == _best(values, rank, e, BINS)[:, None], number, rank)
+    is_chosen = rank >= 0
+    weight = scores
     if KIND != 1:
-        among = tl.where(of_token, score, float("-inf")) if KIND == 2 else tl.where(there, x, float("-inf"))
-        highest = tl.max(among, 1)
-        highest = tl.where(t < tokens, highest, 0.0)
-        all_of_them = tl.sum(tl.exp(among - highest[:, None]), 1)
-        all_of_them = tl.where(t < tokens, all_of_them, 1.0)
-        weight = tl.where(of_token, tl.exp(score - highest[:, None]) / all_of_them[:, None], 0.0)
+        among = tl.where(is_chosen if KIND == 2 else known, x, float("-inf"))
+        weight = tl.exp(among - tl.max(among, 1)[:, None])
+        weight = weight / tl.sum(weight, 1)[:, None]
     if NORMALISED:
-        weight = weight / (tl.sum(weight, 1) + EPSILON)[:, None]
+        weight = weight / (tl.sum(tl.where(is_chosen, weight, 0.0), 1) + EPSILON)[:, None]
     weight *= SCALE
     arch.lead()
-    mask = (t < tokens)[:, None] & of_token
-    place = (t * TOP_K)[:, None] + j[None, :]
-    tl.store(chosen + place, where.to(chosen.dtype.element_ty), mask=mask)
+    mask, place = is_chosen & (t < tokens)[:, None], (t * TOP_K)[:, None] + rank
+    tl.store(chosen + place, (e[None, :] + tl.zeros((T, BINS), tl.int32)).to(chosen.dtype.element_ty), mask=mask)
     tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=mask)
     if BLOCKS > 0:
         tl.debug_barrier()  # other threads of the program read what these have stored
@@ -188,7 +179,7 @@ def choose(
     args = dict(
         logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,
         stride=logits.stride(0), SCALE=float(scoring.scale), EPSILON=float(scoring.epsilon), EXPERTS=experts,
-        TOP_K=top_k, BINS=bins, WIDTH=triton.next_power_of_2(top_k), T=rows, KIND=KINDS.index(scoring.kind),
+        TOP_K=top_k, BINS=bins, T=rows, KIND=KINDS.index(scoring.kind),
         NORMALISED=scoring.normalised, GROUPS=scoring.groups, KEPT=scoring.kept_groups, BEST=scoring.group_best,
         HAS_BIAS=bias is not None, BLOCK=_BLOCK, BLOCKS=blocks,
     )  # fmt: skip
