@@ -26,7 +26,7 @@ OPEN = tl.constexpr(-1)  # the rank of what is not chosen
 MOST_SORTED = 512  # pairs of token and expert that one program sorts
 _LEAST_BINS = 32  # of a histogram
 _MOST_HELD = 16384  # scores that one program holds, of 512 threads
-_BLOCK, _BLOCK_SCORES = 128, 1024  # pairs sorted at once; scores of a program where there are several
+_BLOCK, _BLOCK_SCORES = 128, 512  # pairs sorted at once; scores of a program where there are several
 
 
 @device_function
@@ -183,6 +183,7 @@ def choose(
         NORMALISED=scoring.normalised, GROUPS=scoring.groups, KEPT=scoring.kept_groups, BEST=scoring.group_best,
         HAS_BIAS=bias is not None, BLOCK=_BLOCK, BLOCKS=blocks,
     )  # fmt: skip
-    warps = max(1, min(16, rows * bins // 1024)) if sorts else 4
+    # one warp where several programs work: its threads reduce a row without waiting for others
+    warps = max(1, min(16, rows * bins // 1024))
     steps.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
     return sorts
