@@ -29,7 +29,7 @@ from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
 from .planning.sums import promised
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, Problem, describe
+from .problem import ALL_REDUCE, Problem, Request, describe, requested_problem
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -208,7 +208,12 @@ class Calls:
         if not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
-    def plan(self, problem: Any, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
+    def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
+        """Return the problem of such a call in this context. `more`: other fields of `Request`."""
+        ctx = self.ctx
+        return requested_problem(Request(op, M, N, K, ctx.num_ranks, dtype, invariant=ctx.invariant, **more))
+
+    def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
         """Return the configuration that serves `problem` on this device."""
         return plan(problem, machine_of(self.ctx.device), explained, algorithm)
 

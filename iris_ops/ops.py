@@ -21,7 +21,7 @@ from .outputs import NewOutputs
 from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request, requested_problem
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -243,10 +243,10 @@ class Ops(MixtureOps):
             ArgumentError: for bad arguments, and for an `algorithm` that does not support the call.
         """
         self._ctx.check()
-        ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        stored = named_format(weights, fp8)
-        request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
-        problem = requested_problem(request)
+        of_mixture, stored = dict(experts=experts, top_k=top_k), named_format(weights, fp8)
+        problem = self._calls.requested(
+            op, M, N, K, dtype, form=form, weights=stored, k_per_rank=k_per_rank, **of_mixture
+        )  # fmt: skip
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 

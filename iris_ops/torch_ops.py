@@ -41,7 +41,7 @@ from .operators import OPERATORS
 from .ops import Ops
 from .planning.operations import BY_NAME, TABLE
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request, requested_problem
+from .problem import ALL_REDUCE, MATMUL_GATHER, SCALED
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Context(Protocol):
     cur_rank: int
     num_ranks: int
     group_name: str
-    invariant: str | None
 
     @property
     def ops(self) -> Ops: ...
@@ -119,7 +118,7 @@ def product(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: tuple[int, ...],
     parts: Parts = ALIKE, scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the result of `op`, one of `problem.OPS` or `GATED`: this rank's part, a new tensor of shape `size`."""
+    """Return the result of `op`, one of `operations.TABLE`: this rank's part, a new tensor of shape `size`."""
     if is_recording():
         call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, parts.mean, scale, parts.k_per_rank)
         if not torch.jit.is_tracing():
@@ -164,10 +163,9 @@ def _config(
     weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
     if operation.shared == "K":
-        columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
-    ranks, level = ctx.num_ranks, ctx.invariant
-    return ctx.ops._calls.plan(requested_problem(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
+        sizes = size[0], operation.columns(mean_part), weights.depth(B.shape[0], A.shape[1])
+    calls = ctx.ops._calls
+    return calls.plan(calls.requested(op, *sizes, A.dtype, weights=weights))
 
 
 def _fake_product(op: str, given: _Product) -> torch.Tensor:

@@ -26,7 +26,7 @@ LENGTH, STEPS = 12, 3
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
 _WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
-_OPS = "ops regret norms ccl rooted tiles moe all_scatter rma"
+_OPS = "ops regret routers norms ccl rooted tiles moe all_scatter rma"
 _MODELS_AND_CHECKS = "llm step fp8 quantised invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""

@@ -14,6 +14,7 @@ from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
 from .operands import Down, GateUp
 from .routing import Routing
+from .scoring import Scoring
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -42,6 +43,21 @@ class MixtureOps:
         """
         self._ctx.check()
         return self._mixture.route(experts, num_experts)
+
+    def moe_choose(
+        self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32, sort: bool = True,
+    ) -> tuple[Routing, torch.Tensor]:  # fmt: skip
+        """Return each token's `top_k` experts, sorted as by `moe_route`, and their weights [T,top_k] in `dtype`.
+
+        `logits` [T,E] of the router in bf16, fp16 or fp32, rows contiguous. `scoring`: how they become weights, an
+        `iris_ops.Scoring`, by default a softmax, of which the chosen weights are divided by their sum. `bias` [E] is
+        added to scores for the choice alone. A token's experts come by falling score, of equal scores the lowest index
+        first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
+        in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
+        """
+        self._ctx.check()
+        return self._mixture.choose(logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,

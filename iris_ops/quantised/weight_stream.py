@@ -54,7 +54,6 @@ from .stream_form import (
 )
 from .widening import E4M3, Widening
 
-
 _LINE = gl.constexpr(LINE)
 
 

@@ -54,6 +54,7 @@ from .norms import fuse_norms
 from .options import Options
 from .report import Report, make_report, unconverted
 from .resolve import Split, on_any_ranks, resolve
+from .routers import fuse_routers
 from .shared_experts import join_shared
 from .snapshot import Snapshot
 from .stored import FORMS, group_made, store_weights
@@ -238,6 +239,7 @@ def _finish(model: nn.Module, split: Split, styles: dict[str, str], ctx: Iris) -
     model.requires_grad_(False)
     if split.fuse:
         join_shared(model)
+        fuse_routers(model)
     if ctx.invariant:
         keep_rows_alike(model, ctx)
     if not empty:
