@@ -65,7 +65,7 @@ def test_plan_knows_fp8_weights(rows: int, way: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "torch.bfloat16, B in fp8 on NVIDIA H200" in said and way in said.partition("chosen")[2]
     assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
-    assert "us: by rows, K and N multiples of 16" in capsys.readouterr().out
+    assert "us: only by rows, with K and N multiples of 16, are rows rounded" in capsys.readouterr().out
 
 
 _MIXTURE = ("--experts", "128", "--top-k", "8")

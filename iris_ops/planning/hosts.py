@@ -117,7 +117,7 @@ def _us(config: FusedConfig) -> float:
 def _head(op: str, network: Network, ranks: int) -> str:
     return (
         f"{op} over {network.hosts} hosts of {ranks} ranks: between hosts {network.gbs:.3g} GB/s a rank and "
-        f"{network.hop_us:.3g} us a message, measured when the context was made"
+        f"{network.hop_us:.3g} us a message, measured when the context was created"
     )
 
 

@@ -61,14 +61,14 @@ def one_token(problem: Problem) -> str | None:
     if problem.weights is not PLAIN:
         return "it reads weights in the tokens' dtype"
     if problem.experts.in_rows:
-        return "its columns would be read in pieces too short"
-    return None if not problem.sums.promised else "it adds otherwise than what serves more tokens"
+        return "it would read columns in pieces that are too short"
+    return None if not problem.sums.promised else "its order of sums differs from that of the kernels for more tokens"
 
 
 def waits_too_wide(problem: Problem, block_n: int, machine: Machine) -> str | None:
     """Return why too many programs would wait at once with this width of blocks, or None."""
     if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
-        return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
+        return f"{problem.N} columns need more blocks of {block_n} than programs run at once"
     return None
 
 

@@ -101,7 +101,7 @@ def unhidden(problem: Problem, most: int | None = None) -> str | None:
     travels = problem.M * problem.K << 1 if problem.op == GATHER_MATMUL else problem.M * problem.N
     if problem.tree or travels <= most:
         return None
-    return "nothing would hide the exchange of so large a result"
+    return "the exchange of a result this large would not overlap"
 
 
 def specialised_refused(problem: Problem, machine: Machine) -> str | None:

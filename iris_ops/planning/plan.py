@@ -141,7 +141,7 @@ def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
         raise ArgumentError(f"{problem.called_op}: {reason}")
     if cut or order is None or order != expected:
         raise ArgumentError(
-            f"{problem.called_op}: config sums by {order or 'an order of its own'}"
+            f"{problem.called_op}: config sums by {order or 'another order'}"
             f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level.name!r} expected"
             f" None, or one that sums by {expected}"
         )
@@ -152,7 +152,7 @@ def unaligned(problem: Any, config: FusedConfig) -> FusedConfig:
     kernel = way_for(problem, config).fallback_for(problem)
     if not kernel or kernel == config.kernel:
         return config
-    line = f"{kernel} runs in its place, for rows that do not begin at multiples of 16 bytes"
+    line = f"{kernel} runs instead, because rows do not begin at multiples of 16 bytes"
     return replace(config, kernel=kernel, reasons=(*config.reasons, line) if config.reasons else ())
 
 

@@ -62,7 +62,9 @@ class _Ranks(Level):
 
     def refuses(self, problem: Any) -> str | None:
         if not problem.operation.portable:
-            return "the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch' or None"
+            return (
+                "the context has invariant='ranks', which mixtures of experts do not support; expected 'batch' or None"
+            )
         if problem.weights is PLAIN or not problem.weights.by_rank:
             return None
         return (

@@ -48,7 +48,7 @@ def reasons(choice: Choice) -> tuple[str, ...]:
     lines.append(f"chosen {chosen.label(problem)}")
     if chosen.way.writes_to_peers(problem):
         lines.append(
-            "peers write out directly when it lies on the heap, as outputs of layers do where they find room; "
+            "peers write out directly if it is on the heap, as outputs of layers are if they fit; "
             "otherwise it is staged and copied once more"
         )
     return tuple(lines)

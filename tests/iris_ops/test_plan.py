@@ -115,11 +115,11 @@ def test_the_best_of_one_algorithm_can_be_asked_for(op: str, form: str) -> None:
 def test_rejections_are_listed_with_their_reasons() -> None:
     chosen = plan(problem(ALL_REDUCE, "", 8192, 8192, 7168), H200)
     rejected = [line for line in chosen.reasons if line.startswith("rejected ")]
-    assert any("nothing would hide the exchange of so large a result" in line for line in rejected)
+    assert any("the exchange of a result this large would not overlap" in line for line in rejected)
     by_columns = plan(problem(GATHER_MATMUL, "k", 4096, 8192, 8192), H200).reasons
     assert "rejected with_torch.copy_gather: copy engines serve all_gather_matmul by rows" in by_columns
     few = plan(problem(ALL_REDUCE, "", 1, 64, 64), H200).reasons
-    assert "rejected hopper.lamport_pair: it is for 65 rows and more, between two ranks" in few
+    assert "rejected hopper.lamport_pair: it needs at least 65 rows and exactly two ranks" in few
     assert "rejected with_torch.sequential: few rows: a stream of weights needs no library" in few
 
 
@@ -153,7 +153,7 @@ def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
             reason = next(line for line in large.reasons if line.startswith("chosen "))
             assert large.warp_specialised and large.num_warps == 8 and prefix in reason
-            assert ("programs share first tiles" in reason) == (large.splits > 1)
+            assert ("programs share the first tiles" in reason) == (large.splits > 1)
         assert not plan(problem(op, form, 16, 8192, 7168), H200).warp_specialised
     for op, form in FORMS:
         shape = problem(op, form, 8192, 8192, 7168)

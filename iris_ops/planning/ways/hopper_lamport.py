@@ -48,7 +48,7 @@ class LamportTwoShot(Lamport):
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if problem.world_size < 3 or problem.M <= 128:
-            return "it is for 129 rows and more, among three ranks and more"
+            return "it needs at least 129 rows and three ranks"
         return specialised_refused(problem, machine) or unhidden(problem, self.most)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
@@ -84,9 +84,9 @@ class LamportPair(LamportTwoShot):
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if problem.world_size != 2 or problem.M <= 64:
-            return "it is for 65 rows and more, between two ranks"
+            return "it needs at least 65 rows and exactly two ranks"
         if problem.tree and not problem.tree.halved:
-            return "not each of the ranks has half of the leaves of K"
+            return "the two ranks do not have half of the leaves of K each"
         return specialised_refused(problem, machine) or unhidden(problem, self.most)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
@@ -130,7 +130,7 @@ class LamportPairScatter(LamportPair):
         if problem.form != "rows":
             return "it scatters rows"
         if problem.K > _DEEPEST_SCATTERED:
-            return "a product so deep hides all that follows it"
+            return "a product with this K already hides its exchange"
         return super().accepts(problem, machine)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:

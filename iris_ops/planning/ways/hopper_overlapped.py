@@ -81,7 +81,7 @@ class HopperReduce(Way):
     def label(self, problem: Problem, config: FusedConfig) -> str:
         label = f"{self.kernel} {config.block_m}x{config.block_n}x{config.depth(problem.itemsize)}"
         label = reduced_label(label, problem, config)
-        label += ", programs share first tiles" if config.splits > 1 else ""
+        label += ", programs share the first tiles" if config.splits > 1 else ""
         return label + (f", {problem.weights.rounding}" if self.rounds_rows(problem) else "")
 
 

@@ -106,7 +106,7 @@ class LamportGather(Lamport):
 def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
     """Return the norm, where a kernel itself can add the residual and end with an RMSNorm's first half.
 
-    Not where rows are to be alike: if they are many no kernel does, and a tile sums squares in an order of its own.
+    Not where rows are to be alike: if they are many no kernel does, and a tile sums squares in another order.
     """
     inside = problem.op == ALL_REDUCE and not problem.sums.promised and config.block_n % NORM_SPAN == 0
     return (NORM,) if inside else ()

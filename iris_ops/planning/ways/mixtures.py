@@ -157,9 +157,9 @@ class Down(Mixture):
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if not one_token(problem):
-            return f"one token is {TOKEN}'s"
+            return f"{TOKEN} computes a single token"
         if problem.M > MOST_TOKENS:
-            return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
+            return f"one program would add more than {MOST_TOKENS} tokens of its columns"
         return waits_too_wide(problem, max(n for _, n, *_ in FEW_TILES), machine)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:

@@ -119,7 +119,7 @@ class GatherFirst(Overlapped):
         return problem.op == GATHER_MATMUL and config.algorithm == "overlapped"
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
-        shared = ", programs share first tiles" if config.warp_specialised and config.splits > 1 else ""
+        shared = ", programs share the first tiles" if config.warp_specialised and config.splits > 1 else ""
         return super().label(problem, config) + shared
 
 

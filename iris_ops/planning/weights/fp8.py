@@ -37,16 +37,16 @@ class _Fp8(WeightFormat):
         if problem.M <= self.streamed_rows and not problem.sums.promised:
             return f"up to {self.streamed_rows} rows are not rounded"
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
-            return f"K and N are no multiples of {MULTIPLE}"
+            return f"K and N are not multiples of {MULTIPLE}"
         return None
 
     def converted(self, problem: Any, machine: Machine) -> str:
         if problem.op == ALL_REDUCE:  # `sequential` serves it everywhere
             return ""
         if not on_hopper(problem, machine):
-            return f"{problem.dtype} by fp8 is not multiplied on {machine.name}"
+            return f"{problem.dtype} times fp8 is not multiplied on {machine.name}"
         if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
-            return f"by rows, K and N multiples of {MULTIPLE}, it would be multiplied"
+            return f"only by rows, with K and N multiples of {MULTIPLE}, are rows rounded instead"
         return ""
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
