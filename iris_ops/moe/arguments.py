@@ -114,6 +114,23 @@ class TokenForm:
     STAGES: int
 
 
+@dataclass(frozen=True)
+class StreamedForm:
+    """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
+
+    CHOICES: a power of two at least as many. STAGES: of the ring of weights. GATE: as in `GroupedForm`. LATER: what
+    sums are multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values.
+    """
+
+    BLOCK_M: int
+    TOP_K: int
+    CHOICES: int
+    STAGES: int
+    GATE: str | None
+    LATER: float
+    TAKE: Any = None
+
+
 def choice_of(where: torch.Tensor | Routing) -> Choice:
     """`where`: experts as they were chosen, or sorted."""
     if isinstance(where, torch.Tensor):

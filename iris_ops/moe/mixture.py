@@ -15,11 +15,12 @@ from iris.launch import relaunch
 from iris.machines import machine_of
 import torch
 
+from ..launch import loading
 from ..named import named
 from ..planning.moe_problem import GATE_UP, ROUTE, MoeProblem
 from ..planning.moe_ways import need_sorting
 from ..planning.plan import plan, way_for
-from . import checks, grouped_matmul, routing
+from . import checks, routing
 from .activation import activation_of
 from .operands import Down, GateUp
 from .routing import Routing
@@ -80,7 +81,8 @@ class Mixture:
         bias = self._steps.together(bias)
         where = self._sorted(workspace, problem, chosen, experts)
         tensors = tensors._replace(where=where, bias=bias, activation=function)
-        grouped_matmul.launch(self._steps, problem, chosen, tensors)
+        way, chosen = loading(ctx, problem, chosen, tensors)
+        named(way.launcher)(self._steps, problem, chosen, tensors)
         self._keep(key)
 
     def down(self, op: str, workspace: Workspace, tensors: Down, config: FusedConfig | None) -> None:
@@ -113,6 +115,7 @@ class Mixture:
         where = self._sorted(workspace, problem, chosen, experts)
         assert weights is not None
         tensors = tensors._replace(where=where, weights=weights, bias=bias)
+        way, chosen = loading(ctx, problem, chosen, tensors)
         named(way.launcher)(self._steps, workspace, problem, chosen, tensors)
         self._keep(key)
 

@@ -93,13 +93,22 @@ def add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.con
 
 @gluon.jit
 def products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
-    """A's numbers of each line as the products of the weights take them."""
+    """A's numbers of each line, in shared memory, as the products of the weights take them."""
+    if widen.RUNS:
+        LOADED: gl.constexpr = runs_layout(rows.shape[0] // 4, rows.shape[1], widen.WORDS // 8, gl.num_warps())
+    else:
+        LOADED: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
+    return products_of(rows.permute((0, 2, 1)).load(LOADED), widen, MMA)
+
+
+@gluon.jit
+def products_of(x, widen: gl.constexpr, MMA: gl.constexpr):
+    """The same of numbers in registers: runs [4 * lines, 32, rows], or words of four numbers [lines, 32, rows]."""
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
-        LINES: gl.constexpr = rows.shape[0] // 4
-        BLOCK_M: gl.constexpr = rows.shape[1]
-        x = rows.permute((0, 2, 1)).load(runs_layout(LINES, BLOCK_M, widen.WORDS // 8, gl.num_warps()))
+        LINES: gl.constexpr = x.shape[0] // 4
+        BLOCK_M: gl.constexpr = x.shape[2]
         if widen.SCALED:
             x = _scaled(x)
         PARTS: gl.constexpr = widen.PRODUCTS // 4  # of a run of 32
@@ -108,7 +117,7 @@ def products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
         for i in gl.static_range(4 * PARTS):
             result = result + (gl.convert_layout(parts[i], ROWS),)
     else:
-        result = _apart(rows.permute((0, 2, 1)).load(ROWS))
+        result = _apart(gl.convert_layout(x, ROWS))
     return result
 
 
@@ -166,6 +175,16 @@ def runs_layout(lines, rows, k_width, warps):
     return gl.DistributedLinearLayout(
         held + [[1, 0, 0], [2, 0, 0]] + more, lanes, of_warps, [], [4 * lines, 32, rows]
     )  # fmt: skip
+
+
+@triton.constexpr_function
+def words_layout(lines, rows, warps):
+    """The layout of words of four numbers [lines, 32, rows], as operands of dot products: each warp has its lines."""
+    held = [[0, 1, 0], [0, 2, 0], [0, 16, 0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
+    more = [[warps << i, 0, 0] for i in range(_bits(lines // warps))]
+    lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    of_warps = [[1 << i, 0, 0] for i in range(_bits(warps))]
+    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [lines, 32, rows])
 
 
 @triton.constexpr_function

@@ -52,7 +52,7 @@ RINGS = {
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
     3: {(8, 1): 4, (16, 2): 2},
 }
-_SHARED, _RESERVED = 228 << 10, 1536  # bytes of a multiprocessor, and of each program beside ring and sums
+SHARED, RESERVED = 228 << 10, 1536  # bytes of a multiprocessor, and of each program beside ring and sums
 REGISTERS = {3: 168, 4: 128}  # of a thread, by the programs at once, in eights
 _COLUMNS = gl.constexpr(16)  # of a tile of fp8 with a scale for each column
 _LINE = gl.constexpr(LINE)
@@ -298,7 +298,7 @@ def options(grid: int, programs: int) -> dict[str, int]:
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
     """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
-    return stages * stage_bytes(rows, T * _COLUMNS.value, 32) + _sums_bytes(rows, T * _COLUMNS.value)
+    return stages * stage_bytes(rows, T * _COLUMNS.value, 32) + sums_bytes(rows, T * _COLUMNS.value)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = WARPS) -> int:
@@ -306,7 +306,7 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
     return lines * (2 * LINE * rows + columns * (4 * words + scales))
 
 
-def _sums_bytes(rows: int, columns: int, lines: int = WARPS) -> int:
+def sums_bytes(rows: int, columns: int, lines: int = WARPS) -> int:
     return lines * triton.next_power_of_2(columns) * rows * 4
 
 
@@ -350,24 +350,24 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         chosen = choice()
     lines = chosen.LINES
     if widen.RUNS:
-        a = _described(A, 32, lines * LINE // 32, rows)
+        a = described(A, 32, lines * LINE // 32, rows)
     else:
-        a = _described(A.view(torch.int64), 32, lines, rows)
-    b = _described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
+        a = described(A.view(torch.int64), 32, lines, rows)
+    b = described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
     scales, nbytes = None, 0
     if scale.ndim == 2:
         per_line = scale.shape[1] // (triton.cdiv(b.shape[0], 4) * 4)  # as packed
         block, nbytes = [chosen.COLUMNS, lines * per_line], per_line * scale.itemsize
-        scales = word_descriptor(scale, block, _layout(lines * nbytes, scale.itemsize, 2))
+        scales = word_descriptor(scale, block, block_layout(lines * nbytes, scale.itemsize, 2))
     if plain:
         grid, stages = grid_and_stages(N, A.shape[0], T, programs, gated)
     else:
         groups = triton.cdiv(N, chosen.COLUMNS)
         resident = min(chosen.RESIDENT, triton.cdiv(groups, programs))
-        others = _RESERVED + _sums_bytes(rows, T * chosen.COLUMNS, lines)
+        others = RESERVED + sums_bytes(rows, T * chosen.COLUMNS, lines)
         stage = stage_bytes(rows, T * chosen.COLUMNS, widen.WORDS, nbytes, lines)
-        resident = 1 if _SHARED // resident < others + 2 * stage else resident
-        room = _SHARED // resident - others
+        resident = 1 if SHARED // resident < others + 2 * stage else resident
+        room = SHARED // resident - others
         grid, stages = min(groups, resident * programs), max(2, min(chosen.STAGES, room // stage))
     form = StreamForm(rows, T, stages, LATER=widen.later, BRANCHES=chosen.BRANCHES, **more)
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
@@ -378,14 +378,14 @@ def widening_of(B: torch.Tensor, scale: torch.Tensor | None) -> Widening:
     return named(format_of(B, scale).widening)
 
 
-def _described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescriptor:
+def described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescriptor:
     """Return `t` [rows, n] as the hardware loads it: [n / width, rows, width], `rows` of so many `lines` at a time."""
     pieces = t.as_strided((t.shape[1] // width, t.shape[0], width), (width, t.stride(0), 1))
     # words of eight bytes in lines of 256: two lines of the widest swizzle
-    return word_descriptor(pieces, [lines, rows, width], _layout(width * t.itemsize, t.itemsize, 3))
+    return word_descriptor(pieces, [lines, rows, width], block_layout(width * t.itemsize, t.itemsize, 3))
 
 
-def _layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+def block_layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     """The layout of lines of so many bytes in shared memory."""
     swizzle = min(line, 128) if line >= 32 else 0
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)

@@ -11,6 +11,7 @@ from .lamport import Lamport, LamportGather
 from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
 from .overlapped import Gather, GatherFirst, Reduce
 from .sequential import Sequential
+from .touched import StreamDown, StreamGateUp
 from .tree import Tree
 
 WAYS: tuple[Way, ...] = (
@@ -35,4 +36,6 @@ WAYS: tuple[Way, ...] = (
     Down(),
     Combine(),
     DownInSteps(),
+    StreamGateUp(),
+    StreamDown(),
 )

@@ -1,0 +1,104 @@
+"""Few tokens by quantised experts: a stream of the experts that are touched (`moe/touched_stream.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iris.machines import Machine
+
+from ...config import FusedConfig
+from ..moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
+from ..moe_ways import need_sorting, waits_too_wide
+from ..needs import MOST_ROWS
+from ..sums import ANY_ORDER
+from ..way import Sizes
+from ..weights import FORMATS
+from ..weights.streams import on_hopper
+from ..workspace_size import exchange_ld
+from .mixtures import GROUPED, LAMPORT, Mixture
+
+STREAM_GATE_UP, STREAM_DOWN = "moe.stream_gate_up", "moe.stream_down"
+MOST_PAIRS = 256  # that are all compared with each other: tokens and experts of a token, rounded up
+# What its kernels choose for themselves; or, where the hardware cannot load a rank's tensors, the tile in their place.
+_TILE = dict(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3, algorithm="one_shot")
+# Columns of a program's item, and what reading A and adding up lines cost, in columns.
+_WIDTHS, _SHARED_WORK = {GATE_UP: (32, 64), DOWN_ALL_REDUCE: (16, 32)}, 6
+_DRAWN, _FIRST_US = 0.8, 1.5  # of what memory gives; until the first weights are there, and after the last
+
+
+def columns_at_once(problem: MoeProblem, programs: int) -> int:
+    """Return of how many columns of the weights a program's item is, so that multiprocessors end together."""
+
+    def most(width: int) -> float:
+        groups = -(-problem.columns // width) * (1 if problem.reduces else problem.touched)
+        return -(-groups // programs) * (width + _SHARED_WORK)
+
+    return min(reversed(_WIDTHS[problem.op]), key=most)
+
+
+class TouchedStream(Mixture):
+    """Experts as codes stay so until they are in registers. More tokens are summed otherwise."""
+
+    algorithms = ("one_shot",)
+    supports = "moe.touched_stream:supports"
+    weights = frozenset(w for w in FORMATS if w.widening)
+    sums = frozenset((ANY_ORDER,))
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        if not problem.weights.streamable(problem.tokens, problem.K):
+            granule = problem.weights.granule
+            return f"it is for up to {MOST_ROWS} tokens, and K a multiple of {granule}"
+        if not on_hopper(problem, machine):
+            return "it needs a Hopper GPU and bf16"
+        rows, choices = 8 if problem.tokens <= 8 else MOST_ROWS, 1 << (problem.top_k - 1).bit_length()
+        if rows * choices > MOST_PAIRS or need_sorting(problem.pairs, problem.experts):
+            return f"each program finds the experts of at most {MOST_PAIRS} pairs"
+        if problem.experts * problem.columns >= 1 << 31:
+            return "columns of all experts are 2**31 or more"
+        return None
+
+    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+        return config.kernel == self.kernel and config.algorithm in self.algorithms
+
+    def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+        return [FusedConfig(**_TILE, kernel=self.kernel)]
+
+    def product_us(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+        width = columns_at_once(problem, machine.num_programs)
+        items = -(-problem.columns // width) * (1 if problem.reduces else problem.touched)
+        # the fullest multiprocessors are the last to end, once there are fewer than draw all that memory gives
+        rounds = -(-items // machine.num_programs)
+        drawing = max(min(1.0, items / (_DRAWN * machine.num_programs)), items / (rounds * machine.num_programs))
+        streamed = problem.touched * problem.columns * problem.K * problem.weight_bytes
+        return streamed / (_DRAWN * min(1.0, drawing) * machine.hbm_gbs * 1e3) + _FIRST_US
+
+    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+        return machine.exchange_us if problem.reduces else 0.0
+
+    def label(self, problem: MoeProblem, config: FusedConfig) -> str:
+        return self.kernel
+
+
+class StreamGateUp(TouchedStream):
+    """Gate and up."""
+
+    kernel = STREAM_GATE_UP
+    launcher = "moe.touched_stream:launch_gate_up"
+    fallback = GROUPED
+    ops = frozenset((GATE_UP,))
+
+
+class StreamDown(TouchedStream):
+    """The way back: a program sums all experts for its columns."""
+
+    kernel = STREAM_DOWN
+    launcher = "moe.touched_stream:launch_down"
+    fallback = LAMPORT
+    ops = frozenset((DOWN_ALL_REDUCE,))
+
+    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+        return super().accepts(problem, machine) or waits_too_wide(problem, _TILE["block_n"], machine)
+
+    def workspace(self, problem: MoeProblem, config: FusedConfig, programs: int) -> Sizes:
+        elements = problem.world_size * problem.tokens * exchange_ld(problem.N)
+        return Sizes(exchange=2 * elements * problem.dtype.itemsize)
