@@ -1,5 +1,8 @@
 """A mixture's two ops with experts in each format, beside bf16: `python -m benchmarks.moe_formats --ranks 2`.
 
+`--compare` times few tokens of three models by the stream of touched experts and by the fastest other way instead,
+each op by itself and both in turn.
+
 Every result is compared with float64 and the widened weights. Then each op is timed by itself in a CUDA graph of calls
 whose routings differ, so that no weight stays in L2. The floor is the bytes of the experts that have tokens, over 4.3
 TB/s. Kernels are compiled first, by processes beside each other. One JSON line a row.
@@ -17,8 +20,14 @@ import sys
 import time
 
 import iris
+from iris.machines import machine_of
 from iris_ops import FusedConfig
+from iris_ops.moe import touched_stream
+from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.plan import choose
+from iris_ops.planning.ways import WAYS, touched
+from iris_ops.planning.weights import format_of
 from iris_ops.quantised.packing import PACKINGS
 import torch
 import torch.distributed as dist
@@ -34,6 +43,10 @@ TILES = (
     (32, 128, 128, 4, 3), (32, 128, 128, 8, 3), (64, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3),
     (128, 128, 128, 8, 3),
 )  # fmt: skip
+COMPARED = (("gpt-oss-120b", "mxfp4"), ("qwen3-30b-a3b", "fp8_block"), ("deepseek-v3", "int4"))
+# Of the stream: columns of an item of gate and up, of one of the way back, and programs on a multiprocessor.
+VARIANTS = ((32, 32, 2), (64, 16, 2), (64, 32, 1))
+FEW = 1, 4, 16  # tokens
 ROUTINGS, REPLAYS, CHECKED = 16, 7, 6
 GBS = 4300.0
 
@@ -113,9 +126,9 @@ class Layer:
         given = self.down.operand, self.chosen[i], self.weights
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
-    def errors(self) -> tuple[float, float]:
+    def errors(self, up: FusedConfig | None = None, down: FusedConfig | None = None) -> tuple[float, float]:
         """Relative errors of both ops, of some tokens."""
-        self.gate_up(0), self.reduce(0)
+        self.gate_up(0, up), self.reduce(0, down)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
         for t in range(len(self.A) - count, len(self.A)):
@@ -177,6 +190,57 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
         row[f"{name}_tiles"] = times
 
 
+def compare(layer: Layer, row: dict, variant: tuple[int, int, int] | None, warm: bool) -> None:
+    """Time both ops by the stream in a variant, or, without one, by the fastest of the other ways."""
+    shape, tokens, w = layer.shape, len(layer.A), layer.ctx.num_ranks
+    sizes = dict(tokens=tokens, top_k=shape.top_k, experts=shape.experts, world_size=w, dtype=torch.bfloat16)
+    up, down = (
+        MoeProblem(op, N=N, K=K, gated=op == GATE_UP, weights=format_of(each.operand[0], each.scale[0]), **sizes)
+        for op, N, K, each in (
+            (GATE_UP, layer.width, shape.hidden, layer.up), (DOWN_ALL_REDUCE, shape.hidden, layer.width, layer.down)
+        )
+    )  # fmt: skip
+    if variant is None:
+        machine = machine_of(layer.ctx.device)
+        others = tuple(way for way in WAYS if not isinstance(way, touched.TouchedStream))
+        configs = [choose(others, each, machine, explained=False) for each in (up, down)]
+    else:
+        touched._WIDTHS = {GATE_UP: variant[:1], DOWN_ALL_REDUCE: variant[1:2]}
+        touched_stream._RESIDENT = variant[2]
+        # the stream ignores the stages, which tell the calls of variants apart
+        stages = 1 + VARIANTS.index(variant)
+        configs = [
+            FusedConfig(16, 128, 128, num_warps=4, num_stages=stages, algorithm="one_shot", kernel=kernel)
+            for kernel in (touched.STREAM_GATE_UP, touched.STREAM_DOWN)
+        ]
+    first, second = (partial(call, config=c) for call, c in zip((layer.gate_up, layer.reduce), configs, strict=True))
+    layer.middle.fill_(float("nan")), layer.out.fill_(float("nan"))
+    errors = layer.errors(*configs)
+    row |= dict(errors=[float(f"{e:.3g}") for e in errors], wrong=not max(errors) < 0.02)
+    row |= dict(predicted=[round(each.prediction.total_us, 1) for each in configs] if variant is None else None)
+    if not warm:
+        row |= dict(up=timed(first), down=timed(second), both=timed(lambda i: (first(i), second(i))))
+
+
+def run_compared(names: list[str], some: list[int], warm: bool) -> None:
+    with iris.iris(1 << 28) as ctx, torch.no_grad():
+        for name, format in COMPARED:
+            if name not in names:
+                continue
+            layer = Layer(name, format, ctx)
+            for tokens in some:
+                layer.draw(tokens)
+                floor = layer.touched() * (layer.up.bytes + layer.down.bytes) / GBS / 1e3
+                for variant in (None, *VARIANTS):
+                    row = dict(shape=name, format=format, T=tokens, stream=variant, floor=floor)
+                    try:
+                        compare(layer, row, variant, warm)
+                    except Exception as error:
+                        row |= dict(failed=f"{type(error).__name__}: {error}"[:300])
+                    say(row, ctx, warm)
+            del layer
+
+
 def same_bits(name: str, format: str, warm: bool) -> None:
     """With invariant="batch" the first token has the same bits among any number."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
@@ -235,24 +299,37 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", nargs="+", default=list(NAMES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(FEW), help="of --compare")
     parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
+    if args.compare and args.shapes == list(NAMES):
+        args.shapes = [name for name, _ in COMPARED]
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        run(args.shapes, args.formats, args.warm)
+        if args.compare:
+            run_compared(args.shapes, args.tokens, args.warm)
+        else:
+            run(args.shapes, args.formats, args.warm)
         return
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     begin = time.monotonic()
 
     def started(shapes: list[str], formats: list[str], *more: str) -> subprocess.Popen:
-        given = ["--shapes", *shapes, "--formats", *formats, *more]
+        given = ["--shapes", *shapes, *(["--formats", *formats] if formats else []), *more]
         return subprocess.Popen([*start, "-m", "benchmarks.moe_formats", *given])
 
-    for process in [started([name], [each], "--warm") for name in args.shapes for each in args.formats]:
+    kind = ["--compare"] if args.compare else []
+    if args.compare:
+        each_alone = [([name], [], *kind, "--tokens", str(n)) for name in args.shapes for n in args.tokens]
+    else:
+        each_alone = [([name], [each]) for name in args.shapes for each in args.formats]
+    for process in [started(*each, "--warm") for each in each_alone]:
         process.wait()
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    sys.exit(started(args.shapes, args.formats).wait())
+    more = [*kind, "--tokens", *map(str, args.tokens)] if kind else []
+    sys.exit(started(args.shapes, args.formats, *more).wait())
 
 
 if __name__ == "__main__":

@@ -190,7 +190,10 @@ def begin(ring, touched, groups, BY_COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
-    """A's numbers of a step, as `products_of` takes them, of rows that are not negative. a, stride: as `rows_of` says."""
+    """A's numbers of a step, as `products_of` takes them, of `rows` [BLOCK_M]; zeros for those that are negative.
+
+    a: by numbers, or with policies that are not `RUNS` by words of four. stride: from row to row of these.
+    """
     BLOCK_M: gl.constexpr = rows.shape[0]
     if widen.RUNS:
         HIGH: gl.constexpr = 4 * LINES

@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.arguments import World
 from ..kernels.launching import lamport_memory
 from ..kernels.rmsnorm_epilogue import SPAN
-from ..planning.ways.touched import columns_at_once
+from ..planning.ways.touched import columns_at_once, too_many
 from ..planning.weights import format_of
 from ..quantised import weight_stream
 from ..quantised.lamport_stream import layouts
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from .operands import Down, GateUp
     from .steps import Steps
 
-_STAGES, _RESIDENT = 12, 2  # of a ring at most; programs on a multiprocessor at once
+# Of a ring at most; programs on a multiprocessor at once; bytes of shared memory for what moves between warps.
+_STAGES, _RESIDENT, _MOVED = 12, 2, 1024
 
 
 @gluon.jit
@@ -229,7 +230,6 @@ def _weights(touched, combine, tokens, form: gl.constexpr):
     return gl.load(combine.weights + t * combine.stride_wt + j, mask=mask, other=0.0).to(gl.float32)
 
 
-
 class _Prepared(NamedTuple):
     """A product as both kernels take it: its grid, launch options, and arguments."""
 
@@ -239,12 +239,14 @@ class _Prepared(NamedTuple):
 
 
 def supports(problem: MoeProblem, config: FusedConfig, rank: int, tensors: GateUp | Down) -> str | None:
-    """Return the reason why the kernels cannot load rows A [M, K] and the stored B [E, K, N] with its scale, or None."""
+    """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
     A, B, scale = tensors.A, tensors.B, tensors.scale
     assert scale is not None
     weights, stored = B.transpose(1, 2), format_of(B[0], scale[0])
-    if not platform.has_warp_specialisation(A.device):
-        return "it needs a Hopper GPU"
+    if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16:
+        return "it needs a Hopper GPU and bf16"
+    if reason := too_many(problem):
+        return reason
     if not weights.is_contiguous() or not scale.is_contiguous():
         return "experts or their scales do not follow each other in memory"
     word = 8 if stored.group in (0, 128) and stored.packing.startswith("fp8") else 2
@@ -267,18 +269,18 @@ def _prepared(
     stored, by_group = B.transpose(1, 2).reshape(E * N, -1), scale.ndim == 3
     flat = scale.reshape(E * N, *scale.shape[2:])
     widen = weight_stream.widening_of(stored.t(), flat)
-    halves, columns, rows = gate == "halves", columns_at_once(problem, programs), weight_stream.rows_at_once(problem.tokens)
-    columns //= 2 if halves else 1
+    halves, rows = gate == "halves", weight_stream.rows_at_once(problem.tokens)
+    columns = columns_at_once(problem, programs) // (2 if halves else 1)
     words = stored.view(torch.int32)
     lines, nbytes, scales = words.shape[1] // widen.WORDS, 0, None
     if by_group:
         per_line = flat.shape[1] // (triton.cdiv(lines, 4) * 4)  # as packed
         nbytes = per_line * flat.itemsize
-        layout = weight_stream.block_layout(LINES.value * nbytes, flat.itemsize, 2)
-        scales = word_descriptor(flat, [columns, LINES.value * per_line], layout)
+        layout = weight_stream.block_layout(weight_stream.WARPS * nbytes, flat.itemsize, 2)
+        scales = word_descriptor(flat, [columns, weight_stream.WARPS * per_line], layout)
     tiles = 2 if halves else 1
     stage = weight_stream.stage_bytes(0, tiles * columns, widen.WORDS, nbytes)
-    others = weight_stream.RESERVED + weight_stream.sums_bytes(rows, tiles * columns)
+    others = weight_stream.RESERVED + _MOVED + weight_stream.sums_bytes(rows, tiles * columns)
     groups = triton.cdiv(problem.N if halves else N, columns)
     items = groups if problem.reduces else groups * min(problem.pairs, E)
     resident = min(_RESIDENT, triton.cdiv(items, programs))
@@ -289,7 +291,7 @@ def _prepared(
     grid = min(items, resident * programs)
     args = dict(
         a=A if widen.RUNS else A.view(torch.int64), stride_am=A.stride(0) // (1 if widen.RUNS else 4),
-        b=weight_stream.described(words, widen.WORDS, LINES.value, columns), scales=scales,
+        b=weight_stream.described(words, widen.WORDS, weight_stream.WARPS, columns), scales=scales,
         factors=None if by_group else flat, bias=bias_of(bias), tokens=problem.tokens, experts=E, N=N, K=problem.K,
         form=form, widen=widen, world=world,
     )  # fmt: skip
@@ -307,8 +309,7 @@ def launch_gate_up(steps: Steps, problem: MoeProblem, config: FusedConfig, tenso
         chosen=choice_of(where).chosen, out=out, ctx_ptr=steps.ctx.get_device_context(), stride_om=out.stride(0),
         stride_on=out.stride(1), activation=activation,
     )  # fmt: skip
-    args = {name: (made.args | more)[name] for name in moe_stream_gate_up_kernel.arg_names}
-    steps.launch(moe_stream_gate_up_kernel, made.grid, args, **made.options)
+    steps.launch(moe_stream_gate_up_kernel, made.grid, made.args | more, **made.options)
 
 
 def launch_down(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
@@ -324,5 +325,4 @@ def launch_down(steps: Steps, workspace: Workspace, problem: MoeProblem, config:
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         ctx_ptr=steps.ctx.get_device_context(), stride_om=out.stride(0), stride_on=out.stride(1),
     )  # fmt: skip
-    args = {name: (made.args | more)[name] for name in moe_stream_down_kernel.arg_names}
-    steps.launch(moe_stream_down_kernel, made.grid, args, **made.options)
+    steps.launch(moe_stream_down_kernel, made.grid, made.args | more, **made.options)

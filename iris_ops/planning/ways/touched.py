@@ -36,6 +36,18 @@ def columns_at_once(problem: MoeProblem, programs: int) -> int:
     return min(reversed(_WIDTHS[problem.op]), key=most)
 
 
+def too_many(problem: MoeProblem) -> str | None:
+    """Return why the stream serves no problem of these sizes on any machine, or None."""
+    if not problem.weights.streamable(problem.tokens, problem.K):
+        return f"it is for up to {MOST_ROWS} tokens, and K a multiple of {problem.weights.granule}"
+    rows, choices = 8 if problem.tokens <= 8 else MOST_ROWS, 1 << (problem.top_k - 1).bit_length()
+    if rows * choices > MOST_PAIRS or need_sorting(problem.pairs, problem.experts):
+        return f"each program finds the experts of at most {MOST_PAIRS} pairs"
+    if problem.experts * problem.columns >= 1 << 31:
+        return "columns of all experts are 2**31 or more"
+    return None
+
+
 class TouchedStream(Mixture):
     """Experts as codes stay so until they are in registers. More tokens are summed otherwise."""
 
@@ -45,20 +57,11 @@ class TouchedStream(Mixture):
     sums = frozenset((ANY_ORDER,))
 
     def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
-        if not problem.weights.streamable(problem.tokens, problem.K):
-            granule = problem.weights.granule
-            return f"it is for up to {MOST_ROWS} tokens, and K a multiple of {granule}"
-        if not on_hopper(problem, machine):
-            return "it needs a Hopper GPU and bf16"
-        rows, choices = 8 if problem.tokens <= 8 else MOST_ROWS, 1 << (problem.top_k - 1).bit_length()
-        if rows * choices > MOST_PAIRS or need_sorting(problem.pairs, problem.experts):
-            return f"each program finds the experts of at most {MOST_PAIRS} pairs"
-        if problem.experts * problem.columns >= 1 << 31:
-            return "columns of all experts are 2**31 or more"
-        return None
+        return too_many(problem) or (None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16")
 
     def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
-        return config.kernel == self.kernel and config.algorithm in self.algorithms
+        alike = config.kernel == self.kernel and config.algorithm in self.algorithms
+        return alike and problem.weights in self.weights and problem.sums.kind in self.sums
 
     def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
         return [FusedConfig(**_TILE, kernel=self.kernel)]
