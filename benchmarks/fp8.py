@@ -18,7 +18,7 @@ import time
 
 import iris
 from iris_ops.local import skinny_matmul
-from iris_ops.quantised import scaled_matmul, weight_stream
+from iris_ops.quantised import scaled_matmul
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Budget
@@ -96,7 +96,7 @@ def calls_of(
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         most = (
-            weight_stream.MOST_ROWS if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
+            FP8_FORMAT.streamed_rows if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
         )
         if skinny_matmul.has_few_rows(x, most) and (scale is None or skinny_matmul.streams(weight.shape, x.device)):
             return skinny_matmul.skinny_matmul(x, weight, None, scale)

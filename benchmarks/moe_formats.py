@@ -23,11 +23,13 @@ import iris
 from iris.machines import machine_of
 from iris_ops import FusedConfig
 from iris_ops.moe import touched_stream
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
+from iris_ops.planning.experts import Experts
 from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
 from iris_ops.planning.plan import choose
 from iris_ops.planning.ways import WAYS, touched
 from iris_ops.planning.weights import format_of
+from iris_ops.problem import Problem
 from iris_ops.quantised.packing import PACKINGS
 import torch
 import torch.distributed as dist
@@ -77,7 +79,7 @@ class Experts:
 
     @property
     def bytes(self) -> float:
-        """Of one expert."""
+        """Return the bytes of one expert."""
         size = self.weight[0].numel() * self.weight.itemsize
         return size + (0 if self.scale is None else self.scale[0].numel() * self.scale.itemsize)
 
@@ -127,7 +129,7 @@ class Layer:
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
     def errors(self, up: FusedConfig | None = None, down: FusedConfig | None = None) -> tuple[float, float]:
-        """Relative errors of both ops, of some tokens."""
+        """Return the relative errors of both ops, of a few tokens."""
         self.gate_up(0, up), self.reduce(0, down)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
@@ -149,7 +151,7 @@ class Layer:
 
 
 def timed(call: Callable[[int], None]) -> float:
-    """Microseconds of a call, of the slowest rank."""
+    """Return the microseconds of a call on the slowest rank."""
     for i in range(ROUTINGS):
         call(i)
     torch.cuda.synchronize()
@@ -193,11 +195,13 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
 def compare(layer: Layer, row: dict, variant: tuple[int, int, int] | None, warm: bool) -> None:
     """Time both ops by the stream in a variant, or, without one, by the fastest of the other ways."""
     shape, tokens, w = layer.shape, len(layer.A), layer.ctx.num_ranks
-    sizes = dict(tokens=tokens, top_k=shape.top_k, experts=shape.experts, world_size=w, dtype=torch.bfloat16)
+    experts = Experts(shape.experts, shape.top_k)
     up, down = (
-        MoeProblem(op, N=N, K=K, gated=op == GATE_UP, weights=format_of(each.operand[0], each.scale[0]), **sizes)
-        for op, N, K, each in (
-            (GATE_UP, layer.width, shape.hidden, layer.up), (DOWN_ALL_REDUCE, shape.hidden, layer.width, layer.down)
+        Problem(op, BY_NAME[op].forms[0], tokens, *sizes, w, torch.bfloat16, format_of(each.operand[0], each.scale[0]),
+                BY_NAME[op].epilogue, experts=experts)
+        for op, each, sizes in (
+            (GATE_UP, layer.up, (2 * layer.width, shape.hidden)),
+            (DOWN_ALL_REDUCE, layer.down, (shape.hidden, layer.width)),
         )
     )  # fmt: skip
     if variant is None:
@@ -242,7 +246,7 @@ def run_compared(names: list[str], some: list[int], warm: bool) -> None:
 
 
 def same_bits(name: str, format: str, warm: bool) -> None:
-    """With invariant="batch" the first token has the same bits among any number."""
+    """Check that with invariant="batch" the first token has the same bits in any batch."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
         layer, found = Layer(name, format, ctx), {}
         for tokens in (1, 3, 64, 512):

@@ -1,7 +1,8 @@
-"""How fast are few rows by quantised weights? `python -m benchmarks.quantised --ranks 2`: each format against bf16.
+"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`, each format against
+bf16.
 
 First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
-weights that its codes stand for. Outputs hold NaN before. Then layers of published models are timed as a rank of two
+weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two
 has them, each by `matmul_all_reduce` and without an exchange by `skinny_matmul`, in CUDA graphs. Weights rotate, so
 that none is in the L2 cache. `bound` is the time in which their bytes come at the rate of a copy, and 4 us.
 """
@@ -17,7 +18,7 @@ import time
 import iris
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import BY_NAME
-from iris_ops.quantised import weight_stream
+from iris_ops.quantised import stream_form, weight_stream
 from iris_ops.quantised.packing import PACKINGS
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
@@ -38,21 +39,38 @@ LAYERS = {  # name: (outputs, inputs of a rank)
 }
 TINY = {"tiny": (48, 96)}
 FORMATS = ["fp8", "fp8_block", "int4", "int4/128", "mxfp4"]
-ROWS = [1, 2, 4, 8, 16]
-VARIANTS = {  # columns and lines of a step, programs on a multiprocessor
-    f"{columns}x{lines}x{resident}": weight_stream.Choice(columns, lines, resident)
-    for columns, lines, resident in (
-        (16, 4, 3), (16, 4, 4), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 1), (64, 8, 1),
-    )
-}  # fmt: skip
-CHECKED = [(1, 256, 512), (5, 200, 1440), (16, 1040, 2880), (9, 48, 96), (8, 4224, 1152)]  # rows, columns, depth
+ROWS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
+
+
+def _variants(*choices: tuple[int, ...]) -> dict[str, stream_form.Choice]:
+    """Return choices by name: columns and lines of a step, programs on a multiprocessor, warps, those along columns."""
+    return {
+        f"{columns}x{lines}x{resident}w{warps}c{across}": stream_form.Choice(
+            columns, lines, resident, WARPS=warps, COLUMN_WARPS=across
+        )
+        for columns, lines, resident, warps, across in choices
+    }
+
+
+FEW_ROWS = _variants(
+    (32, 4, 2, 4, 1), (32, 8, 2, 4, 1), (64, 4, 1, 4, 1), (64, 8, 1, 4, 1), (64, 8, 1, 8, 1), (64, 4, 1, 8, 2),
+    (128, 4, 1, 8, 2), (32, 8, 1, 8, 1),
+)  # fmt: skip
+MORE_ROWS = _variants(
+    (64, 2, 1, 8, 4), (64, 2, 1, 4, 2), (64, 4, 1, 8, 2), (128, 2, 1, 8, 4), (128, 2, 1, 8, 8), (128, 1, 1, 8, 8),
+    (64, 1, 1, 4, 4), (32, 4, 1, 8, 2),
+)  # fmt: skip
+CHECKED = [  # rows, columns, depth
+    (1, 256, 512), (5, 200, 1440), (16, 1040, 2880), (8, 4224, 1152), (17, 201, 1440), (33, 4224, 1152),
+    (48, 8192, 512), (64, 200, 2880), (100, 1040, 736),
+]  # fmt: skip
 ALLOWED, ROUNDED = 0.006, 0.045  # relative: results are rounded to bf16; rows to fp8, where K fills no lines
 ROTATED_BYTES = 192 << 20
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def weight_of(name: str, N: int, K: int, seed: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
-    """Return a random weight as it is stored, and its numbers in float64. Rows are of several magnitudes."""
+    """Return a random weight in stored form, and its numbers in float64. Rows are of several magnitudes."""
     draw = torch.Generator(device).manual_seed(seed)
     exact = torch.randn(N, K, generator=draw, device=device).mul_(0.03)
     exact *= 2.0 ** torch.randint(-3, 4, (N, 1), generator=draw, device=device)
@@ -97,10 +115,12 @@ class Run:
             dist.all_reduce(total)
             out = self.ctx.empty(m, n, dtype=torch.bfloat16)
             cases.append((f"{name} {m}x{n}x{k} sum", partial(self.fused, out, x, weight), out, total))
-            cases.append((f"{name} sum + bias", partial(self.fused, out, x, weight, bias), out, total + bias.double()))
+            if m < 8:
+                total_bias = total + bias.double()
+                cases.append((f"{name} sum + bias", partial(self.fused, out, x, weight, bias), out, total_bias))
             own = torch.empty_like(out)
             cases.append((f"{name} {m}x{n}x{k} local", partial(self.local, own, x, weight, bias), own, product + bias))
-            if self.team.cuda and weight_stream.supports(x, weight[0].t(), weight[1]) is None:
+            if self.team.cuda and n % 2 == 0 and m <= 64 and weight_stream.supports(x, weight[0].t(), weight[1]) is None:
                 half = torch.empty(m, n // 2, dtype=out.dtype, device=out.device)
                 gate, up = product.to(x.dtype).double().chunk(2, 1)
                 cases.append(
@@ -161,19 +181,24 @@ class Run:
     def varied(self, call: Callable, result: torch.Tensor, x: torch.Tensor, stored: dict) -> dict[str, Callable]:
         """Return calls in which programs divide the work otherwise, of formats with scales of groups."""
 
-        def of(choice: weight_stream.Choice, weights: list[Weight], i: int) -> torch.Tensor:
+        def of(choice: stream_form.Choice, weights: list[Weight], i: int) -> torch.Tensor:
             kept, weight_stream.choice = weight_stream.choice, lambda *sizes: choice
             try:
                 return _rotated(call, result, x, weights, i)
             finally:
                 weight_stream.choice = kept
 
-        grouped = {form: weights for form, weights in stored.items() if form not in ("bf16", "fp8")}
-        return {
-            f"{form} {name}": partial(of, choice, weights)
-            for form, weights in grouped.items()
-            for name, choice in VARIANTS.items()
-        }
+        calls, rows = {}, stream_form.loaded_rows(x.shape[0])
+        for form, weights in stored.items():
+            if form in ("bf16", "fp8"):
+                continue
+            weight, scale = weights[0]
+            words = weight_stream.widening_of(weight.t(), scale).WORDS
+            nbytes = scale.nbytes // scale.shape[0] * stream_form.LINE // x.shape[1] if scale.ndim == 2 else 0
+            for name, choice in (FEW_ROWS if rows <= 16 else MORE_ROWS).items():
+                if choice.stages(rows, 1, words, nbytes, 1) >= 2:
+                    calls[f"{form} {name}"] = partial(of, choice, weights)
+        return calls
 
     def timed(self, name: str, n: int, k: int, case: tuple, stored: dict, exact: dict, copy_gbs: float) -> dict:
         """Return the row of a case: each call is checked, then all are timed in turns."""

@@ -148,7 +148,7 @@ class Kernel:
         if self.way.follows:
             options |= platform.pdl_options(rank.device)
         if self.way.options:
-            options |= named(self.way.options)(grid[0], platform.num_programs(rank.device))
+            options |= named(self.way.options)(grid[0], platform.num_programs(rank.device), args)
         try:
             return relaunch.launch(run.kernels, rank.device, function, grid, args, moving, **options)
         except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here

@@ -15,7 +15,6 @@ from iris import platform
 from iris.errors import ArgumentError
 from iris.invariance import RANKS
 from iris_ops.local import skinny_matmul
-from iris_ops.planning.needs import MOST_ROWS
 from iris_ops.planning.weights import format_of
 from iris_ops.quantised import linear as quantised
 from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4, Packing
@@ -51,7 +50,7 @@ class Form:
         return self.packing.name if self.group is None else f"{self.packing.name} by {self.group}"
 
     def holds(self, coding: Coding, columns: int) -> bool:
-        """Return whether codes of a weight with so many `columns` can be stored without another rounding."""
+        """Return whether codes of a weight with `columns` columns can be stored without another rounding."""
         if coding.element != ELEMENTS[self.packing.name]:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
@@ -192,7 +191,7 @@ class Quantised(InDtype):
         return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return MOST_ROWS
+        return format_of(layer.weight.t(), layer.weight_scale).local_rows(gated)
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return layer.weight, layer.weight_scale

@@ -375,9 +375,12 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
     for name, (form, group) in STREAMED.items():
-        yield f"skinny_{name}", partial(_skinny_stored, form, group)
+        yield f"skinny_{name}", partial(_skinny_stored, form, group, 16, False)
         if name in STREAMED_BETWEEN_RANKS:
             yield f"lamport_{name}", partial(_lamport_stored, form, group)
+            for rows in MORE_ROWS:
+                yield f"lamport_{name}_{rows}", partial(_lamport_stored, form, group, rows=rows)
+    yield "skinny_gated_mxfp4_64", partial(_skinny_stored, packing.MXFP4, 32, 64, True)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", _fp8_tiles
@@ -390,20 +393,22 @@ STREAMED = {
     "mxfp4": (packing.MXFP4, 32),
 }  # fmt: skip
 STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
+MORE_ROWS = 32, 64
 
 
 def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:
     return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
 
 
-def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
-    weight, scale = _stored(form, group, 4096, 4096)
-    ctx.ops.matmul_all_reduce(new(8, 4096), new(8, 4096), weight.t(), scale=scale)
+def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any, rows: int = 8) -> None:
+    N = 4096 if rows == 8 else 8192
+    weight, scale = _stored(form, group, N, 4096)
+    ctx.ops.matmul_all_reduce(new(rows, N), new(rows, 4096), weight.t(), scale=scale)
 
 
-def _skinny_stored(form: packing.Packing, group: int | None, ctx: Any) -> None:
+def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
-    skinny_matmul.skinny_matmul(new(16, 4096), weight, new(16384), scale=scale)
+    skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, gated=gated)
 
 
 def _skinny_fp8(M: int, N: int, ctx: Any) -> None:

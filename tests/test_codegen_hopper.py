@@ -1,11 +1,11 @@
-"""The PTX of the kernels for NVIDIA Hopper: MMA and mover warps, weights in eight bits."""
+"""The PTX of the kernels for NVIDIA Hopper: MMA and mover warps, weights in fp8."""
 
 from __future__ import annotations
 
 import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
-from iris_ops.quantised import weight_stream
+from iris_ops.quantised import stream_form
 from iris_ops.quantised.packing import INT4, LINE
 import pytest
 
@@ -105,13 +105,13 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
     assert not any(kernels[name].count(r"%smid;") for name in names)
 
 
-def test_ptx_of_weights_in_eight_bits(compiled) -> None:
+def test_ptx_of_fp8_weights(compiled) -> None:
     """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
     for name, rows, tiles in (("lamport_fp8", 8, 2), ("skinny_fp8", 16, 2)):
         kernel = compiled("sm_90")[name]
-        resident = 3 if (rows, tiles) in weight_stream.RINGS[3] else 1
-        stages = weight_stream.RINGS[resident][rows, tiles]
-        shared = weight_stream.shared_bytes(rows, tiles, stages)
+        resident = 3 if (rows, tiles) in stream_form.RINGS[3] else 1
+        stages = stream_form.RINGS[resident][rows, tiles]
+        shared = stream_form.shared_bytes(rows, tiles, stages)
         assert 0 <= kernel.shared - shared <= 512, name  # barriers, and what sums of squares take
         loads = stages * (1 + tiles) + 1 + tiles  # of A and of the weights, before and in the loop
         assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == loads, name
@@ -128,11 +128,11 @@ def test_ptx_of_weights_in_eight_bits(compiled) -> None:
             assert not kernel.count(r"\bst\.global\.wt\.(?!v[24]\.b32|b32)|sys\.acquire"), name
             assert CAS_A_REPORT * released == kernel.count(LOCAL[1].replace(".", r"\.")), name
             assert not narrow_scopes(kernel), name
-        assert registers(kernel) <= (weight_stream.REGISTERS[3] if resident == 3 else 255), name
+        assert registers(kernel) <= (stream_form.registers(3) if resident == 3 else 255), name
     room = 228 << 10  # of a multiprocessor; each program's takes a KiB of its own
-    for resident, rings in weight_stream.RINGS.items():
+    for resident, rings in stream_form.RINGS.items():
         for (rows, tiles), stages in rings.items():
-            taken = weight_stream.shared_bytes(rows, tiles, stages) + 512 + 1024
+            taken = stream_form.shared_bytes(rows, tiles, stages) + 512 + 1024
             assert resident * taken <= room < (resident + 1) * taken or (resident == 3 and 3 * taken <= room)
 
 
@@ -156,8 +156,8 @@ def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
         products = (8 * columns // 16 + offsets) * (rows // 8)
         assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == products, name
         scales = 0 if group is None else LINE // group * form.stored(1, LINE, group)[1][1].itemsize
-        stage = weight_stream.stage_bytes(rows, columns, 4 * bits, scales)
-        stages, rest = divmod(kernel.shared - weight_stream.shared_bytes(rows, 2, 0), stage)
+        stage = stream_form.stage_bytes(rows, columns, 4 * bits, scales)
+        stages, rest = divmod(kernel.shared - stream_form.shared_bytes(rows, 2, 0), stage)
         assert 2 <= stages <= 12 and rest <= 1024, (name, stages, rest)
         # a block of A and one of the weights, before and in the loop
         assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == 2 * (stages + 1), name

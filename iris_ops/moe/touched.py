@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.tiles import known
 from ..planning.needs import LINE
-from ..quantised.line_products import add_groups, begins_of, products_of, runs_layout, words_layout
-from ..quantised.weight_stream import WARPS
+from ..quantised.line_products import add_groups, begins_of, products_of, runs_layout, scales_of, words_layout
+
+WARPS = 4
 
 LINES = gl.constexpr(WARPS)  # of a step: one for each warp
 _LINE = gl.constexpr(LINE)
@@ -197,11 +198,11 @@ def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
     BLOCK_M: gl.constexpr = rows.shape[0]
     if widen.RUNS:
         HIGH: gl.constexpr = 4 * LINES
-        LOADED: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, gl.num_warps())
+        LOADED: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, 1)
         limit = K
     else:
         HIGH: gl.constexpr = LINES
-        LOADED: gl.constexpr = words_layout(LINES, BLOCK_M, gl.num_warps())
+        LOADED: gl.constexpr = words_layout(LINES, BLOCK_M)
         limit = K // 4
     first = 32 * (step * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED))))
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
@@ -237,15 +238,15 @@ def multiply(
         begins = ()
         if BY_GROUPS:
             GROUPS: gl.constexpr = 1 if ring.scales is None else ring.factors.shape[2] // LINES
-            begins = begins_of(parts, widen, PRODUCTS, GROUPS, COLUMNS, MMA)
+            begins = begins_of(parts, widen, GROUPS, COLUMNS, 1, widen.ADDED != 0, MMA)
         so_far = ()
         for t in gl.static_range(TILES):
             y = widen.words(ring.codes.index(stage * TILES + t).load(WEIGHTS))
             if BY_GROUPS:
-                factors = None
+                scales = ()
                 if ring.scales is not None:
-                    factors = ring.factors.index(stage * TILES + t)
-                so_far = so_far + (add_groups(accs[t], y, parts, begins, factors, LINES, PRODUCTS, MMA),)
+                    scales = scales_of(ring.factors.index(stage * TILES + t), GROUPS, LINES, 1, 1, MMA)
+                so_far = so_far + (add_groups(accs[t], y, parts, begins, scales, ring.scales is not None),)
             else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[2 * t], accs[2 * t + 1]
                 for n in gl.static_range(0, PRODUCTS, 2):

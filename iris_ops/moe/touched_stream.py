@@ -31,18 +31,19 @@ from triton.experimental.gluon import language as gl
 from ..kernels.arguments import World
 from ..kernels.launching import lamport_memory
 from ..kernels.rmsnorm_epilogue import SPAN
+from ..planning.needs import GATE
 from ..planning.ways.touched import columns_at_once, too_many
 from ..planning.weights import format_of
-from ..quantised import weight_stream
-from ..quantised.lamport_stream import layouts
+from ..quantised import stream_form, weight_stream
+from ..quantised.lamport_stream import taken
 from .arguments import StreamedForm, bias_of, choice_of, combine_of
 from .grouped import gated, ungated
 from .routing import report_experts
-from .touched import LINES, across, begin, choices_layout, find, item_of, load_rows, multiply, ring_of
+from .touched import LINES, WARPS, across, begin, choices_layout, find, item_of, load_rows, multiply, ring_of
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from ..workspace import Workspace
     from .operands import Down, GateUp
     from .steps import Steps
@@ -88,8 +89,8 @@ def moe_stream_gate_up_kernel(
     HALVES: gl.constexpr = GATE == "halves"
     COLUMNS: gl.constexpr = b.block_type.shape[1]
     GIVEN: gl.constexpr = COLUMNS // 2 if GATE == "turns" else COLUMNS  # columns of the result
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES)
-    OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES))
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
+    OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES, gl.num_warps()))
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
@@ -145,7 +146,7 @@ def moe_stream_down_kernel(
     TAKE: gl.constexpr = form.TAKE
     WORLD_SIZE: gl.constexpr = world.WORLD_SIZE
     COLUMNS: gl.constexpr = b.block_type.shape[1]
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES)
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
     staging, ld = lamport.staging, lamport.ld
@@ -238,7 +239,7 @@ class _Prepared(NamedTuple):
     args: dict
 
 
-def supports(problem: MoeProblem, config: FusedConfig, rank: int, tensors: GateUp | Down) -> str | None:
+def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp | Down) -> str | None:
     """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
     A, B, scale = tensors.A, tensors.B, tensors.scale
     assert scale is not None
@@ -260,7 +261,7 @@ def supports(problem: MoeProblem, config: FusedConfig, rank: int, tensors: GateU
 
 
 def _prepared(
-    problem: MoeProblem, A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    problem: Problem, A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     gate: str | None, world: World, **more: object,
 ) -> _Prepared:  # fmt: skip
     """Return what both kernels are given of a product."""
@@ -269,40 +270,41 @@ def _prepared(
     stored, by_group = B.transpose(1, 2).reshape(E * N, -1), scale.ndim == 3
     flat = scale.reshape(E * N, *scale.shape[2:])
     widen = weight_stream.widening_of(stored.t(), flat)
-    halves, rows = gate == "halves", weight_stream.rows_at_once(problem.tokens)
+    halves, rows = gate == "halves", stream_form.loaded_rows(problem.M)
     columns = columns_at_once(problem, programs) // (2 if halves else 1)
     words = stored.view(torch.int32)
     lines, nbytes, scales = words.shape[1] // widen.WORDS, 0, None
     if by_group:
         per_line = flat.shape[1] // (triton.cdiv(lines, 4) * 4)  # as packed
         nbytes = per_line * flat.itemsize
-        layout = weight_stream.block_layout(weight_stream.WARPS * nbytes, flat.itemsize, 2)
-        scales = word_descriptor(flat, [columns, weight_stream.WARPS * per_line], layout)
+        layout = weight_stream.block_layout(WARPS * nbytes, flat.itemsize, 2)
+        scales = word_descriptor(flat, [columns, WARPS * per_line], layout)
     tiles = 2 if halves else 1
-    stage = weight_stream.stage_bytes(0, tiles * columns, widen.WORDS, nbytes)
-    others = weight_stream.RESERVED + _MOVED + weight_stream.sums_bytes(rows, tiles * columns)
-    groups = triton.cdiv(problem.N if halves else N, columns)
-    items = groups if problem.reduces else groups * min(problem.pairs, E)
+    stage = stream_form.stage_bytes(0, tiles * columns, widen.WORDS, WARPS * nbytes)
+    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(rows, tiles * columns)
+    groups = triton.cdiv(problem.out_cols if halves else N, columns)
+    items = groups if problem.operation.sums else groups * min(problem.pairs, E)
     resident = min(_RESIDENT, triton.cdiv(items, programs))
-    stages = max(2, min(_STAGES, (weight_stream.SHARED // resident - others) // stage))
-    form = StreamedForm(
-        rows, problem.top_k, max(4, triton.next_power_of_2(problem.top_k)), stages, gate, widen.later, **more
-    )  # fmt: skip
+    stages = max(2, min(_STAGES, (stream_form.SHARED // resident - others) // stage))
+    top_k = problem.experts.top_k
+    form = StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, gate, widen.later, **more)
     grid = min(items, resident * programs)
     args = dict(
         a=A if widen.RUNS else A.view(torch.int64), stride_am=A.stride(0) // (1 if widen.RUNS else 4),
-        b=weight_stream.described(words, widen.WORDS, weight_stream.WARPS, columns), scales=scales,
-        factors=None if by_group else flat, bias=bias_of(bias), tokens=problem.tokens, experts=E, N=N, K=problem.K,
+        b=weight_stream.described(words, widen.WORDS, WARPS, columns), scales=scales,
+        factors=None if by_group else flat, bias=bias_of(bias), tokens=problem.M, experts=E, N=N, K=problem.K,
         form=form, widen=widen, world=world,
     )  # fmt: skip
-    return _Prepared((grid, 1, 1), weight_stream.options(grid, programs), args)
+    return _Prepared((grid, 1, 1), stream_form.options(grid, programs, WARPS), args)
 
 
-def launch_gate_up(steps: Steps, problem: MoeProblem, config: FusedConfig, tensors: GateUp) -> None:
+def launch_gate_up(
+    steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp
+) -> None:  # fmt: skip
     """Launch `moe_stream_gate_up_kernel`."""
     out, A, B, where, bias, activation, interleaved, scale = tensors
     assert scale is not None
-    gate = None if not problem.gated else "turns" if interleaved else "halves"
+    gate = None if problem.epilogue is not GATE else "turns" if interleaved else "halves"
     world = World(steps.ctx.num_ranks, WAITERS.index(problem.op))
     made = _prepared(problem, A, B, scale, bias, gate, world)
     more = dict(
@@ -312,14 +314,14 @@ def launch_gate_up(steps: Steps, problem: MoeProblem, config: FusedConfig, tenso
     steps.launch(moe_stream_gate_up_kernel, made.grid, made.args | more, **made.options)
 
 
-def launch_down(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+def launch_down(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch `moe_stream_down_kernel`. The workspace has room in its exchange area."""
     out, A, B, where, weights, bias, shared, scale = tensors
     assert scale is not None
     world = World(steps.ctx.num_ranks, WAITERS.index(problem.op))
     once = bias if steps.ctx.cur_rank == 0 else None
-    rows = weight_stream.rows_at_once(problem.tokens)
-    made = _prepared(problem, A, B, scale, once, None, world, **layouts(rows))
+    rows = taken(stream_form.loaded_rows(problem.M), WARPS)
+    made = _prepared(problem, A, B, scale, once, None, world, TAKE=rows)
     more = dict(
         chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,

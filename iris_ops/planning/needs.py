@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from iris.machines import INTERPRETER
 import torch
 
 if TYPE_CHECKING:
     from iris.machines import Machine
 
 
-# Of the stream of weights (`quantised/weight_stream.py`): rows of A at most, and elements along K that a warp takes.
-MOST_ROWS, LINE = 16, 128
+# Of the stream of weights (`quantised/weight_stream.py`): elements along K that a warp takes.
+LINE = 128
+# Of the memory's rate, what a kernel that converts B gets; and what it takes beside that. Estimated.
+_RESTORED, _RESTORE_US = 0.7, 3.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class WeightFormat:
     """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
+    streamed_rows: int = 16
+    """Rows of A at most that are multiplied by a stream of weights."""
+    convertible: bool = False
+    """Whether a plan compares ways that multiply the format with those for a B that each call converts."""
     by_rank: bool = True
     """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
@@ -86,7 +93,11 @@ class WeightFormat:
 
     def streamable(self, rows: int, K: int) -> bool:
         """Return whether the stream of weights serves products of such shapes, on Hopper."""
-        return 0 < rows <= MOST_ROWS and self.granule > 0 and K > 0 and K % self.granule == 0
+        return 0 < rows <= self.streamed_rows and self.granule > 0 and K > 0 and K % self.granule == 0
+
+    def local_rows(self, gated: bool) -> int:
+        """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
+        return min(64, self.streamed_rows) if gated else self.streamed_rows
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""
@@ -95,6 +106,13 @@ class WeightFormat:
     def converted(self, problem: Any, machine: Machine) -> str:
         """Return the reason why B is converted to A's dtype in each call; "" if it is not."""
         return ""
+
+    def restoring_us(self, problem: Any, machine: Machine) -> float:
+        """Return the microseconds in which a call converts B to A's dtype: read, written, and a launch."""
+        if machine.name == INTERPRETER:
+            return 0.0
+        _, n, k = problem.gemm
+        return (self.nbytes(n, k) + n * k * problem.dtype.itemsize) / (_RESTORED * machine.hbm_gbs * 1e3) + _RESTORE_US
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         """Return whether the format's own stream of weights serves so few rows; None: on a machine that has one."""
@@ -123,7 +141,9 @@ class Epilogue:
     name: str
     apart: str
     """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    halves: bool = False
+    """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
 
-GATE = Epilogue("gate", "steps:gate_apart")
+GATE = Epilogue("gate", "steps:gate_apart", halves=True)
 NORM = Epilogue("norm", "steps:norm_apart")

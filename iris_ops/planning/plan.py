@@ -36,10 +36,8 @@ def choose(
     ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None
 ) -> FusedConfig:
     """`plan`, among the given ways."""
-    if converted := problem.converted(machine):
-        planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
-        line = f"B is converted in each call: {converted}"
-        return replace(planned, reasons=(*planned.reasons[:1], line, *planned.reasons[1:])) if explained else planned
+    if reason := problem.converted(machine):
+        return _converted(ways, problem, machine, explained, algorithm, reason)
     comparison = compare_ways(ways, problem, machine)
     allowed = [candidate for candidate in comparison.candidates if algorithm in (None, candidate.config.algorithm)]
     serving, other_orders, required = allowed, [], None
@@ -52,11 +50,31 @@ def choose(
         raise ArgumentError(_refusal(problem, comparison, algorithm, required))
     chosen = serving[0]
     reasons: tuple[str, ...] = ()
+    least = chosen.times.total_us
+    if problem.may_convert and algorithm is None:
+        converted = _converted(
+            ways, problem, machine, explained, None, f"{chosen.label(problem)} would take {least:.1f} us"
+        )
+        if converted.prediction.total_us < least:
+            return converted
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
         choice = trace.Choice(problem, machine, comparison, serving, other_orders, required, free)
         reasons = trace.reasons(choice)
     return replace(chosen.config, prediction=chosen.times, reasons=reasons)
+
+
+def _converted(
+    ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool, algorithm: str | None, reason: str
+) -> FusedConfig:
+    """Return the plan for B in A's dtype, with the time in which each call converts it."""
+    planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
+    us, times = problem.weights.restoring_us(problem, machine), planned.prediction
+    planned = replace(planned, prediction=replace(times, total_us=times.total_us + us))
+    if not explained:
+        return planned
+    line = f"B is converted in each call, {us:.1f} us: {reason}"
+    return replace(planned, reasons=(*planned.reasons[:1], line, *planned.reasons[1:]))
 
 
 def _refusal(problem: Any, comparison: Comparison, algorithm: str | None, required: Order | None) -> str:

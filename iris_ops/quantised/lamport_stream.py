@@ -1,13 +1,14 @@
 """`matmul_all_reduce` of few rows with quantised weights, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
 One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
-values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
+values lie in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
 weight does not lie as this kernel needs it. Only the sums of squares of a norm are then added in another order.
 
 A program sends all tiles that it multiplies before it waits for any. The columns that it sums are others than those
 that it multiplied: 64 at a time, as the sums of squares need them (`rmsnorm_epilogue.py`). All programs run at once.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -53,8 +54,9 @@ def lamport_stream_kernel(
     widen: gl.constexpr,
     world: gl.constexpr,
 ):
-    """a, b, scales, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
-    `lamport_matmul_kernel`.
+    """Multiply up to BLOCK_M rows by a streamed quantised weight, and all-reduce the products as Lamport values.
+
+    a, b, scales, epilogue.b_scales: as in `weight_stream.py`; the others are as in `lamport_matmul_kernel`.
     """
     BLOCK_M: gl.constexpr = form.BLOCK_M
     TAKE: gl.constexpr = form.TAKE
@@ -64,7 +66,7 @@ def lamport_stream_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     stream, at = weight_stream.begin(a, b, scales, N, K, form)
-    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], stream.sums.shape[0])
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(stream.sums.shape[1], stream.sums.shape[0], gl.num_warps())
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
     rank, epoch, bases = 0, 0, all_bases  # every program has tiles and learns them there
@@ -115,11 +117,16 @@ def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Opera
     return weight_stream.supports(tensors.A, tensors.B, tensors.scale)
 
 
-def layouts(block_m: int) -> dict:
-    """Return which thread takes what of [block_m, 64] Lamport values."""
-    held = block_m * SPAN.value // (32 * weight_stream.WARPS)
+def taken(block_m: int, warps: int) -> gl.BlockedLayout:
+    """Return which thread takes what of [block_m, 64] Lamport values: a vector of 16 bytes of a row at most."""
+    held = min(8, block_m * SPAN.value // (32 * warps))
     across = SPAN.value // held
-    return dict(TAKE=gl.BlockedLayout([1, held], [32 // across, across], [weight_stream.WARPS, 1], [1, 0]))
+    return gl.BlockedLayout([1, held], [32 // across, across], [warps, 1], [1, 0])
+
+
+def options(grid: int, programs: int, args: dict) -> dict[str, int]:
+    """Return more options of a launch."""
+    return weight_stream.options(grid, programs, args["form"].WARPS)
 
 
 def launcher(
@@ -129,10 +136,10 @@ def launcher(
     assert scale is not None
     M, N = out.shape
     programs = min(config.num_programs or platform.num_programs(rank.device), platform.num_programs(rank.device))
-    stream = weight_stream.prepared(A, B, scale, programs, **layouts(weight_stream.rows_at_once(M)))
+    stream = weight_stream.prepared(A, B, scale, programs)
     args = dict(
         **stream.operands,
-        form=stream.form,
+        form=replace(stream.form, TAKE=taken(stream.form.BLOCK_M, stream.form.WARPS)),
         epilogue=TileEpilogue(bias, b_scales=scale if scale.ndim == 1 else None),
         lamport=lamport_memory(workspace, problem.dtype, N),
         M=M,

@@ -1,5 +1,7 @@
 """Operands of a line's products in registers, and sums of groups, for `weight_stream.py`.
 
+Warps divide lines among themselves, or a tile's columns, or both: `ACROSS` warps share a line and its rows of A.
+
 A scale of a group multiplies a sum: each group's products go onto fresh sums, which are added to the others times the
 scale. That takes as many instructions as there are sums, and leaves the weights exact.
 
@@ -15,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _apart(ctx_ptr):
-    """Four numbers in each word: four tensors of bf16, each times 2**64."""
+    """Split words of four numbers into four bf16 tensors, each times 2**64."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, m, p, q, r, s;
@@ -37,7 +39,7 @@ def _apart(ctx_ptr):
 
 @gluon.jit
 def _scaled(x):
-    """Numbers of bf16 times 2**64."""
+    """Multiply bf16 numbers by 2**64."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 m; mov.b32 m, 0x5f805f80; mul.rn.bf16x2 $0, $1, m; }", "=r,r", [x], gl.bfloat16, is_pure=True,
         pack=2,
@@ -45,46 +47,54 @@ def _scaled(x):
 
 
 @gluon.jit
+def added_to(y, widen: gl.constexpr):
+    """Add to the weights what their codes lack, exactly, because both are small integers."""
+    result = ()
+    for i in gl.static_range(len(y)):
+        result = result + (gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
+    return result
+
+
+@gluon.jit
 def begins_of(
-    x, widen: gl.constexpr, PRODUCTS: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr
-):
-    """With what each group's sum begins: of weights that are widened to `ADDED` less, that times the sum of A."""
-    EACH: gl.constexpr = PRODUCTS // GROUPS
+    x, widen: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, ACROSS: gl.constexpr, ADDS: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """Return the initial value of each group's sum: if it `ADDS` what codes lack, that times the sum of A."""
+    EACH: gl.constexpr = widen.PRODUCTS // GROUPS
     LINES: gl.constexpr = x[0].shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
-    added = gl.full((LINES, 16, x[0].shape[1]), widen.ADDED, gl.bfloat16, layout=WEIGHTS)
+    added = gl.full((LINES, 16 * ACROSS, x[0].shape[1]), widen.ADDED, gl.bfloat16, layout=WEIGHTS)
     result = ()
     for g in gl.static_range(GROUPS):
-        begin = gl.zeros((LINES, 16, x[0].shape[2]), gl.float32, layout=MMA)
-        if widen.ADDED != 0:
+        begin = gl.zeros((LINES, 16 * ACROSS, x[0].shape[2]), gl.float32, layout=MMA)
+        if ADDS:
             for i in gl.static_range(EACH):
                 begin = mma_v2(added, x[g * EACH + i], begin)
-        result = result + (_repeated(begin, COLUMNS // 16, MMA),)
+        result = result + (_repeated(begin, COLUMNS // (16 * ACROSS), MMA),)
     return result
 
 
 @gluon.jit
 def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
-    """x [lines, 16, rows] so often, along columns."""
+    """Repeat x [lines, 16, rows] TIMES times along its columns."""
     if TIMES > 1:
         half = _repeated(x, TIMES // 2, MMA)
         both = gl.permute(gl.join(half, half), (0, 3, 1, 2))
-        x = gl.convert_layout(gl.reshape(both, (x.shape[0], TIMES * 16, x.shape[2])), MMA)
+        x = gl.convert_layout(gl.reshape(both, (x.shape[0], 2 * half.shape[1], x.shape[2])), MMA)
     return x
 
 
 @gluon.jit
-def add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.constexpr, MMA: gl.constexpr):
-    """`acc` and a line's products: each group's sum begins anew, and is added times the group's scale."""
+def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
+    """Add a line's products to `acc`: sum each group anew, then add that sum, if `SCALED` times the group's scale."""
     GROUPS: gl.constexpr = len(begins)
-    EACH: gl.constexpr = PRODUCTS // GROUPS
-    if factors is not None:
-        scales = _scales_of(factors, LINES, MMA)
+    EACH: gl.constexpr = len(y) // GROUPS
     for g in gl.static_range(GROUPS):
         fresh = begins[g]
         for i in gl.static_range(EACH):
             fresh = mma_v2(y[g * EACH + i], x[g * EACH + i], fresh)
-        if factors is not None:
+        if SCALED:
             acc += fresh * gl.expand_dims(scales[g], 2)
         else:
             acc += fresh
@@ -92,18 +102,18 @@ def add_groups(acc, y, x, begins, factors, LINES: gl.constexpr, PRODUCTS: gl.con
 
 
 @gluon.jit
-def products_of_rows(rows, widen: gl.constexpr, MMA: gl.constexpr):
-    """A's numbers of each line, in shared memory, as the products of the weights take them."""
+def products_of_rows(rows, widen: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
+    """Return A's numbers of each line as operands of its dot products with the weights, in each of `ACROSS` warps."""
     if widen.RUNS:
-        LOADED: gl.constexpr = runs_layout(rows.shape[0] // 4, rows.shape[1], widen.WORDS // 8, gl.num_warps())
+        LOADED: gl.constexpr = runs_layout(rows.shape[0] // 4, rows.shape[2], widen.WORDS // 8, ACROSS)
     else:
         LOADED: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
-    return products_of(rows.permute((0, 2, 1)).load(LOADED), widen, MMA)
+    return products_of(rows.load(LOADED), widen, MMA)
 
 
 @gluon.jit
 def products_of(x, widen: gl.constexpr, MMA: gl.constexpr):
-    """The same of numbers in registers: runs [4 * lines, 32, rows], or words of four numbers [lines, 32, rows]."""
+    """Return these operands of numbers in registers: runs [4 * lines, 32, rows], or words of four [lines, 32, rows]."""
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
@@ -122,26 +132,28 @@ def products_of(x, widen: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of(factors, LINES: gl.constexpr, MMA: gl.constexpr):
-    """The scales of each line in float32: a tensor [lines, columns] for each group."""
+def scales_of(
+    factors, GROUPS: gl.constexpr, LINES: gl.constexpr, STEPS: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr
+):
+    """Return the scales of `STEPS` times some lines in float32: for each step and group a tensor [lines, columns]."""
     COLUMNS: gl.constexpr = factors.shape[0]
-    GROUPS: gl.constexpr = factors.shape[1] // LINES
-    s = factors.load(scales_layout(LINES, GROUPS, COLUMNS, gl.num_warps()))
-    s = gl.permute(gl.reshape(s, (COLUMNS, LINES, GROUPS)), (1, 0, 2))
-    parts = _along(s)
+    LOADED: gl.constexpr = factors.shape[1] // (LINES * GROUPS)
+    s = factors.load(scales_layout(LINES, GROUPS, LOADED, COLUMNS, ACROSS))
+    s = gl.permute(gl.reshape(s, (COLUMNS, LOADED, LINES, GROUPS)), (2, 0, 1, 3))
+    parts = _along(gl.reshape(s, (LINES, COLUMNS, LOADED * GROUPS)))
     result = ()
-    for g in gl.static_range(GROUPS):
+    for i in gl.static_range(STEPS * GROUPS):
         if s.dtype == gl.uint8:  # of a power of two, its exponent
-            scale = (parts[g].to(gl.int32) << 23).to(gl.float32, bitcast=True)
+            scale = (parts[i].to(gl.int32) << 23).to(gl.float32, bitcast=True)
         else:
-            scale = parts[g].to(gl.float32)
+            scale = parts[i].to(gl.float32)
         result = result + (gl.convert_layout(scale, gl.SliceLayout(2, MMA)),)
     return result
 
 
 @gluon.jit
 def _along(x):
-    """The parts of `x` along its last dimension, a power of two, as a tuple."""
+    """Split `x` along its last dimension, a power of two, into a tuple."""
     COUNT: gl.constexpr = x.shape[len(x.shape) - 1]
     result = ()
     if COUNT == 1:
@@ -156,42 +168,36 @@ def _along(x):
 
 @triton.constexpr_function
 def _bits(size):
-    """The binary logarithm of a power of two."""
+    """Return the binary logarithm of a power of two."""
     return size.bit_length() - 1
 
 
 @triton.constexpr_function
-def runs_layout(lines, rows, k_width, warps):
-    """The layout of runs [4 * lines, 32, rows]: each warp has its lines' four, as operands of dot products.
-
-    A warp has line number `warp`, and each that lies `warps` further.
-    """
+def runs_layout(lines, rows, k_width, across):
+    """Return the layout of runs [4 * lines, 32, rows], in which each warp holds its line's four as dot operands."""
     k = [1 << i for i in range(5)]
     inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
     held = [[0, each, 0] for each in inner[0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
-    more = [[4 * warps << i, 0, 0] for i in range(_bits(lines // warps))]
     lanes = [[0, each, 0] for each in inner[1]] + [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    of_warps = [[4 << i, 0, 0] for i in range(_bits(warps))]
-    return gl.DistributedLinearLayout(
-        held + [[1, 0, 0], [2, 0, 0]] + more, lanes, of_warps, [], [4 * lines, 32, rows]
-    )  # fmt: skip
+    of_warps = [[0, 0, 0]] * _bits(across) + [[4 << i, 0, 0] for i in range(_bits(lines))]
+    return gl.DistributedLinearLayout(held + [[1, 0, 0], [2, 0, 0]], lanes, of_warps, [], [4 * lines, 32, rows])
 
 
 @triton.constexpr_function
-def words_layout(lines, rows, warps):
-    """The layout of words of four numbers [lines, 32, rows], as operands of dot products: each warp has its lines."""
+def words_layout(lines, rows):
+    """Return the layout of words of four numbers [lines, 32, rows], in which each warp holds a line as dot operands."""
     held = [[0, 1, 0], [0, 2, 0], [0, 16, 0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
-    more = [[warps << i, 0, 0] for i in range(_bits(lines // warps))]
     lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    of_warps = [[1 << i, 0, 0] for i in range(_bits(warps))]
-    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [lines, 32, rows])
+    of_warps = [[1 << i, 0, 0] for i in range(_bits(lines))]
+    return gl.DistributedLinearLayout(held, lanes, of_warps, [], [lines, 32, rows])
 
 
 @triton.constexpr_function
-def scales_layout(lines, groups, columns, warps):
-    """The layout of scales [columns, lines * groups]: each thread has those of its columns of sums."""
-    held = [[0, 1 << i] for i in range(_bits(groups))] + [[8 << i, 0] for i in range(_bits(columns // 8))]
-    more = [[0, groups * warps << i] for i in range(_bits(lines // warps))]
+def scales_layout(lines, groups, steps, columns, across):
+    """Return the layout of scales [columns, steps * lines * groups]: each thread holds those of its own columns."""
+    held = [[0, 1 << i] for i in range(_bits(groups))] + [[8, 0]]
+    held += [[16 * across << i, 0] for i in range(_bits(columns // (16 * across)))]
+    more = [[0, groups * lines << i] for i in range(_bits(steps))]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    of_warps = [[0, groups << i] for i in range(_bits(warps))]
-    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [columns, lines * groups])
+    of_warps = [[16 << i, 0] for i in range(_bits(across))] + [[0, groups << i] for i in range(_bits(lines))]
+    return gl.DistributedLinearLayout(held + more, lanes, of_warps, [], [columns, steps * lines * groups])

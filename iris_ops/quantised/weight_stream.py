@@ -2,7 +2,7 @@
 
 A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
-in registers, and A stays as it is. Four things make that cheap:
+in registers, and A stays unrounded. Four things make that cheap:
 
     widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off
                 by a power of two. A is then scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
@@ -39,22 +39,21 @@ from ..kernels.arguments import StreamForm
 from ..kernels.descriptors import of_whole_vectors
 from ..kernels.tiles import known
 from ..named import named
-from ..planning.needs import LINE, MOST_ROWS
+from ..planning.needs import LINE
 from ..planning.weights import dtypes, format_of
-from .line_products import add_groups, begins_of, products_of_rows
+from .line_products import add_groups, added_to, begins_of, products_of_rows, scales_of
+from .stream_form import (
+    COLUMN_SCALES,
+    MULTIPLIED_ROWS,
+    choice,
+    grid_and_stages,
+    loaded_rows,
+    options,
+    scale_bytes,
+    tiles_at_once,
+)
 from .widening import E4M3, Widening
 
-WARPS = 4
-# Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
-# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
-RINGS = {
-    1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
-    2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
-    3: {(8, 1): 4, (16, 2): 2},
-}
-SHARED, RESERVED = 228 << 10, 1536  # bytes of a multiprocessor, and of each program beside ring and sums
-REGISTERS = {3: 168, 4: 128}  # of a thread, by the programs at once, in eights
-_COLUMNS = gl.constexpr(16)  # of a tile of fp8 with a scale for each column
 _LINE = gl.constexpr(LINE)
 
 
@@ -65,7 +64,8 @@ class Stream:
     a: A as words [K/128, rows, 32], or as runs of 32 numbers [K/32, rows, 32]. b: B as words [lines, columns, words].
     scales: of groups [columns, scales], or None. T tiles of weights at a time, which with `GATED` are T/2 of the first
     N columns and the T/2 that lie N further. WIDTH: columns that they make of the result. LATER: of a
-    `widening.Widening`.
+    `widening.Widening`. BLOCKS of ROWS rows each are multiplied by what a warp has widened once; `ACROSS` warps divide
+    the columns. GROUPS: scales of a line.
     """
 
     a: base_value
@@ -84,16 +84,22 @@ class Stream:
     WIDTH: gl.constexpr
     LATER: gl.constexpr
     BRANCHES: gl.constexpr
+    ROWS: gl.constexpr
+    BLOCKS: gl.constexpr
+    GROUPS: gl.constexpr
+    ACROSS: gl.constexpr
 
     @triton.constexpr_function
     def __init__(
-        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER, BRANCHES
+        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER, BRANCHES,
+        ROWS, BLOCKS, GROUPS, ACROSS,
     ):  # fmt: skip
         self.a, self.b, self.rows, self.ring = a, b, rows, ring
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.loaded, self.sums, self.N, self.steps = loaded, sums, known(N), known(steps)
         self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
         self.LATER, self.BRANCHES = gl.constexpr(LATER), known(BRANCHES)
+        self.ROWS, self.BLOCKS, self.GROUPS, self.ACROSS = known(ROWS), known(BLOCKS), known(GROUPS), known(ACROSS)
 
     @gluon.jit
     def load(self, stage, group, step):
@@ -118,13 +124,14 @@ class Stream:
             at = stage * self.T + t
             async_load(self.b, [step * self.ring.shape[1], col, 0], loaded, self.ring.index(at), pred=wanted)
             if self.scales is not None:
-                first = step * self.factors.shape[2]
+                first = step * self.ring.shape[1] * self.GROUPS
                 async_load(self.scales, [col, first], loaded, self.factors.index(at), pred=wanted)
 
 
 @gluon.jit
 def begin(a, b, scales, N, K, form: gl.constexpr):
-    """(the program's stream, where it stands), its first blocks on their way. `form`: a `StreamForm`."""
+    """Start a program's stream by issuing its first loads; return (the stream, its position). `form` is a
+    `StreamForm`."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     T: gl.constexpr = form.T
     GATED: gl.constexpr = form.GATED
@@ -140,12 +147,14 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
     if scales is not None:
         factors = gl.allocate_shared_memory(scales.dtype, [STAGES * T] + scales.block_type.shape, scales.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], PLAIN)
+    SLICES: gl.constexpr = gl.num_warps() // form.COLUMN_WARPS
+    sums = gl.allocate_shared_memory(gl.float32, [SLICES, TILES * COLUMNS, BLOCK_M], PLAIN)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
     steps = gl.cdiv(K, _LINE * LINES)
     stream = Stream(
-        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER, form.BRANCHES
+        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER, form.BRANCHES,
+        form.ROWS, form.BLOCKS, form.GROUPS, form.COLUMN_WARPS,
     )  # fmt: skip
     group, step = gl.program_id(0), 0
     for i in gl.static_range(STAGES):
@@ -162,59 +171,109 @@ def _next(stream, group, step):
 
 @gluon.jit
 def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Leaves the lines' products in `stream.sums`, of the columns that come next; `total` adds them up.
+    """Multiply the next columns, leave the products of each warp's lines in `stream.sums`, and return the stream's new
+    position.
 
-    `widen`: the `Widening` of the weights. Returns where the stream stands then.
+    `total` adds the lines up. `widen` is the `Widening` of the weights.
     """
-    LINES: gl.constexpr = stream.ring.shape[1]
     COLUMNS: gl.constexpr = stream.ring.shape[2]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    SLICES: gl.constexpr = gl.num_warps() // stream.ACROSS
+    TURNS: gl.constexpr = stream.ring.shape[1] // SLICES
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, stream.ACROSS, 1], [1, 16, 8])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
-    PRODUCTS: gl.constexpr = widen.PRODUCTS
     BY_GROUPS: gl.constexpr = stream.scales is not None or widen.ADDED != 0
     SUMS: gl.constexpr = 1 if BY_GROUPS else 2
     group, step, stage, phase = at
     accs = ()
-    for _t in gl.static_range(SUMS * stream.T):
-        accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
+    for _i in gl.static_range(SUMS * stream.T * stream.BLOCKS):
+        accs = accs + (gl.zeros((SLICES, COLUMNS, stream.ROWS), gl.float32, layout=MMA),)
     for _k in range(stream.steps):
         mbarrier.wait(stream.loaded.index(stage), phase)
-        x = products_of_rows(stream.rows.index(stage), widen, MMA)
-        begins = ()
-        if BY_GROUPS:
-            GROUPS: gl.constexpr = 1 if stream.scales is None else stream.factors.shape[2] // LINES
-            begins = begins_of(x, widen, PRODUCTS, GROUPS, COLUMNS, MMA)
-        so_far = ()
-        for t in gl.static_range(stream.T):
-            y = widen.words(stream.ring.index(stage * stream.T + t).load(WEIGHTS))
-            if BY_GROUPS:
-                factors = None
-                if stream.scales is not None:
-                    factors = stream.factors.index(stage * stream.T + t)
-                so_far = so_far + (add_groups(accs[t], y, x, begins, factors, LINES, PRODUCTS, MMA),)
-            else:  # two sums each: half as long a chain of products that wait for another
-                even, odd = accs[2 * t], accs[2 * t + 1]
-                for i in gl.static_range(0, PRODUCTS, 2):
-                    even, odd = mma_v2(y[i], x[i], even), mma_v2(y[i + 1], x[i + 1], odd)
-                so_far = so_far + (even, odd)
-        accs = so_far
+        for turn in gl.static_range(TURNS):
+            accs = _add_lines(stream, accs, stage, turn, SLICES, COLUMNS, SUMS, widen, WEIGHTS, MMA)
         program_barrier()  # all warps have read this stage
         stream.load(stage, group, step)
         group, step = _next(stream, group, step)
         last = stage == stream.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     for t in gl.static_range(stream.T):
-        acc = accs[t] if SUMS == 1 else accs[2 * t] + accs[2 * t + 1]
-        stream.sums.slice(t * COLUMNS, COLUMNS, dim=1).store(acc)
+        for i in gl.static_range(stream.BLOCKS):
+            if SUMS == 1:
+                acc = accs[t * stream.BLOCKS + i]
+            else:
+                acc = accs[2 * (t * stream.BLOCKS + i)] + accs[2 * (t * stream.BLOCKS + i) + 1]
+            tile = stream.sums.slice(t * COLUMNS, COLUMNS, dim=1)
+            if stream.BLOCKS > 1:
+                tile = tile.slice(i * stream.ROWS, stream.ROWS, dim=2)
+            tile.store(acc)
     program_barrier()
     return group, step, stage, phase
 
 
 @gluon.jit
-def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
-    """Half number `WHICH` of what `multiply` left, or all: fp32 [columns, rows] by `columns_of`, times their scales.
+def _add_lines(
+    stream, accs, stage, turn: gl.constexpr, SLICES: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
+    widen: gl.constexpr, WEIGHTS: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Add the products of a line of each warp, the `turn`-th of a stage, to the sums. Weights are widened once for all
+    rows."""
+    LINES: gl.constexpr = stream.ring.shape[1]
+    BLOCKS: gl.constexpr = stream.BLOCKS
+    PRODUCTS: gl.constexpr = widen.PRODUCTS
+    SCALED: gl.constexpr = stream.scales is not None
+    GROUPS: gl.constexpr = stream.GROUPS if SCALED else 1
+    ADDS: gl.constexpr = widen.ADDED != 0 and BLOCKS == 1  # for more rows, adding to each weight takes less
+    if BLOCKS == 1:
+        x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ACROSS, MMA)
+        if SUMS == 1:
+            begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
+    so_far = ()
+    for t in gl.static_range(stream.T):
+        words = stream.ring.index(stage * stream.T + t)
+        if LINES > SLICES:
+            words = words.slice(turn * SLICES, SLICES, dim=0)
+        y = widen.words(words.load(WEIGHTS))
+        if widen.ADDED != 0 and not ADDS:
+            y = added_to(y, widen)
+        scales = ()
+        if SCALED:
+            factors = stream.factors.index(stage * stream.T + t)
+            all_scales = scales_of(factors, GROUPS, SLICES, LINES // SLICES, stream.ACROSS, MMA)
+            for g in gl.static_range(GROUPS):
+                scales = scales + (all_scales[turn * GROUPS + g],)
+        for i in gl.static_range(BLOCKS):
+            if BLOCKS > 1:
+                x = products_of_rows(_lines_of_rows(stream, stage, turn, i, SLICES), widen, stream.ACROSS, MMA)
+                if SUMS == 1:
+                    begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
+            if SUMS == 1:
+                so_far = so_far + (add_groups(accs[len(so_far)], y, x, begins, scales, SCALED),)
+            else:  # two sums each: half as long a chain of products that wait for another
+                even, odd = accs[len(so_far)], accs[len(so_far) + 1]
+                for p in gl.static_range(0, PRODUCTS, 2):
+                    even, odd = mma_v2(y[p], x[p], even), mma_v2(y[p + 1], x[p + 1], odd)
+                so_far = so_far + (even, odd)
+    return so_far
 
-    `scales`: of columns from `first` on; `col`: which of them these are.
+
+@gluon.jit
+def _lines_of_rows(stream, stage, turn: gl.constexpr, block: gl.constexpr, SLICES: gl.constexpr):
+    """Return a block of rows of A, transposed, of the lines of this turn."""
+    EACH: gl.constexpr = stream.rows.shape[1] // stream.ring.shape[1]  # parts of a line
+    rows = stream.rows.index(stage).permute((0, 2, 1))
+    if stream.ring.shape[1] > SLICES:
+        rows = rows.slice(turn * SLICES * EACH, SLICES * EACH, dim=0)
+    if stream.BLOCKS > 1:
+        rows = rows.slice(block * stream.ROWS, stream.ROWS, dim=2)
+    return rows
+
+
+@gluon.jit
+def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
+    """Return the products that `multiply` left, or their half number `WHICH`, scaled: fp32 [columns, rows] by
+    `columns_of`.
+
+    `scales` are those of the columns from `first` on, which are columns `col`.
     """
     WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
     slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
@@ -227,87 +286,17 @@ def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def columns_of(stream, group, end, SUMS: gl.constexpr):
-    """The columns of group number `group`, and which of them are, and come before `end`."""
+    """Return the columns of group number `group`, and which of them exist and come before `end`."""
     c = gl.arange(0, triton.next_power_of_2(stream.WIDTH), layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
     col = group * stream.WIDTH + c
     return col, (c < stream.WIDTH) & (col < end)
 
 
 @triton.constexpr_function
-def layout_of_sums(columns, lines):
-    """The layout of sums [lines, columns, rows]: each thread holds all lines of some adjacent columns."""
-    return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, WARPS], [1, 2, 0])
-
-
-def tiles_at_once(columns: int, programs: int) -> int:
-    """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
-    tiles = triton.cdiv(columns, _COLUMNS.value)
-
-    def most(T: int) -> float:
-        return triton.cdiv(triton.cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
-
-    return min((3, 2, 1), key=most)
-
-
-def rows_at_once(rows: int) -> int:
-    """Return how many rows of A a program has: 8 or `MOST_ROWS`."""
-    return 8 if rows <= 8 else MOST_ROWS
-
-
-def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
-    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings.
-
-    Of fp8 with a scale for each column.
-    """
-    groups, kind = triton.cdiv(columns, _COLUMNS.value * (T // 2 if gated else T)), (rows_at_once(rows), T)
-    resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
-    return min(groups, resident * programs), RINGS[resident][kind]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How programs of a format with scales of groups divide the work.
-
-    COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
-    warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
-    """
-
-    COLUMNS: int = 32
-    LINES: int = 4
-    RESIDENT: int = 2
-    STAGES: int = 12
-    BRANCHES: bool = True
-
-
-def choice() -> Choice:
-    """Return the choice whose results were compared with float64 on GPUs.
-
-    Instructions limit these formats more than memory does, so wide tiles, where more columns share A and what a step
-    costs, should win: `Choice(64, 8, 1)` took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200.
-    `benchmarks/quantised.py --variants` compares its results before it may be chosen.
-    """
-    return Choice()
-
-
-def options(grid: int, programs: int) -> dict[str, int]:
-    """Launch options of a grid whose programs must all run at once on so many multiprocessors."""
-    resident = triton.cdiv(grid, programs)
-    most = {"maxnreg": REGISTERS[resident]} if resident in REGISTERS else {}  # of two, all that a thread can have fit
-    return {"num_warps": WARPS, **most}
-
-
-def shared_bytes(rows: int, T: int, stages: int) -> int:
-    """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
-    return stages * stage_bytes(rows, T * _COLUMNS.value, 32) + sums_bytes(rows, T * _COLUMNS.value)
-
-
-def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = WARPS) -> int:
-    """Bytes of a stage of the ring: lines of A, their words for so many columns, and bytes of a column's scales."""
-    return lines * (2 * LINE * rows + columns * (4 * words + scales))
-
-
-def sums_bytes(rows: int, columns: int, lines: int = WARPS) -> int:
-    return lines * triton.next_power_of_2(columns) * rows * 4
+def layout_of_sums(columns, lines, warps):
+    """Return the layout of sums [lines, columns, rows], in which each thread holds all lines of a few adjacent
+    columns."""
+    return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, warps], [1, 2, 0])
 
 
 def supports(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor | None = None) -> str | None:
@@ -318,7 +307,8 @@ def supports(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor | None = None
     if A.dtype != torch.bfloat16 or not weights.widening:
         return f"it multiplies bfloat16 by {dtypes()}, not {A.dtype} by {B.dtype}"
     if not weights.streamable(*A.shape):
-        return f"it is for up to {MOST_ROWS} rows and for K a multiple of {weights.granule}, not for {tuple(A.shape)}"
+        most, granule = weights.streamed_rows, weights.granule
+        return f"it is for up to {most} rows and for K a multiple of {granule}, not for {tuple(A.shape)}"
     if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
         return "rows of A or columns of B begin between vectors of 16 bytes"
     if scale is not None and scale.ndim == 2 and not of_whole_vectors(scale):
@@ -334,6 +324,10 @@ class Launch:
     form: StreamForm
     operands: dict
 
+    def options(self, programs: int) -> dict[str, int]:
+        """Return the launch's options where its programs run at once on so many multiprocessors."""
+        return options(self.grid, programs, self.form.WARPS)
+
 
 def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: int, **more: Any) -> Launch:
     """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by so many programs at once.
@@ -341,35 +335,36 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     A as lines of words or runs, B as lines of words, in blocks of some lines for all warps. `more`: of the form.
     """
     widen, gated = widening_of(B, scale), more.get("GATED", False)
-    N, rows = B.shape[1] // (1 + gated), rows_at_once(A.shape[0])
-    plain = widen is E4M3 and scale.ndim == 1
-    T = (2 if gated else tiles_at_once(N, programs)) if plain else 1 + gated
-    if plain:
-        chosen = Choice(_COLUMNS.value, BRANCHES=False)
+    N, M = B.shape[1] // (1 + gated), A.shape[0]
+    rows = loaded_rows(M)
+    groups, nbytes = 0, 0
+    if scale.ndim == 2:
+        groups = scale.shape[1] // (triton.cdiv(B.shape[0] * B.element_size(), 16 * widen.WORDS) * 4)  # as packed
+        nbytes = groups * scale.itemsize
+    if widen is E4M3 and not groups:
+        T = 2 if gated else tiles_at_once(N, programs)
+        grid, stages = grid_and_stages(N, M, T, programs, gated)
+        chosen = COLUMN_SCALES
     else:
-        chosen = choice()
+        T = 1 + gated
+        chosen = choice(widen.WORDS, nbytes, M, N, programs, gated)
+        grid, stages = chosen.grid_and_stages(rows, N, T, widen.WORDS, nbytes, programs)
     lines = chosen.LINES
     if widen.RUNS:
         a = described(A, 32, lines * LINE // 32, rows)
     else:
         a = described(A.view(torch.int64), 32, lines, rows)
     b = described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
-    scales, nbytes = None, 0
-    if scale.ndim == 2:
-        per_line = scale.shape[1] // (triton.cdiv(b.shape[0], 4) * 4)  # as packed
-        block, nbytes = [chosen.COLUMNS, lines * per_line], per_line * scale.itemsize
-        scales = word_descriptor(scale, block, block_layout(lines * nbytes, scale.itemsize, 2))
-    if plain:
-        grid, stages = grid_and_stages(N, A.shape[0], T, programs, gated)
-    else:
-        groups = triton.cdiv(N, chosen.COLUMNS)
-        resident = min(chosen.RESIDENT, triton.cdiv(groups, programs))
-        others = RESERVED + sums_bytes(rows, T * chosen.COLUMNS, lines)
-        stage = stage_bytes(rows, T * chosen.COLUMNS, widen.WORDS, nbytes, lines)
-        resident = 1 if SHARED // resident < others + 2 * stage else resident
-        room = SHARED // resident - others
-        grid, stages = min(groups, resident * programs), max(2, min(chosen.STAGES, room // stage))
-    form = StreamForm(rows, T, stages, LATER=widen.later, BRANCHES=chosen.BRANCHES, **more)
+    scales = None
+    if groups:
+        row = scale_bytes(lines, nbytes)
+        block = [chosen.COLUMNS, row // scale.itemsize]
+        scales = word_descriptor(scale, block, block_layout(row, scale.itemsize, 2))
+    blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
+    form = StreamForm(
+        rows, T, stages, min(rows, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
+        LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
+    )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
 
 
@@ -386,6 +381,6 @@ def described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescri
 
 
 def block_layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    """The layout of lines of so many bytes in shared memory."""
+    """Return the layout of lines of `line` bytes in shared memory."""
     swizzle = min(line, 128) if line >= 32 else 0
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)

@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` with B in eight bits, against float64: each way that serves it, and what it refuses."""
+"""`matmul_all_reduce` with B in fp8, against float64: each way that serves it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dt
     """
     draw = torch.Generator().manual_seed(M * N + K)
     A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(dtype).to(ctx.device)
-    if M > weight_stream.MOST_ROWS:
+    if M > FP8_FORMAT.streamed_rows:
         A *= 2.0 ** torch.randint(-8, 8, (M, 1), generator=draw).to(A)
     weights = torch.randn(ctx.num_ranks, N, K, generator=draw)
     weights[:, ::2] *= torch.rand(weights[:, ::2].shape, generator=draw) ** 9
@@ -94,12 +94,12 @@ def numbers_body(ctx: iris.Iris, M, N, K, bias, dtype, config, mixed: bool) -> t
         b = apart(b)
     planned = config or ctx.ops.plan(ALL_REDUCE, M, N, K, dtype, fp8=True)
     if config is None:
-        ours = FP8_FORMAT.streamable(M, K) if M <= weight_stream.MOST_ROWS else N % 16 == K % 16 == 0
+        ours = FP8_FORMAT.streamable(M, K) if M <= FP8_FORMAT.streamed_rows else N % 16 == K % 16 == 0
         assert (planned.algorithm != "sequential") == (ON_GPU and ours and dtype == BF16)
     streams = FP8_FORMAT.streamable(M, K) and dtype == BF16 and b.stride(1) == K
     assert not ON_GPU or (weight_stream.supports(a, b, scale) is None) == streams
     rounds_rows = scaled_matmul.multiplies_in_fp8(b.shape, ctx.device, dtype)
-    rounds_rows &= M > weight_stream.MOST_ROWS or planned.algorithm == "sequential"
+    rounds_rows &= M > FP8_FORMAT.streamed_rows or planned.algorithm == "sequential"
     out, digest = torch.empty(M, N, dtype=dtype, device=ctx.device), None
     for call in range(5):  # both parities; from the third call on as repeated, and at other addresses
         if call > 2:
@@ -245,7 +245,7 @@ def replayed_body(ctx: iris.Iris, calls: int) -> None:
         graph.replay()
         for (A, B, scales, _), out in zip(held, outs, strict=True):
             exact = exact_sum(A, B, scales, None)
-            room = ctx.num_ranks * ULP[BF16] if len(out) <= weight_stream.MOST_ROWS else 0.045
+            room = ctx.num_ranks * ULP[BF16] if len(out) <= FP8_FORMAT.streamed_rows else 0.045
             assert (out.double() - exact).norm() <= room * exact.norm(), call
 
 

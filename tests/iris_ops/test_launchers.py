@@ -26,7 +26,6 @@ from iris_ops.planning.waves import gemm_tiles
 from iris_ops.planning.weights import BY_FLAG
 from iris_ops.planning.weights.fp8 import FP8
 from iris_ops.problem import ALL_REDUCE, DTYPES, GATHER_MATMUL, MATMUL_GATHER, Problem, describe, part_of
-from iris_ops.quantised import weight_stream
 import pytest
 import torch
 
@@ -101,7 +100,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         tensors = tensors[0], *eight, tensors[3]
         specialised = config.algorithm == "overlapped" or way_for(problem, config).warp_specialised
         restored = specialised and operands.supports(config, *eight, tensors[0], 1 << 10) is not None
-        if restored or problem.M <= weight_stream.MOST_ROWS:
+        if restored or problem.M <= problem.weights.streamed_rows:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     given = Operands(*tensors)
@@ -184,7 +183,7 @@ def test_a_stand_in_runs_for_the_reason_that_is_said(monkeypatch: pytest.MonkeyP
     assert reason_for(ALL_REDUCE, pushed, K=0) == "there is nothing to multiply"
     brought = replace(pushed, algorithm="copy_gather")
     assert reason_for(GATHER_MATMUL, brought, pad=8) == "rows of A stand apart"
-    assert reason_for(GATHER_MATMUL, brought, True) == "it multiplies no weights in eight bits"
+    assert reason_for(GATHER_MATMUL, brought, True) == "it multiplies no weights in fp8"
 
 
 def test_a_stand_in_is_said_once() -> None:

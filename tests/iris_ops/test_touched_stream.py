@@ -10,9 +10,12 @@ from unittest import mock
 from iris.machines import machine_named
 from iris_ops.moe.activation import Activation, activation_of
 from iris_ops.moe.operands import Down, GateUp
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
+from iris_ops.planning.experts import Experts
+from iris_ops.planning.needs import WeightFormat
+from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
 from iris_ops.planning.weights import format_of
 from iris_ops.planning.workspace_size import exchange_ld
+from iris_ops.problem import Problem
 import pytest
 import torch
 
@@ -66,6 +69,12 @@ def chosen_of(case: Case, generator: torch.Generator) -> torch.Tensor:
     return chosen
 
 
+def problem_of(op: str, case: Case, N: int, K: int, form: WeightFormat) -> Problem:
+    gate = BY_NAME[op].epilogue if case.gated else None
+    experts = Experts(case.experts, case.k)
+    return Problem(op, BY_NAME[op].forms[0], case.tokens, N, K, 2, BF16, form, gate, experts=experts)
+
+
 class Steps:
     """Takes what would be launched."""
 
@@ -106,7 +115,6 @@ def test_numbers(stream: Any, name: str, format: str) -> None:
     second = [weight(case.hidden, case.width) for _ in range(2)]
     first_bias, second_bias = draw(case.experts, gates * case.width), draw(case.experts, case.hidden)
     shared = [draw(case.tokens, case.hidden) for _ in range(2)]
-    sizes = dict(tokens=case.tokens, top_k=case.k, experts=case.experts, world_size=2, dtype=BF16)
     form = format_of(first[0][0][0].t(), first[0][1][0])
     kind = dict(activation=case.activation, interleaved=case.interleaved, gated=case.gated)
     reference_bias = first_bias if case.bias else None
@@ -114,10 +122,10 @@ def test_numbers(stream: Any, name: str, format: str) -> None:
     with mock.patch.object(stream.platform, "num_programs", lambda device: case.programs):
         for rank in range(2):
             steps, out = Steps(rank), torch.full((pairs, case.width), torch.nan, dtype=BF16)
-            problem = MoeProblem(GATE_UP, N=case.width, K=case.hidden, gated=case.gated, weights=form, **sizes)
+            problem = problem_of(GATE_UP, case, gates * case.width, case.hidden, form)
             given = GateUp(out, A, codes_of(first[rank]), chosen, reference_bias, activation_of(case.activation),
                            case.interleaved, first[rank][1])  # fmt: skip
-            stream.launch_gate_up(steps, problem, None, given)
+            stream.launch_gate_up(steps, None, problem, None, given)
             wrong = gluon_on_cpu.run(stream.moe_stream_gate_up_kernel, [steps.launched])
             assert wrong == [case.routing == "wrong"]
             exact, torchs = (
@@ -135,7 +143,7 @@ def test_numbers(stream: Any, name: str, format: str) -> None:
         for rank in range(2):
             steps, out = Steps(rank), torch.full((case.tokens, case.hidden), torch.nan, dtype=BF16)
             workspace = SimpleNamespace(exchange=staging[rank].view(torch.uint8), exchange_sync=torch.tensor([4, 0]))
-            problem = MoeProblem(DOWN_ALL_REDUCE, N=case.hidden, K=case.width, weights=form, **sizes)
+            problem = problem_of(DOWN_ALL_REDUCE, case, case.hidden, case.width, form)
             given = Down(
                 out, middles[rank], codes_of(second[rank]), chosen, weights, second_bias if case.bias else None,
                 shared[rank] if case.shared else None, second[rank][1],

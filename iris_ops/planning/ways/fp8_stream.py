@@ -27,7 +27,7 @@ class Fp8Stream(Lamport):
     kernel = LAMPORT_FP8
     launcher = "quantised.lamport_stream:launcher"
     supports = "quantised.lamport_stream:supports"
-    options = "quantised.weight_stream:options"
+    options = "quantised.lamport_stream:options"
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("one_shot",)
     weights = frozenset(w for w in FORMATS if w.widening)

@@ -1,6 +1,6 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A stay as they are. Up to 16 rows are multiplied by the stream of weights, which applies a group's scale to the
+Rows of A stay as they are. Up to 128 rows are multiplied by the stream of weights, which applies a group's scale to the
 sum of its products. For more rows, other ops, other GPUs and sums of a fixed order, each call first makes the weight
 in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of ranks.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...quantised.packing import LINE, PACKINGS
-from ..needs import MOST_ROWS, WeightFormat
+from ..needs import WeightFormat
 from ..operations import ALL_REDUCE
 from .streams import on_hopper, streamed
 
@@ -58,7 +58,9 @@ class Grouped(WeightFormat):
             return f"the stream of weights {self.name} has another order of sums than the product of many rows"
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
-        return f"the stream of weights {self.name} serves up to {MOST_ROWS} rows, K a multiple of {self.granule}"
+        return (
+            f"the stream of weights {self.name} serves up to {self.streamed_rows} rows, K a multiple of {self.granule}"
+        )
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
@@ -69,6 +71,7 @@ def _format(name: str, packing: str, key: str, group: int, widening: str, granul
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands="quantised.steps:restored_operands", product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
+        streamed_rows=128, convertible=True,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..needs import MOST_ROWS, PLAIN
+from ..needs import PLAIN
 from ..operations import ALL_REDUCE
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def streamed(problem: Any, machine: Machine | None) -> bool:
 def stream_refused(problem: Any, machine: Machine) -> str | None:
     """Return why the stream of weights cannot serve a problem, or None."""
     if problem.weights is PLAIN:
-        return f"it is for quantised weights and up to {MOST_ROWS} rows"
+        return "it is for few rows and quantised weights"
     if not problem.weights.streamable(problem.M, problem.K):
-        granule = problem.weights.granule
-        return f"it is for weights {problem.weights.name} and up to {MOST_ROWS} rows, K a multiple of {granule}"
+        granule, most = problem.weights.granule, problem.weights.streamed_rows
+        return f"it is for weights {problem.weights.name} and up to {most} rows, K a multiple of {granule}"
     return None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
 
 

@@ -1,0 +1,153 @@
+"""How programs of the stream of weights divide a product: tiles, warps, rings, and how many run at once.
+
+A program's time is about that of the bytes that its multiprocessor loads: the weights of its columns and, once for
+each tile, all of A. Weights come from memory, and A from the L2 cache. Up to 16 rows, A is small beside the weights.
+Then four warps take a line of 128 numbers along K each, with all columns of a tile. Of more rows A is larger than the
+weights, so tiles are wide, and warps divide their columns as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from ..planning.needs import LINE
+
+# Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
+# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+RINGS = {
+    1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
+    2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
+    3: {(8, 1): 4, (16, 2): 2},
+}
+MULTIPLIED_ROWS = 16  # at most, by weights that a warp has widened: of more rows it has several such blocks
+_WARPS, _COLUMNS = 4, 16  # of a program and of a tile of fp8 with a scale for each column
+SHARED, _MOST, RESERVED = 228 << 10, 227 << 10, 1536  # bytes of a multiprocessor, of a program, beside ring and sums
+_VECTOR = 16  # bytes of scales that the hardware copies at least
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How programs divide the work.
+
+    COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
+    warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
+    COLUMN_WARPS: of the WARPS, those that divide a tile's columns; the others divide lines.
+    """
+
+    COLUMNS: int = 32
+    LINES: int = 4
+    RESIDENT: int = 2
+    STAGES: int = 12
+    BRANCHES: bool = True
+    WARPS: int = 4
+    COLUMN_WARPS: int = 1
+
+    def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
+        """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
+        others = RESERVED + sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
+        stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
+        return min(self.STAGES, (min(SHARED // resident, _MOST) - others) // stage)
+
+    def grid_and_stages(
+        self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
+    ) -> tuple[int, int]:
+        """Return the programs of a product, which run at once on so many multiprocessors, and their rings' stages."""
+        groups = triton.cdiv(columns, self.COLUMNS)
+        resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
+        while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
+            resident -= 1
+        return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
+
+
+# Tiles of more than 16 rows, by the most rows: those whose sums and weights fit in registers, and whose rings fit.
+_WIDE = (
+    (32, (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (64, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
+          Choice(32, 2, 1, COLUMN_WARPS=2))),
+    (128, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4))),
+)  # fmt: skip
+_GATED = (Choice(32, 2, 1, COLUMN_WARPS=2),)
+COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
+
+
+def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
+    """Return how programs divide `rows` of A by so many columns of weights, of `words` and bytes of `scales` a line.
+
+    Up to 16 rows, the choice whose results were compared with float64 on GPUs. Instructions limit these formats more
+    than memory does, so wide tiles, where more columns share A and what a step costs, should win: `Choice(64, 8, 1)`
+    took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200. `benchmarks/quantised.py --variants`
+    compares its results before it may be chosen.
+    """
+    if rows <= MULTIPLIED_ROWS:
+        return Choice()
+    loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
+
+    def nbytes(wide: Choice) -> int:
+        """Return what the busiest program loads for a line of K."""
+        return triton.cdiv(triton.cdiv(columns, wide.COLUMNS), programs) * (loaded + wide.COLUMNS * weight)
+
+    return min(_GATED if gated and rows > 32 else next(wide for most, wide in _WIDE if rows <= most), key=nbytes)
+
+
+def tiles_at_once(columns: int, programs: int) -> int:
+    """Return T, the number of tiles that a program takes at a time.
+
+    It makes multiprocessors end together and reads A rarely.
+    """
+    tiles = triton.cdiv(columns, _COLUMNS)
+
+    def most(T: int) -> float:
+        return triton.cdiv(triton.cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
+
+    return min((3, 2, 1), key=most)
+
+
+def loaded_rows(rows: int) -> int:
+    """Return how many rows of A a program loads: a power of two from 8 on."""
+    return max(8, triton.next_power_of_2(rows))
+
+
+def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
+    """Return the number of programs of a product with `columns` columns, all resident at once, and the stages of their
+    rings.
+
+    It assumes fp8 with a scale for each column.
+    """
+    groups, kind = triton.cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
+    resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
+    return min(groups, resident * programs), RINGS[resident][kind]
+
+
+def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
+    """Return the launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    most = registers(triton.cdiv(grid, programs), warps)
+    return {"num_warps": warps} | ({"maxnreg": most} if most else {})
+
+
+def registers(resident: int, warps: int = _WARPS) -> int:
+    """Return the registers of a thread, where so many programs run at once; 0 where all that one can have fit."""
+    most = 65536 // (32 * warps * resident) // 8 * 8
+    return most if most < 255 else 0
+
+
+def shared_bytes(rows: int, T: int, stages: int) -> int:
+    """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
+    return stages * stage_bytes(rows, T * _COLUMNS, 32) + sums_bytes(rows, T * _COLUMNS)
+
+
+def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = 4) -> int:
+    """Return the bytes of a stage of the ring: lines of A, their words of `columns` columns, and a column's `scales` of
+    a stage."""
+    return lines * (2 * LINE * rows + columns * 4 * words) + columns * scales
+
+
+def scale_bytes(lines: int, scales: int) -> int:
+    """Return the bytes of a column's scales that a stage has, of so many a line: whole vectors."""
+    return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
+
+
+def sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
+    return slices * triton.next_power_of_2(columns) * rows * 4
