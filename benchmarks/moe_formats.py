@@ -23,7 +23,7 @@ import iris
 from iris.machines import machine_of
 from iris_ops import FusedConfig
 from iris_ops.moe import touched_stream
-from iris_ops.planning.experts import Experts
+from iris_ops.planning import experts as planned
 from iris_ops.planning.moe_ways import need_sorting
 from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
 from iris_ops.planning.plan import choose
@@ -195,7 +195,7 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
 def compare(layer: Layer, row: dict, variant: tuple[int, int, int] | None, warm: bool) -> None:
     """Time both ops by the stream in a variant, or, without one, by the fastest of the other ways."""
     shape, tokens, w = layer.shape, len(layer.A), layer.ctx.num_ranks
-    experts = Experts(shape.experts, shape.top_k)
+    experts = planned.Experts(shape.experts, shape.top_k)
     up, down = (
         Problem(op, BY_NAME[op].forms[0], tokens, *sizes, w, torch.bfloat16, format_of(each.operand[0], each.scale[0]),
                 BY_NAME[op].epilogue, experts=experts)
