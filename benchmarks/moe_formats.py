@@ -1,7 +1,7 @@
 """A mixture's two ops with experts in each format, beside bf16: `python -m benchmarks.moe_formats --ranks 2`.
 
-`--compare` times few tokens of three models by the stream of touched experts and by the fastest other way instead,
-each op by itself and both in turn.
+`--compare` times gate and up of few tokens of three models, by the stream of touched experts and by the fastest other
+way.
 
 Every result is compared with float64 and the widened weights. Then each op is timed by itself in a CUDA graph of calls
 whose routings differ, so that no weight stays in L2. The floor is the bytes of the experts that have tokens, over 4.3
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 import json
 import os
@@ -22,12 +23,12 @@ import time
 import iris
 from iris.machines import machine_of
 from iris_ops import FusedConfig
-from iris_ops.moe import touched_stream
 from iris_ops.planning import experts as planned
 from iris_ops.planning.moe_ways import need_sorting
-from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
+from iris_ops.planning.operations import BY_NAME, GATE_UP
 from iris_ops.planning.plan import choose
-from iris_ops.planning.ways import WAYS, touched
+from iris_ops.planning.ways import WAYS
+from iris_ops.planning.ways.touched import TouchedStream
 from iris_ops.planning.weights import format_of
 from iris_ops.problem import Problem
 from iris_ops.quantised.packing import PACKINGS
@@ -46,8 +47,6 @@ TILES = (
     (128, 128, 128, 8, 3),
 )  # fmt: skip
 COMPARED = (("gpt-oss-120b", "mxfp4"), ("qwen3-30b-a3b", "fp8_block"), ("deepseek-v3", "int4"))
-# Of the stream: columns of an item of gate and up, of one of the way back, and programs on a multiprocessor.
-VARIANTS = ((32, 32, 2), (64, 16, 2), (64, 32, 1))
 FEW = 1, 4, 16  # tokens
 ROUTINGS, REPLAYS, CHECKED = 16, 7, 6
 GBS = 4300.0
@@ -128,9 +127,9 @@ class Layer:
         given = self.down.operand, self.chosen[i], self.weights
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
-    def errors(self, up: FusedConfig | None = None, down: FusedConfig | None = None) -> tuple[float, float]:
+    def errors(self, up: FusedConfig | None = None) -> tuple[float, float]:
         """Return the relative errors of both ops, of a few tokens."""
-        self.gate_up(0, up), self.reduce(0, down)
+        self.gate_up(0, up), self.reduce(0)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
         for t in range(len(self.A) - count, len(self.A)):
@@ -192,38 +191,23 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
         row[f"{name}_tiles"] = times
 
 
-def compare(layer: Layer, row: dict, variant: tuple[int, int, int] | None, warm: bool) -> None:
-    """Time both ops by the stream in a variant, or, without one, by the fastest of the other ways."""
-    shape, tokens, w = layer.shape, len(layer.A), layer.ctx.num_ranks
-    experts = planned.Experts(shape.experts, shape.top_k)
-    up, down = (
-        Problem(op, BY_NAME[op].forms[0], tokens, *sizes, w, torch.bfloat16, format_of(each.operand[0], each.scale[0]),
-                BY_NAME[op].epilogue, experts=experts)
-        for op, each, sizes in (
-            (GATE_UP, layer.up, (2 * layer.width, shape.hidden)),
-            (DOWN_ALL_REDUCE, layer.down, (shape.hidden, layer.width)),
-        )
+def compare(layer: Layer, row: dict, stream: bool, warm: bool) -> None:
+    """Time gate and up by the stream of touched experts, or by the fastest other way."""
+    shape, w, weight = layer.shape, layer.ctx.num_ranks, layer.up
+    problem = Problem(
+        GATE_UP, BY_NAME[GATE_UP].forms[0], len(layer.A), 2 * layer.width, shape.hidden, w, torch.bfloat16,
+        format_of(weight.operand[0], weight.scale[0]), BY_NAME[GATE_UP].epilogue,
+        experts=planned.Experts(shape.experts, shape.top_k),
     )  # fmt: skip
-    if variant is None:
-        machine = machine_of(layer.ctx.device)
-        others = tuple(way for way in WAYS if not isinstance(way, touched.TouchedStream))
-        configs = [choose(others, each, machine, explained=False) for each in (up, down)]
-    else:
-        touched._WIDTHS = {GATE_UP: variant[:1], DOWN_ALL_REDUCE: variant[1:2]}
-        touched_stream._RESIDENT = variant[2]
-        # the stream ignores the stages, which tell the calls of variants apart
-        stages = 1 + VARIANTS.index(variant)
-        configs = [
-            FusedConfig(16, 128, 128, num_warps=4, num_stages=stages, algorithm="one_shot", kernel=kernel)
-            for kernel in (touched.STREAM_GATE_UP, touched.STREAM_DOWN)
-        ]
-    first, second = (partial(call, config=c) for call, c in zip((layer.gate_up, layer.reduce), configs, strict=True))
-    layer.middle.fill_(float("nan")), layer.out.fill_(float("nan"))
-    errors = layer.errors(*configs)
-    row |= dict(errors=[float(f"{e:.3g}") for e in errors], wrong=not max(errors) < 0.02)
-    row |= dict(predicted=[round(each.prediction.total_us, 1) for each in configs] if variant is None else None)
+    ways = tuple(way for way in WAYS if isinstance(way, TouchedStream) == stream)
+    config = choose(ways, problem, machine_of(layer.ctx.device), explained=False)
+    # configurations that differ in their kernels alone are one call to the library
+    config = replace(config, num_stages=config.num_stages + stream)
+    layer.middle.fill_(float("nan"))
+    errors = layer.errors(config)
+    row |= dict(kernel=config.kernel, predicted=config.prediction.total_us, error=errors[0], wrong=not errors[0] < 0.02)
     if not warm:
-        row |= dict(up=timed(first), down=timed(second), both=timed(lambda i: (first(i), second(i))))
+        row |= dict(up=timed(partial(layer.gate_up, config=config)))
 
 
 def run_compared(names: list[str], some: list[int], warm: bool) -> None:
@@ -234,11 +218,12 @@ def run_compared(names: list[str], some: list[int], warm: bool) -> None:
             layer = Layer(name, format, ctx)
             for tokens in some:
                 layer.draw(tokens)
-                floor = layer.touched() * (layer.up.bytes + layer.down.bytes) / GBS / 1e3
-                for variant in (None, *VARIANTS):
-                    row = dict(shape=name, format=format, T=tokens, stream=variant, floor=floor)
+                for stream in (False, True):
+                    row = dict(
+                        shape=name, format=format, T=tokens, up_floor=layer.touched() * layer.up.bytes / GBS / 1e3
+                    )
                     try:
-                        compare(layer, row, variant, warm)
+                        compare(layer, row, stream, warm)
                     except Exception as error:
                         row |= dict(failed=f"{type(error).__name__}: {error}"[:300])
                     say(row, ctx, warm)

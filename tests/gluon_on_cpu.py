@@ -1,10 +1,9 @@
-"""Gluon on the CPU, as far as the kernels of touched experts need it: `kernels()` gives those kernels over torch.
+"""Run the Gluon kernel of touched experts over torch on the CPU: `stream()` gives its module, `run` runs a launch.
 
 Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
-tensor, layouts are dropped, and the programs of all ranks are threads. It checks what the compiler cannot: which blocks
-are loaded when, that each wait is for a load that was requested, all indices, all masks, and the numbers.
-
-The assembly of widening is run by `tests/iris_ops/test_widening.run`; copies between ranks stand for the exchange.
+tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that each wait is for
+a load that was requested, all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly
+of widening.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import importlib
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,7 +26,7 @@ _LAYOUTS = (
     "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout",
     "SwizzledSharedLayout", "NVMMASharedLayout",
 )  # fmt: skip
-_here = threading.local()  # program, programs, rank, the meeting of all programs
+_here = SimpleNamespace(program=0, programs=1)
 
 
 class Value(torch.Tensor):
@@ -217,35 +215,6 @@ def _apart(x: Value) -> tuple[Value, ...]:
     return tuple(value(numbers[..., i] * 2.0**64) for i in range(4))
 
 
-class Exchange:
-    """What stands for the exchange: every rank's memory is at hand, and programs meet before they take."""
-
-    @staticmethod
-    def take(
-        ctx: Any, first: Pointer, step: Any, mask: Any, source: Any, epoch: Any, waiter: Any, dtype: Any, count: int,
-        LANES: bool,
-    ) -> tuple[Value, bool]:  # fmt: skip
-        total = value(torch.zeros(()))
-        for i in range(count):
-            sent = _load(first + i * step, mask, -1)
-            assert bool(((sent != -1) | ~mask).all()), "takes what nobody sent"
-            total = total + torch.where(mask, sent.view(dtype).float(), 0.0)
-            _store(first + i * step, value(-1).to(torch.int16), mask)
-        return total, True
-
-    @staticmethod
-    def without_sentinel(x: Value, dtype: torch.dtype) -> Value:
-        return x.to(dtype).view(torch.int16)
-
-    @staticmethod
-    def remote(ctx: Any, pointer: Pointer, bases: list, to: Any) -> Pointer:
-        return Pointer(_here.staging[int(to)], pointer.at)
-
-    @staticmethod
-    def advance(sync: Any, epoch: Any) -> None:
-        _here.meeting.wait(60)
-
-
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Any) -> torch.Tensor:
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
@@ -277,23 +246,18 @@ def _swapped() -> Iterator[None]:
         yield
 
 
-def kernels() -> ModuleType:
-    """Return `iris_ops.moe.touched_stream`, whose kernels are functions for `run`."""
-    with mock.patch.dict(sys.modules):
-        with _swapped():
-            lines = importlib.import_module("iris_ops.quantised.line_products")
-            touched = importlib.import_module("iris_ops.moe.touched")
-            stream = importlib.import_module("iris_ops.moe.touched_stream")
+def stream() -> ModuleType:
+    """Return `iris_ops.moe.touched_stream`, whose kernel is a function for `run`."""
+    with mock.patch.dict(sys.modules), _swapped():
+        lines = importlib.import_module("iris_ops.quantised.line_products")
+        touched = importlib.import_module("iris_ops.moe.touched")
+        stream = importlib.import_module("iris_ops.moe.touched_stream")
     lines._apart, lines._scaled = _apart, lambda x: value(x * 2.0**64)
     touched.known = lambda x: x
-    for name in ("take", "without_sentinel", "remote", "advance"):
-        setattr(stream, name, getattr(Exchange, name))
-    stream.SPAN = stream.SPAN.value
-    stream.gated, stream.ungated, stream.settled = gated, ungated, lambda values: values
-    stream.load_bases = lambda ctx_ptr, world_size: (0,) * world_size
+    stream.gated, stream.ungated = gated, ungated
     stream.DeviceContext = SimpleNamespace(initialize=lambda *given: None)
     stream.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None)
-    stream.report_experts = lambda ctx, given, wrong, experts, waiter: _here.wrong.append(bool(wrong.any()))
+    stream.report_experts = lambda ctx, given, wrong, experts, waiter: setattr(_here, "wrong", bool(wrong.any()))
     return stream
 
 
@@ -309,32 +273,10 @@ def _argument(x: Any) -> Any:
     return Policy(x) if hasattr(x, "PRODUCTS") else x
 
 
-def run(kernel: Callable, launches: list[tuple[int, dict]], staging: list[torch.Tensor] | None = None) -> list[bool]:
-    """Run the programs of all ranks' launches, (grid, arguments) of each; `staging`: the exchange area of each rank.
-
-    Returns what each rank's first program reported of experts that are out of range.
-    """
-    meeting, errors, wrong = threading.Barrier(sum(grid for grid, _ in launches)), [], []
-
-    def program(rank: int, number: int, grid: int, args: dict) -> None:
-        _here.program, _here.programs, _here.meeting, _here.wrong = number, grid, meeting, wrong
-        _here.staging = staging
-        try:
-            with torch.no_grad():
-                kernel(**{name: _argument(each) for name, each in args.items()})
-        except BaseException as error:
-            errors.append(error)
-            meeting.abort()
-
-    threads = [
-        threading.Thread(target=program, args=(rank, number, grid, args))
-        for rank, (grid, args) in enumerate(launches) for number in range(grid)
-    ]  # fmt: skip
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return wrong
+def run(kernel: Callable, grid: int, args: dict) -> bool:
+    """Run all programs of a launch; return whether the first one reported experts that are out of range."""
+    with torch.no_grad():
+        for number in range(grid):
+            _here.program, _here.programs = number, grid
+            kernel(**{name: _argument(each) for name, each in args.items()})
+    return _here.wrong

@@ -120,8 +120,8 @@ class TokenForm:
 class StreamedForm:
     """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
 
-    CHOICES: a power of two at least as many. STAGES: of the ring of weights. GATE: as in `GroupedForm`. LATER: what
-    sums are multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values.
+    CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. GATE: as in `GroupedForm`. LATER: the
+    factor of sums that a `Widening` names.
     """
 
     BLOCK_M: int
@@ -130,7 +130,6 @@ class StreamedForm:
     STAGES: int
     GATE: str | None
     LATER: float
-    TAKE: Any = None
 
 
 def choice_of(where: torch.Tensor | Routing) -> Choice:

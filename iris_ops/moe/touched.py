@@ -1,12 +1,12 @@
-"""The stream of the experts that a step touches: which they are, and the loop over their weights, in Gluon.
+"""Find the experts that a step touches, and stream their weights, in Gluon.
 
-Few tokens by quantised experts, as `quantised/weight_stream.py` has it for one weight. Weights and scales of all
-experts are one tensor each [lines, experts * N, words], of which a program loads tiles of the experts that have tokens.
+`quantised/weight_stream.py` does this for one weight. Here the weights and scales of all experts are one tensor each
+[lines, experts * N, words], and a program loads tiles of the experts that have tokens.
 
-    block    An expert and its rows, each of another token: row t of a product is token t. So the rows of all blocks are
-             summed in the same place. A token that chooses an expert twice has a second block of that expert.
-    item     A block and some columns. A program's items follow each other, and its ring of weights never runs dry.
-    A        Rows are few and lie apart, so each thread reads what its products need, one step ahead.
+    block    An expert and the tokens that chose it: row t of a product is token t. A token that chooses an expert twice
+             has a second block of that expert.
+    item     A block and a group of columns. The ring of weights keeps loading across a program's items.
+    A        Each thread loads the numbers that its products need, one step ahead, and only those of a block's rows.
 """
 
 from iris.triton_private import aggregate, async_load, base_value, mbarrier, mma_v2, program_barrier
@@ -26,7 +26,7 @@ _LINE = gl.constexpr(LINE)
 
 @triton.constexpr_function
 def choices_layout(rows, choices, warps):
-    """The layout of a step's pairs [rows, choices]: each warp has all, and a row's lanes are those of dot products."""
+    """Return the layout of a step's pairs [rows, choices]: each warp has all, a row's lanes are those of a dot operand."""
     held = [[0, 4 << i] for i in range(max(0, choices.bit_length() - 3))] + ([[8, 0]] if rows > 8 else [])
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(held, lanes, [[0, 0]] * (warps.bit_length() - 1), [], [rows, choices])
@@ -34,7 +34,10 @@ def choices_layout(rows, choices, warps):
 
 @aggregate
 class Touched:
-    """A step's blocks. Of its pairs [rows, choices] the number of the block, or -1, and the expert. `count`: blocks."""
+    """The blocks of a step, by its pairs [rows, choices]: each pair's block or -1, its expert, and its number.
+
+    `count` is the number of blocks.
+    """
 
     block: gl.tensor
     expert: gl.tensor
@@ -47,20 +50,20 @@ class Touched:
 
     @gluon.jit
     def expert_of(self, block):
-        """The expert of a block; 0 beyond the last."""
+        """Return the expert of a block; 0 beyond the last."""
         return gl.max(gl.max(gl.where(self.block == block, self.expert, 0), 1), 0)
 
     @gluon.jit
     def pairs_of(self, block):
-        """Each token's pair in a block, or -1."""
+        """Return each token's pair in a block, or -1."""
         return gl.max(gl.where(self.block == block, self.pair, -1), 1)
 
 
 @gluon.jit
 def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOICES: gl.constexpr):
-    """(the blocks of `chosen` [tokens, TOP_K], each pair's expert as it stands there, which are out of range).
+    """Return (the blocks of `chosen` [tokens, TOP_K], each pair's expert as given, which of these are out of range).
 
-    Blocks are ordered by expert. All pairs are compared with all, so they must be few.
+    Blocks are ordered by expert. Each pair is compared with all others, so pairs must be few.
     """
     PAIRS: gl.constexpr = ROWS * CHOICES
     WITH: gl.constexpr = gl.BlockedLayout([1, PAIRS // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -90,9 +93,10 @@ def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOIC
 
 @aggregate
 class Ring:
-    """A program's weights on their way: descriptors of all experts, and places in shared memory.
+    """The ring of a program's weights: descriptors of all experts, and stages in shared memory.
 
     N: columns of an expert. HALVES: a step has a tile of the first half of them and one of the second; else one tile.
+    Waits for a stage have no deadline, because they are for loads of the program itself.
     """
 
     b: base_value
@@ -115,7 +119,7 @@ class Ring:
 
     @gluon.jit
     def load(self, stage, expert, col, step, wanted):
-        """Request a step's tiles of an expert, of columns from `col` on, where they are wanted."""
+        """Request a step's tiles of an expert, of columns from `col` on, if they are `wanted`."""
         TILES: gl.constexpr = 2 if self.HALVES else 1
         OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
         nbytes: gl.constexpr = TILES * (self.b.block_type.nbytes + OF_SCALES)
@@ -132,7 +136,7 @@ class Ring:
 
 @gluon.jit
 def ring_of(b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """The ring of weights with N columns an expert, nothing in it."""
+    """Return an empty ring for experts of N columns."""
     TILES: gl.constexpr = 2 if HALVES else 1
     COLUMNS: gl.constexpr = b.block_type.shape[1]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
@@ -148,52 +152,42 @@ def ring_of(b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES
 
 
 @gluon.jit
-def item_of(touched, number, groups, BY_COLUMNS: gl.constexpr):
-    """(block, group of columns, whether there is such) of this program's item `number`.
-
-    `BY_COLUMNS`: a program has all blocks of a group of columns, one after the other; else items are dealt out.
-    """
-    if BY_COLUMNS:
-        count = gl.maximum(touched.count, 1)
-        group = gl.program_id(0) + number // count * gl.num_programs(0)
-        return number % count, group, (group < groups) & (touched.count > 0)
-    else:
-        at = gl.program_id(0) + number * gl.num_programs(0)
-        return at // groups, at % groups, at < groups * touched.count
+def item_of(touched, number, groups):
+    """Return (block, group of columns, whether it exists) of this program's item `number`."""
+    at = gl.program_id(0) + number * gl.num_programs(0)
+    return at // groups, at % groups, at < groups * touched.count
 
 
 @gluon.jit
-def load_next(ring, touched, stage, number, step, expert, col, wanted, groups, BY_COLUMNS: gl.constexpr):
-    """Requests what is next for the ring. Returns what comes after that: (number of the item, step, ..., wanted)."""
+def load_next(ring, touched, stage, number, step, expert, col, wanted, groups):
+    """Request the next tiles of the ring. Return the position after them: (item, step, expert, column, wanted)."""
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     ring.load(stage, expert, col, step, wanted)
     step += 1
     if step == ring.steps:
         step, number = step * 0, number + 1
-        block, group, wanted = item_of(touched, number, groups, BY_COLUMNS)
+        block, group, wanted = item_of(touched, number, groups)
         expert, col = touched.expert_of(block), group * COLUMNS
     return number, step, expert, col, wanted
 
 
 @gluon.jit
-def begin(ring, touched, groups, BY_COLUMNS: gl.constexpr):
-    """Fills the ring. Returns (stage, phase) of the first step, and what is next for the ring, as `load_next`."""
+def begin(ring, touched, groups):
+    """Fill the ring. Return the position that `load_next` continues from."""
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     number, step = gl.program_id(0) * 0, gl.program_id(0) * 0
-    block, group, wanted = item_of(touched, number, groups, BY_COLUMNS)
+    block, group, wanted = item_of(touched, number, groups)
     expert, col = touched.expert_of(block), group * COLUMNS
     for i in range(ring.STAGES):
-        number, step, expert, col, wanted = load_next(
-            ring, touched, i, number, step, expert, col, wanted, groups, BY_COLUMNS
-        )  # fmt: skip
+        number, step, expert, col, wanted = load_next(ring, touched, i, number, step, expert, col, wanted, groups)
     return number, step, expert, col, wanted
 
 
 @gluon.jit
 def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
-    """A's numbers of a step, as `products_of` takes them, of `rows` [BLOCK_M]; zeros for those that are negative.
+    """Load a step's numbers of `rows` [BLOCK_M] of A as `products_of` takes them; zeros for rows that are negative.
 
-    a: by numbers, or with policies that are not `RUNS` by words of four. stride: from row to row of these.
+    `a` points to numbers, or to words of four for a policy that is not `RUNS`; `stride` counts the same.
     """
     BLOCK_M: gl.constexpr = rows.shape[0]
     if widen.RUNS:
@@ -214,11 +208,11 @@ def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
 @gluon.jit
 def multiply(
     ring, touched, a, x, rows, after, stage, phase, number, step, expert, col, wanted, groups, K, stride,
-    widen: gl.constexpr, MMA: gl.constexpr, BY_COLUMNS: gl.constexpr,
+    widen: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """An item's products: a sum [lines, columns, rows] of each tile, and how it goes on, as it was given.
+    """Multiply an item. Return a sum [lines, columns, rows] of each tile, and the state to continue from.
 
-    `x`: A's numbers of the first step. `rows`, `after`: the rows of A of this item and of the next one.
+    `x` has A's numbers of the first step; `rows` and `after` are the rows of A of this item and of the next one.
     """
     COLUMNS: gl.constexpr = ring.codes.shape[2]
     BLOCK_M: gl.constexpr = rows.shape[0]
@@ -255,9 +249,7 @@ def multiply(
         accs = so_far
         x = ahead
         program_barrier()  # all warps have read this stage
-        number, step, expert, col, wanted = load_next(
-            ring, touched, stage, number, step, expert, col, wanted, groups, BY_COLUMNS
-        )  # fmt: skip
+        number, step, expert, col, wanted = load_next(ring, touched, stage, number, step, expert, col, wanted, groups)
         last = stage == ring.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     sums = ()
@@ -268,7 +260,7 @@ def multiply(
 
 @gluon.jit
 def across(ring, sums, SUMS: gl.constexpr):
-    """The sums of each tile over all lines, [columns, rows] by the layout `SUMS` without its lines."""
+    """Add up each tile's sums over all lines; return them as [columns, rows], in the layout `SUMS` without lines."""
     COLUMNS: gl.constexpr = ring.codes.shape[2]
     for t in gl.static_range(len(sums)):
         ring.sums.slice(t * COLUMNS, COLUMNS, dim=1).store(sums[t])

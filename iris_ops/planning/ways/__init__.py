@@ -11,7 +11,7 @@ from .lamport import Lamport, LamportGather
 from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
 from .overlapped import Gather, GatherFirst, Reduce
 from .sequential import Sequential
-from .touched import StreamDown, StreamGateUp
+from .touched import TouchedStream
 from .tree import Tree
 
 WAYS: tuple[Way, ...] = (
@@ -36,6 +36,5 @@ WAYS: tuple[Way, ...] = (
     Down(),
     Combine(),
     DownInSteps(),
-    StreamGateUp(),
-    StreamDown(),
+    TouchedStream(),
 )

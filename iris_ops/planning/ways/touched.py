@@ -1,4 +1,4 @@
-"""Few tokens by quantised experts: a stream of the experts that are touched (`moe/touched_stream.py`)."""
+"""Gate and up of few tokens and quantised experts: a stream of the experts touched (`moe/touched_stream.py`)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,23 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import Problem
-from ..moe_ways import need_sorting, waits_too_wide, weight_bytes
-from ..operations import DOWN_ALL_REDUCE, GATE_UP
+from ..moe_ways import need_sorting, weight_bytes
+from ..operations import GATE_UP
 from ..sums import ANY_ORDER
-from ..way import Sizes
 from ..weights import FORMATS
 from ..weights.streams import on_hopper
-from ..workspace_size import exchange_ld
-from .mixtures import GROUPED, LAMPORT, Mixture
+from .mixtures import GROUPED, Mixture
 
-STREAM_GATE_UP, STREAM_DOWN = "moe.stream_gate_up", "moe.stream_down"
+STREAM = "moe.touched_stream"
 MOST_TOKENS = 16
-MOST_PAIRS = 256  # that are all compared with each other: tokens and experts of a token, rounded up
-# What its kernels choose for themselves; or, where the hardware cannot load a rank's tensors, the tile in their place.
-_TILE = dict(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3, algorithm="one_shot")
-# Columns of a program's item, and what reading A and adding up lines cost, in columns.
-_WIDTHS, _SHARED_WORK = {GATE_UP: (32, 64), DOWN_ALL_REDUCE: (16, 32)}, 6
-_DRAWN, _FIRST_US = 0.8, 1.5  # of what memory gives; until the first weights are there, and after the last
-
-
-def columns_at_once(problem: Problem, programs: int) -> int:
-    """Return of how many columns of the weights a program's item is, so that multiprocessors end together."""
-
-    def most(width: int) -> float:
-        groups = -(-problem.N // width) * (1 if problem.operation.sums else problem.experts.touched(problem.pairs))
-        return -(-groups // programs) * (width + _SHARED_WORK)
-
-    return min(reversed(_WIDTHS[problem.op]), key=most)
+MOST_PAIRS = 256  # that a program compares with each other: tokens times experts of a token, both powers of two
+COLUMNS, RESIDENT = 64, 2  # of a program's item, in the weight; programs on a multiprocessor at once
+# The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
+_TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot", kernel=STREAM)
+# Microseconds until the first weights arrive and after the last. The time over that of the weights' bytes, of eight
+# bits, of four, and of four where tokens fill more than one instruction; measured on two H200
+# (`benchmarks/results/experts_touched_h200_x2.json`).
+_ENDS_US, _LONGER, _HALF_LONGER, _MANY_LONGER = 2.8, 1.2, 1.4, 1.7
 
 
 def too_many(problem: Problem) -> str | None:
@@ -50,10 +40,14 @@ def too_many(problem: Problem) -> str | None:
 
 
 class TouchedStream(Mixture):
-    """Experts as codes stay so until they are in registers. More tokens are summed otherwise."""
+    """Experts stay codes until they are in registers. More tokens are summed in another order."""
 
-    algorithms = ("one_shot",)
+    kernel = STREAM
+    launcher = "moe.touched_stream:launch"
     supports = "moe.touched_stream:supports"
+    fallback = GROUPED
+    ops = frozenset((GATE_UP,))
+    algorithms = ("one_shot",)
     weights = frozenset(w for w in FORMATS if w.widening)
     sums = frozenset((ANY_ORDER,))
 
@@ -65,45 +59,18 @@ class TouchedStream(Mixture):
         return alike and problem.weights in self.weights and problem.sums.kind in self.sums
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return [FusedConfig(**_TILE, kernel=self.kernel)]
+        return [_TILE]
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
-        width = columns_at_once(problem, machine.num_programs)
+        """Return the time of the multiprocessors that have most items, each as long as its share of the bytes."""
         touched = problem.experts.touched(problem.pairs)
-        items = -(-problem.N // width) * (1 if problem.operation.sums else touched)
-        # the fullest multiprocessors are the last to end, once there are fewer than draw all that memory gives
-        rounds = -(-items // machine.num_programs)
-        drawing = max(min(1.0, items / (_DRAWN * machine.num_programs)), items / (rounds * machine.num_programs))
-        streamed = touched * problem.N * problem.K * weight_bytes(problem)
-        return streamed / (_DRAWN * min(1.0, drawing) * machine.hbm_gbs * 1e3) + _FIRST_US
+        shares = touched * -(-problem.N // COLUMNS) / machine.num_programs
+        streamed = touched * problem.N * problem.K * weight_bytes(problem) / (machine.hbm_gbs * 1e3)
+        longer = _LONGER if weight_bytes(problem) >= 1 else _HALF_LONGER if problem.M <= 8 else _MANY_LONGER
+        return _ENDS_US + streamed * longer * -(-shares // 1) / shares
 
     def rest_us(self, problem: Problem, machine: Machine) -> float:
-        return machine.exchange_us if problem.operation.sums else 0.0
+        return 0.0
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         return self.kernel
-
-
-class StreamGateUp(TouchedStream):
-    """Gate and up."""
-
-    kernel = STREAM_GATE_UP
-    launcher = "moe.touched_stream:launch_gate_up"
-    fallback = GROUPED
-    ops = frozenset((GATE_UP,))
-
-
-class StreamDown(TouchedStream):
-    """The way back: a program sums all experts for its columns."""
-
-    kernel = STREAM_DOWN
-    launcher = "moe.touched_stream:launch_down"
-    fallback = LAMPORT
-    ops = frozenset((DOWN_ALL_REDUCE,))
-
-    def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        return super().accepts(problem, machine) or waits_too_wide(problem, _TILE["block_n"], machine)
-
-    def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
-        elements = problem.world_size * problem.M * exchange_ld(problem.N)
-        return Sizes(exchange=2 * elements * problem.dtype.itemsize)
