@@ -219,9 +219,8 @@ def run_compared(names: list[str], some: list[int], warm: bool) -> None:
             for tokens in some:
                 layer.draw(tokens)
                 for stream in (False, True):
-                    row = dict(
-                        shape=name, format=format, T=tokens, up_floor=layer.touched() * layer.up.bytes / GBS / 1e3
-                    )
+                    floor = layer.touched() * layer.up.bytes / GBS / 1e3
+                    row = dict(shape=name, format=format, T=tokens, up_floor=floor)
                     try:
                         compare(layer, row, stream, warm)
                     except Exception as error:

@@ -26,7 +26,7 @@ _LINE = gl.constexpr(LINE)
 
 @triton.constexpr_function
 def choices_layout(rows, choices, warps):
-    """Return the layout of a step's pairs [rows, choices]: each warp has all, a row's lanes are those of a dot operand."""
+    """Return the layout of a step's pairs [rows, choices]: each warp has all, in the lanes of a dot operand."""
     held = [[0, 4 << i] for i in range(max(0, choices.bit_length() - 3))] + ([[8, 0]] if rows > 8 else [])
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(held, lanes, [[0, 0]] * (warps.bit_length() - 1), [], [rows, choices])
