@@ -109,7 +109,7 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
-    """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
+    """Tiles that suit so many pairs; of a problem that promises equal bits, those of one order (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES

@@ -84,7 +84,7 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of `with_torch`: in calls that are to be invariant the product is `local/matmul.py`'s, else a library's."""
+    """Of `with_torch`: in calls that promise equal bits the product is `local/matmul.py`'s, else a library's."""
     return replace(of_product(problem, machine), early_bias=problem.sums.biased) if problem.sums.promised else None
 
 
