@@ -1,5 +1,4 @@
-"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`, each format against
-bf16.
+"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`.
 
 First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
 weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two
@@ -120,7 +119,12 @@ class Run:
                 cases.append((f"{name} sum + bias", partial(self.fused, out, x, weight, bias), out, total_bias))
             own = torch.empty_like(out)
             cases.append((f"{name} {m}x{n}x{k} local", partial(self.local, own, x, weight, bias), own, product + bias))
-            if self.team.cuda and n % 2 == 0 and m <= 64 and weight_stream.supports(x, weight[0].t(), weight[1]) is None:
+            if (
+                self.team.cuda
+                and n % 2 == 0
+                and m <= 64
+                and weight_stream.supports(x, weight[0].t(), weight[1]) is None
+            ):
                 half = torch.empty(m, n // 2, dtype=out.dtype, device=out.device)
                 gate, up = product.to(x.dtype).double().chunk(2, 1)
                 cases.append(

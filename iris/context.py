@@ -54,21 +54,29 @@ def iris(
     """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
     Args:
-        heap_size: bytes on each rank, the same on all, rounded up to whole 256.
+        heap_size: bytes on each rank, the same on all, rounded up to a multiple of 256.
         allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
             (reserves addresses, maps memory on demand, imports outside tensors; also "vmem_chunked"). The environment
             variable IRIS_ALLOCATOR overrides it.
         group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
             group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
-        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position;
-            "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
+        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position; "ranks":
+            also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
-            mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+            mesh["hosts"] with `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
             (docs/guides/several-hosts.md).
         copy_engine: None, for code written for ROCm/iris.
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks, say)
-    or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Returns:
+        The context.
+
+    Raises:
+        ArgumentError: for bad arguments.
+        PlatformError: if the machine does not fit, for example with fewer GPUs than ranks, or if the ranks run on
+            several hosts.
+        HeapExhausted: if the memory cannot be allocated.
+
+    Errors are raised on every rank.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 

@@ -54,7 +54,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem computes for later ones. `spans`: bytes of each tensor, `NAMES` first."""
+    """A problem that was checked and planned: the state that later calls use. `spans`: bytes of each tensor, `NAMES`
+    first."""
 
     problem: Problem
     config: FusedConfig
@@ -112,7 +113,7 @@ class Calls:
         return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls, (out, A, B, bias, scale) = self.ctx, self.earlier, call.tensors
         prepared, addresses = self._checked(call, key)
         problem = prepared.problem
@@ -170,7 +171,7 @@ class Calls:
         return prepared, addresses
 
     def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
-        """Ranks compare their calls, with IRIS_DEBUG=1."""
+        """Compare the ranks' calls, with IRIS_DEBUG=1."""
         ctx, workspace = self.ctx, call.workspace
         if ctx.agreement is None:
             return

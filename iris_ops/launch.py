@@ -1,4 +1,4 @@
-"""From a plan and a rank's tensors to the steps of a call. This is the last choice: steps launch what they name.
+"""Turn a plan and a rank's tensors into the steps of a call. This is the last choice: steps launch what they name.
 
 A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
 of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
@@ -55,7 +55,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         tensors = change(tensors)
     before: list[Step] = [Change(change) for change in changes]
     way, chosen = planned, config
-    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows as they are
+    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
     if way.rounds_rows(problem) or problem.weights not in way.weights:
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Step(Protocol):
-    """What a step is. Its fields say what it launches."""
+    """A step of a call; its fields define what it launches."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call with this step can be repeated by its launches alone."""
+        """Return whether a call with this step can be repeated by its launches alone."""
 
     def run(self, run: Run) -> None:
-        """Launch what the step stands for, in the current stream."""
+        """Launch the step in the current stream."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Change:
-    """Operands as kernels take them, where a caller's are not."""
+    """Replace operands that kernels cannot take as they are."""
 
     change: Callable[[Operands], Operands]
     repeatable = False
@@ -160,7 +160,7 @@ class Several:
 
 @dataclass(frozen=True)
 class CopyBack:
-    """What peers wrote to memory of the workspace goes to `out`."""
+    """A step that copies what peers wrote to memory of the workspace to `out`."""
 
     repeatable = True
 

@@ -20,7 +20,7 @@ Every rank must run the same operators in the same order, which the ranks' compi
 
 `product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`, which costs the host 0.6 us more
 than calling that from the layer; through torch's dispatcher it would be 3 us, by `torch.library.custom_op` 33 us. No
-operator has a gradient, and one that is asked for is refused.
+operator has a gradient; requesting one raises an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What operators ask of the context that they find by its name: `iris.Iris`, or what stands in for one."""
+    """The interface of a context that operators find by its name: `iris.Iris`, or a replacement in tests and
+    benchmarks."""
 
     cur_rank: int
     num_ranks: int
@@ -76,7 +77,8 @@ _ROWS = -1  # as many rows as A has
 
 
 class Parts(NamedTuple):
-    """How the ranks' parts differ in size. `mean`: by which all plan. `k_per_rank`: each rank's K, of ordered sums."""
+    """The differences between ranks' parts. `mean`: the size by which all plan. `k_per_rank`: each rank's K, of ordered
+    sums."""
 
     mean: int | None = None
     k_per_rank: tuple[int, ...] | None = None
@@ -215,7 +217,7 @@ def _fake_reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor
 
 
 def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`matmul_gated.matmul_gated`, compiled or not."""
+    """Run `matmul_gated.matmul_gated`, in eager or compiled code."""
     if is_recording():
         return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
     return matmul_gated(ctx, A, B, bias)

@@ -74,7 +74,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
 
 
 EVERY_ROW: dict[str, Callable[[dict], str]] = dict.fromkeys(
-    ("ops", "norms", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
+    ("ops", "norms", "routers", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
 ) | {"rma": rma_table.render, "regret": regret_table.render}
 
 

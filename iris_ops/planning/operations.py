@@ -60,7 +60,7 @@ class Operation:
     expected: str
     """The shapes, in words."""
     mixes: bool = False
-    """Whether each row has experts of its own."""
+    """Whether each row chooses its own experts."""
     widens: bool = False
     """Whether kernels widen all weights to A's dtype on the way into the product."""
     portable: bool = True
@@ -98,7 +98,7 @@ class Operation:
         return self.expected
 
     def refuses(self, N: int) -> str | None:
-        """Return the reason why there is no problem with so many columns, or None."""
+        """Return the reason why no problem has these columns, or None."""
         return None
 
     def columns(self, mean: int) -> int:
