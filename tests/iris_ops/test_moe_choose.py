@@ -1,4 +1,4 @@
-"""`moe_choose`: a token's experts, weights and order beside torch's, for every scoring, ties and odd values included."""
+"""`moe_choose` against torch: a token's experts, weights and order, for every scoring, with ties and odd values."""
 
 from __future__ import annotations
 
