@@ -31,6 +31,7 @@ from .bench.compare import compare
 from .bench.team import KERNEL_SECONDS, Team
 from .bench.timing import INTERPRETED, Budget
 from .rate_cases import (
+    COLLECTIVES,
     Call,
     Collective,
     Copy,
@@ -252,8 +253,10 @@ def report(known: Machine, measured: Study, us: Mapping[str, float], outcome: Ou
         changed = group.applied(replace(known, collectives=known.links), us)
         verdict = "taken" if group in outcome.taken else "kept: the source's predict as well"
         lines.append(f"{group.name}: {verdict}")
-        for before, after in zip(rates_of(known, [group]), rates_of(changed, [group]), strict=True):
-            lines += [f"  {name:24}{value:10.4g}{after[name]:10.4g}" for name, value in before.items()]
+        for place, before, after in zip(
+            ("", COLLECTIVES), rates_of(known, [group]), rates_of(changed, [group]), strict=True
+        ):
+            lines += [f"  {place + name:26}{value:8.4g}{after[name]:10.4g}" for name, value in before.items()]
     for machine, text, mean in ((known, "of the source", outcome.before), (outcome.machine, "taken", outcome.after)):
         worst = max(errors(machine, measured.judging, us))
         lines.append(
