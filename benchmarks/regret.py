@@ -1,4 +1,4 @@
-"""How much slower is what the planner chooses than the best way? `python -m benchmarks.regret --ranks 2 --shapes 40`.
+"""Measure how much the planner's choice loses to the best way: `python -m benchmarks.regret --ranks 2 --shapes 40`.
 
 Shapes are drawn at random: rows log-uniform in each of four classes, widths of models' layers and any others. For each
 shape every way that accepts it is measured, by the configuration that the planner prefers for it, or by several with

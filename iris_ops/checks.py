@@ -1,4 +1,4 @@
-"""Which tensors an op refuses: each check names the argument, what it was and what is expected."""
+"""Check an op's tensors: each error names the argument, what it was and what is expected."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
 
 
 def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Where out, A, B, bias and scale begin, and their bytes. Raises if `out` shares bytes with another of them."""
+    """Raise if `out` shares bytes with another tensor. `begins` and `spans` are the addresses and bytes of out, A, B,
+    bias and scale."""
     (out, *others), (size, *sizes) = begins, spans
     for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
         if begin < out + size and out < begin + nbytes and size and nbytes:
@@ -104,14 +105,14 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 
 
 def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise `ArgumentError` where one of `tensors` asks for a gradient."""
+    """Raise `ArgumentError` where one of `tensors` requires a gradient."""
     for name, t in tensors.items():
         if t is not None:
             check_gradient(op, name, t)
 
 
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
-    """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
+    """Log a warning if `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
     if out.dtype == torch.float16 and not platform.is_capturing(out.device):
         finite = [bool(t.float().isfinite().all()) for t in (out, A, B)]
         if finite == [False, True, True]:
@@ -125,5 +126,5 @@ def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
     if bias is not None and bias.shape[0] != B.shape[1]:
         raise ShapeError(
             f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B. A bias of one element "
-            f"a row is added behind the op: out += bias[:, None] ({PAGE})"
+            f"a row is added after the op: out += bias[:, None] ({PAGE})"
         )

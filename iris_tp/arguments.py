@@ -108,8 +108,8 @@ _COMMANDS = {
     "generate": "generate text with a checkpoint, split over ranks",
     "demo": "split a small language model and compare its text with the unsplit model's",
     "plan": "explain which kernel a call would take; needs no GPU",
-    "calibrate": "measure this machine's rates, by which plans are made",
-    "bench": "time an op beside torch's product and collective, on this machine",
+    "calibrate": "measure this machine's rates, which plans use",
+    "bench": "time an op, and torch's product and collective, on this machine",
     "verify": "check that a row has the same bits in any batch, or on any number of ranks",
     "doctor": "list what this machine lacks, and how to get it",
 }
@@ -190,8 +190,8 @@ def bench(in_checkout: bool) -> argparse.ArgumentParser:
     """Return the parser of `bench`; `in_checkout`: whether to list the benchmarks of a checkout."""
     parser = _Parser(
         "iris-tp bench",
-        description="Time an op beside torch's product and collective, on this machine. Both are checked first.",
-        epilog=f"Benchmarks with options of their own: {', '.join(IN_CHECKOUT)}" if in_checkout else None,
+        description="Time an op, and torch's product and collective, on this machine. Both are checked first.",
+        epilog=f"Benchmarks with their own options: {', '.join(IN_CHECKOUT)}" if in_checkout else None,
     )
     parser.add_argument("op", nargs="?", choices=CALLS.values(), help="default: all four")
     size = partial(count, most=2**31 - 1)

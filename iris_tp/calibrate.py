@@ -127,7 +127,8 @@ def alone(ctx: iris.Iris, heap_size: int) -> iris.Iris:
 
 
 class Stage:
-    """What the cases are measured with: contexts of all ranks and of this one alone, and a group of two ranks."""
+    """The setting in which cases are measured: contexts of all ranks and of this one alone, and a group of two
+    ranks."""
 
     def __init__(self, team: Team, ctx: iris.Iris, single: iris.Iris) -> None:
         self.team, self.ctx, self.single = team, ctx, single

@@ -80,7 +80,7 @@ def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) ->
 
 
 class SplitExperts(nn.Module):
-    """Replaces `module` and takes over its attributes: `moe_gate_up`, then `moe_down_all_reduce`.
+    """A module that replaces `module`, with its attributes, by `moe_gate_up` followed by `moe_down_all_reduce`.
 
     `coded`: by name the weights that are stored as codes with scales (`store`); `reasons`: why others are not.
     """
@@ -190,7 +190,8 @@ class SumOverRanks:
 
 
 class OnFirstRank(nn.Module):
-    """Returns its input on rank 0, else zeros: for a residual inside a module whose output is summed over ranks."""
+    """A module that returns its input on rank 0, else zeros: for a residual inside a module whose output is summed over
+    ranks."""
 
     def __init__(self, ctx: Iris):
         super().__init__()

@@ -66,7 +66,7 @@ class Mixture:
     def _first(
         self, op: str, tensors: GateUp | Down, config: FusedConfig | None, workspace: Workspace
     ) -> Launches | None:  # fmt: skip
-        """Run a call that cannot be repeated as it is. Return its launches, or None if they cannot be repeated."""
+        """Run a call that `relaunch` cannot repeat. Return its launches, or None if they cannot be repeated."""
         ctx, collective = self._ctx, op != GATE_UP
         with ctx.reporting_refusals(op, None) if collective else nullcontext():
             problem = checks.describe(op, ctx, tensors)

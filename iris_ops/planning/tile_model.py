@@ -1,4 +1,4 @@
-"""How long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
+"""Predict how long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
 
 A product takes as many waves as its tiles need programs, each as long as one tile takes. A product of few rows takes as
 long as its weights take from memory. The tables here say which tiles there are and what share of the chip's rate a full
@@ -49,7 +49,7 @@ BYTE_TILES: Tiles = {
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
-_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
+_EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
@@ -77,7 +77,8 @@ _FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 
 
 def specialised_tiles(architecture: str) -> SpecialisedTiles:
-    """The tables of `Machine.architecture`; Hopper's where no kernel is warp-specialised, for questions about it."""
+    """Return the tables of `Machine.architecture`; Hopper's if no kernel is warp-specialised, for questions about
+    it."""
     return SPECIALISED_TILES.get(architecture, HOPPER)
 
 

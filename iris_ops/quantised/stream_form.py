@@ -1,4 +1,4 @@
-"""How programs of the stream of weights divide a product: tiles, warps, rings, and how many run at once.
+"""Divide a product among programs of the stream of weights: tiles, warps, rings, and how many programs run at once.
 
 A program's time is about that of the bytes that its multiprocessor loads: the weights of its columns and, once for
 each tile, all of A. Weights come from memory, and A from the L2 cache. Up to 16 rows, A is small beside the weights.
@@ -29,7 +29,7 @@ _VECTOR = 16  # bytes of scales that the hardware copies at least
 
 @dataclass(frozen=True)
 class Choice:
-    """How programs divide the work.
+    """The division of the work among programs.
 
     COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
@@ -53,7 +53,7 @@ class Choice:
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
-        """Return the programs of a product, which run at once on so many multiprocessors, and their rings' stages."""
+        """Return the programs of a product, all resident at once, and the stages of their rings."""
         groups = triton.cdiv(columns, self.COLUMNS)
         resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
         while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
@@ -74,9 +74,10 @@ COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
 def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
-    """Return how programs divide `rows` of A by so many columns of weights, of `words` and bytes of `scales` a line.
+    """Return how programs divide `rows` rows of A and `columns` columns of weights, of `words` words and `scales` bytes
+    of scales a line.
 
-    Up to 16 rows, the choice whose results were compared with float64 on GPUs. Instructions limit these formats more
+    Up to 16 rows, it is the choice that was compared with float64 on GPUs. Instructions limit these formats more
     than memory does, so wide tiles, where more columns share A and what a step costs, should win: `Choice(64, 8, 1)`
     took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200. `benchmarks/quantised.py --variants`
     compares its results before it may be chosen.
@@ -122,13 +123,14 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
 
 def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
-    """Return the launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    """Return the launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
     most = registers(triton.cdiv(grid, programs), warps)
     return {"num_warps": warps} | ({"maxnreg": most} if most else {})
 
 
 def registers(resident: int, warps: int = _WARPS) -> int:
-    """Return the registers of a thread, where so many programs run at once; 0 where all that one can have fit."""
+    """Return the registers of a thread, if `resident` programs run at once; 0 if the most that a thread can have
+    fit."""
     most = 65536 // (32 * warps * resident) // 8 * 8
     return most if most < 255 else 0
 
@@ -145,7 +147,7 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
 
 
 def scale_bytes(lines: int, scales: int) -> int:
-    """Return the bytes of a column's scales that a stage has, of so many a line: whole vectors."""
+    """Return the bytes of a column's scales in a stage, of `scales` bytes a line, as whole vectors."""
     return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
 
 

@@ -325,12 +325,12 @@ class Launch:
     operands: dict
 
     def options(self, programs: int) -> dict[str, int]:
-        """Return the launch's options where its programs run at once on so many multiprocessors."""
+        """Return the launch's options for programs that run at once on `programs` multiprocessors."""
         return options(self.grid, programs, self.form.WARPS)
 
 
 def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: int, **more: Any) -> Launch:
-    """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by so many programs at once.
+    """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by `programs` programs at once.
 
     A as lines of words or runs, B as lines of words, in blocks of some lines for all warps. `more`: of the form.
     """
@@ -374,7 +374,8 @@ def widening_of(B: torch.Tensor, scale: torch.Tensor | None) -> Widening:
 
 
 def _described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescriptor:
-    """Return `t` [rows, n] as the hardware loads it: [n / width, rows, width], `rows` of so many `lines` at a time."""
+    """Return `t` [rows, n] as the hardware loads it: [n / width, rows, width], `rows` rows of `lines` lines at a
+    time."""
     pieces = t.as_strided((t.shape[1] // width, t.shape[0], width), (width, t.stride(0), 1))
     # words of eight bytes in lines of 256: two lines of the widest swizzle
     return word_descriptor(pieces, [lines, rows, width], _layout(width * t.itemsize, t.itemsize, 3))

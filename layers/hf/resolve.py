@@ -30,7 +30,7 @@ from .stored import FORMS, WIDENED
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is split."""
+    """The state of one split of a model."""
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # styles of the linears that are split

@@ -1,4 +1,4 @@
-"""The table of all ways. Where two are as fast, the one that stands first is taken."""
+"""The table of all ways. Of two with the same time, the first is taken."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_
 
 
 class Fp8Stream(Lamport):
-    """The rows of A stay as they are. Sums of rows alike are not its: more rows are multiplied otherwise."""
+    """The rows of A are not rounded. Equal bits are not supported: more rows are multiplied differently."""
 
     kernel = LAMPORT_FP8
     launcher = "quantised.lamport_stream:launcher"

@@ -1,4 +1,5 @@
-"""Which products of few rows the stream of weights serves, and how long it takes (`quantised/weight_stream.py`)."""
+"""Decide which products of few rows the stream of weights computes, and predict its time
+(`quantised/weight_stream.py`)."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ def stream_refused(problem: Any, machine: Machine) -> str | None:
 
 
 def stream_us(problem: Any, machine: Machine) -> float:
-    """Microseconds of the stream: memory gives four fifths of its rate to one with rests between its groups."""
+    """Return the microseconds of the stream: memory gives four fifths of its rate to one with pauses between its
+    groups."""
     m, n, k = problem.gemm
     return (2 * m * k + problem.weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
