@@ -146,7 +146,7 @@ class Stage:
             some = {name: calls[name] for name in names[first : first + _TOGETHER]}
             copies = {name: call for name, call in some.items() if isinstance(call, Copy)}
             us |= {name: self.team.slowest([self.copy_us(call.nbytes)])[0] for name, call in copies.items()}
-            made = {name: self.prepare(call) for name, call in some.items() if name not in copies}
+            made = {name: self.prepare(call) for name, call in some.items() if not isinstance(call, Copy)}
             result = compare(self.team, made, _once, 1, _BUDGET if self.team.cuda else INTERPRETED)
             if result["failed"]:
                 name, reason = next(iter(result["failed"].items()))

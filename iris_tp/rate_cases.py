@@ -183,6 +183,7 @@ def study(machine: Machine, world: int) -> Study:
         "all-gather of 256 KiB": Collective(gathered, 256 << 10, lamport, world),
         "all-gather of 4 MiB": Collective(gathered, 4 << 20, flags, world),
         "all-reduce of 64 KiB": Collective(reduced, 64 << 10, one_shot, world),
+        "all-reduce of 2 MiB, pairs": Collective(reduced, 2 << 20, two_shot, world, True),
         "all-reduce of 16 MiB": Collective(reduced, 16 << 20, by_flags, world),
         "product of 4 rows": fused(ALL_REDUCE, 4, 8192, 8192, 1, torch.bfloat16),
         "product of 4096 rows": fused(ALL_REDUCE, 4096, 4096, 4096, 1, torch.bfloat16),

@@ -75,11 +75,11 @@ def fuse(router: Any, rule: Rule, experts: SplitExperts) -> None:
 
 
 @functools.cache
-def _fused_class(base: type) -> type:
+def _fused_class(base: Any) -> Any:
     def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         recorded = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
         if args or kwargs or recorded or hidden.is_meta or torch.is_autocast_enabled(hidden.device.type):
-            return base.forward(self, hidden, *args, **kwargs)  # type: ignore[attr-defined]
+            return base.forward(self, hidden, *args, **kwargs)
         rule, (experts,) = self._rule, self._experts
         logits = _logits(self, rule.bias, rule.wide_logits, hidden)
         correction = getattr(self, rule.correction) if rule.correction else None
@@ -95,7 +95,7 @@ def _fused_class(base: type) -> type:
     return type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduced, **names})
 
 
-def _new(base: type) -> Any:
+def _new(base: Any) -> Any:
     """Return an empty instance of the subclass of `base`, for pickles and copies, which cannot find it by its name."""
     cls = _fused_class(base)
     return cls.__new__(cls)
