@@ -70,7 +70,8 @@ def fuse_routers(model: nn.Module) -> int:
 
 def fuse(router: Any, rule: Rule, experts: SplitExperts) -> None:
     """Make `router` choose by `rule`, and leave the order of tokens to `experts`."""
-    router.__class__ = _fused_class(type(router))
+    base: Any = type(router)
+    router.__class__ = _fused_class(base)
     router._rule, router._experts = rule, (experts,)  # in a tuple: a child of the block only
 
 
