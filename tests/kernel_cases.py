@@ -187,11 +187,11 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
     ):
         yield name, partial(_choose, tokens, experts, scoring), dict(launch=0)
     for name, tokens, coded, options in (
-        ("moe_gate_up_fp8", 8, "fp8", {}),
+        ("moe_gate_up_fp8", 24, "fp8", {}),
         ("moe_gate_up_fp8_block", 8192, "fp8_block 128", {}),
-        ("moe_gate_up_fp8_cut_block", 8, "fp8_block 64", {}),
+        ("moe_gate_up_fp8_cut_block", 24, "fp8_block 64", {}),
         ("moe_gate_up_int4", 64, "int4 32", {}),
-        ("moe_gate_up_mxfp4", 8, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ("moe_gate_up_mxfp4", 24, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
         ("moe_gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
     ):
         yield name, partial(_gate_up, tokens, True, options, coded=coded)
@@ -201,6 +201,17 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_lamport_down_int4", 4, "int4"),
     ):
         yield name, partial(_down, "moe_down_all_reduce", tokens, coded=coded), dict(world_size=2)
+    if target.backend == "cuda" and target.arch == 90:
+        for name, tokens, coded, options in (
+            ("fp8", 8, "fp8", {}),
+            ("fp8_block", 16, "fp8_block 128", {}),
+            ("fp8_cut_block", 3, "fp8_block 64", {}),
+            ("int4", 1, "int4 32", {}),
+            ("int4_channel", 4, "int4", {}),
+            ("mxfp4", 1, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+            ("mxfp4_many", 16, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ):
+            yield f"moe_stream_{name}", partial(_gate_up, tokens, True, options, coded=coded)
     for name, op, tokens, ranks, launch in (
         ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
         ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1),

@@ -66,6 +66,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("quantised linears", "docs/guides/quantised.md", quantised_table.linears),
     ("quantised experts", "docs/guides/quantised.md", quantised_table.experts),
+    ("touched experts", "docs/guides/quantised.md", quantised_table.touched),
     ("regret", "docs/lab/regret.md", regret_table.regret),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),

@@ -33,6 +33,9 @@ DEEP, DEEP_COLUMNS = 128, 128
 # Of a code's way into a product: instructions, and which part of all that a multiprocessor can issue one program does,
 # or several that share it. Cycles in a microsecond.
 _WIDENING, _ALONE, _SHARED, _CYCLES = 4.5, 0.45, 0.75, 1700.0
+# Widening and products overlap, the more so the deeper the product: what part of both remains, measured on two H200
+# (`benchmarks/results/experts_touched_h200_x2.json`). K of a tile's beginning.
+_MOST_REMAINS, _REMAINS, _BEGINNING = 0.8, 0.31, 1000
 MOST_CODED_COLUMNS = 128  # of a tile whose codes are widened by lines of 128: registers hold no more
 NOT_BACK = 32  # rows of a tile that was never the fastest on the way back: 16 or 64 were
 # Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
@@ -109,8 +112,7 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
-    """Return the tiles for the problem's number of pairs; for an invariant problem, those of one order
-    (`orders.py`)."""
+    """Return the tiles for the problem's number of pairs; where bits are promised, those of one order (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
@@ -137,14 +139,14 @@ def product_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -
     drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
     memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)
     math = waves * flops / (rate * machine.tflops * 1e6)
-    math += _widening_us(problem, block_n, programs, machine)
+    if problem.weights is not PLAIN and machine.name != INTERPRETER:
+        remains = min(_MOST_REMAINS, _REMAINS + _BEGINNING / max(1, problem.K))
+        math = remains * (math + _widening_us(problem, block_n, programs, machine))
     return max(memory, math) + 0.25 * min(memory, math)
 
 
 def _widening_us(problem: Problem, block_n: int, programs: float, machine: Machine) -> float:
-    """Return the microseconds in which programs widen the codes of their tiles; 0 for experts in the tokens' dtype."""
-    if problem.weights is PLAIN or machine.name == INTERPRETER:
-        return 0.0
+    """Return the microseconds in which programs widen the codes of their tiles."""
     alone = problem.K * block_n * _WIDENING / 128 / _CYCLES  # of a program, four warps of which always have work
     return max(alone / _ALONE, alone * programs / machine.num_programs / _SHARED)
 

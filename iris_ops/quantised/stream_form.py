@@ -23,7 +23,7 @@ RINGS = {
 }
 MULTIPLIED_ROWS = 16  # at most, by weights that a warp has widened: of more rows it has several such blocks
 _WARPS, _COLUMNS = 4, 16  # of a program and of a tile of fp8 with a scale for each column
-_SHARED, _MOST, _RESERVED = 228 << 10, 227 << 10, 1536  # bytes of a multiprocessor, of a program, beside ring and sums
+SHARED, _MOST, RESERVED = 228 << 10, 227 << 10, 1536  # bytes of a multiprocessor, of a program, beside ring and sums
 _VECTOR = 16  # bytes of scales that the hardware copies at least
 
 
@@ -46,9 +46,9 @@ class Choice:
 
     def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
         """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
-        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
+        others = RESERVED + sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
         stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
-        return min(self.STAGES, (min(_SHARED // resident, _MOST) - others) // stage)
+        return min(self.STAGES, (min(SHARED // resident, _MOST) - others) // stage)
 
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
@@ -137,7 +137,7 @@ def registers(resident: int, warps: int = _WARPS) -> int:
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
     """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
-    return stages * stage_bytes(rows, T * _COLUMNS, 32) + _sums_bytes(rows, T * _COLUMNS)
+    return stages * stage_bytes(rows, T * _COLUMNS, 32) + sums_bytes(rows, T * _COLUMNS)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = 4) -> int:
@@ -151,5 +151,5 @@ def scale_bytes(lines: int, scales: int) -> int:
     return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
 
 
-def _sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
+def sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
     return slices * triton.next_power_of_2(columns) * rows * 4

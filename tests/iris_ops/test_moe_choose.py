@@ -1,4 +1,4 @@
-"""`moe_choose` against torch: a token's experts, weights and order, for every scoring, with ties and odd values."""
+"""`moe_choose`: experts, weights and order beside those of float64, for each scoring, ties and odd values included."""
 
 from __future__ import annotations
 
