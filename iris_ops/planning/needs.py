@@ -81,7 +81,7 @@ class WeightFormat:
         return B.dtype == self.dtype and (scale is None or scale.ndim == 1)
 
     def depth(self, stored: int, K: int) -> int:
-        """Return how many numbers a stored row of so many elements holds; K if they are K and padding."""
+        """Return how many numbers a stored row of `stored` elements holds; K if they are K and padding."""
         return stored
 
     def scale_of(self, N: int, stored: int) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
@@ -120,7 +120,7 @@ class WeightFormat:
         return False
 
     def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
-        """Return the microseconds until so many rows of A are rounded."""
+        """Return the microseconds that rounding the rows of A takes."""
         return 0.0
 
     def library_us(self, us: float, rows: int, K: int, machine: Machine) -> float:

@@ -34,7 +34,7 @@ def restore_kernel(
         factor = tl.load(scale + row)
     else:
         stored = tl.load(scale + row * stride_s + k // GROUP, mask=k < K, other=0)
-        if stored.dtype == tl.uint8:  # an exponent; 2**-127 has bits of its own
+        if stored.dtype == tl.uint8:  # an exponent; 2**-127 is subnormal
             bits = stored.to(tl.int32)
             factor = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
         else:

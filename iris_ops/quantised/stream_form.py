@@ -15,7 +15,7 @@ import triton
 from ..planning.needs import LINE
 
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
-# each, there must be room for one only: behind a kernel that is about to end, two would come to the first free place.
+# each, there must be room for one only: after a kernel that is about to end, two would come to the first free place.
 RINGS = {
     1: {(8, 1): 12, (8, 2): 8, (8, 3): 6, (16, 1): 8, (16, 2): 6, (16, 3): 5},
     2: {(8, 1): 6, (8, 2): 4, (8, 3): 3, (16, 1): 4, (16, 2): 3, (16, 3): 2},
@@ -45,7 +45,7 @@ class Choice:
     COLUMN_WARPS: int = 1
 
     def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
-        """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
+        """Return the stages that fit if `resident` programs run on a multiprocessor; 2 are needed."""
         others = RESERVED + sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
         stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
         return min(self.STAGES, (min(SHARED // resident, _MOST) - others) // stage)

@@ -1,7 +1,7 @@
 """The product of few rows with quantised weights, for NVIDIA Hopper: fewer bytes to stream than in bf16.
 
-A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
-its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
+A product of few rows takes as long as its weights take from memory. torch first rounds A to fp8 in a separate
+kernel. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
 in registers, and A stays unrounded. Four things make that cheap:
 
     widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off

@@ -71,7 +71,7 @@ class Lamport(Way):
             # sums, which are the second shot, begin after all products
             waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
             hidden = 1 - 1 / waves
-            if problem.op == ALL_REDUCE and waves > 2:  # so many values slow the products after them
+            if problem.op == ALL_REDUCE and waves > 2:  # many values slow the products after them
                 hidden = _HIDDEN_BY_MORE
             gemm -= min(link / shots, gemm) * hidden
         shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
