@@ -33,6 +33,7 @@ from iris_tp.bench.timing import INTERPRETED, QUICK
 import torch
 
 from benchmarks.measuring import models, report
+from benchmarks.measuring.ahead import compile_ahead
 from benchmarks.rivals.everyone import Heap
 from benchmarks.tables import regret_table
 
@@ -42,6 +43,7 @@ CLASSES = ((1, 64), (65, 256), (257, 2000), (2001, 8192))
 _WIDTHS = 256, 16384
 _HIDDEN = 2880  # of gpt-oss, which no power of two divides far
 _MOST_FLOPS, _MOST_ELEMENTS = 1.5e12, 1 << 27
+_LONGEST = 2.0
 _TINY = 48  # rows and columns at most, in the interpreter
 
 
@@ -61,7 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
     parser.add_argument("--each", type=report.at_least(1), default=1, help="configurations a way (default 1)")
     parser.add_argument("--budget-s", dest="time_limit", type=report.at_least(1), help="as --time-limit; default 90")
-    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are judged, too")
+    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are measured, too")
     parser.set_defaults(time_limit=90)
     args = parser.parse_args(argv)
     report.settle(args, argv, "regret")
@@ -119,14 +121,20 @@ def problem_of(row: Row, world: int, dtype: torch.dtype) -> Problem:
 
 
 def ways_of(problem: Problem, machines: dict[str, Machine], each: int) -> dict[str, Candidate]:
-    """Return by its name each candidate to measure: of each way and algorithm the first ones, and all choices."""
+    """Return by its name each candidate to measure: of each way and algorithm the first `each`, and all choices.
+
+    A way that should take more than `_LONGEST` times the fastest one's time is left out.
+    """
     found: dict[str, Candidate] = {}
     for machine in machines.values():
         counts: dict[tuple[str, str], int] = {}
-        for candidate in compare_ways(WAYS, problem, machine).candidates:
+        candidates = compare_ways(WAYS, problem, machine).candidates
+        longest_us = _LONGEST * min(candidate.times.total_us for candidate in candidates)
+        for candidate in candidates:
             key = candidate.config.kernel, candidate.config.algorithm
             counts[key] = counts.get(key, 0) + 1
-            if counts[key] <= each and way_for(problem, candidate.config) is candidate.way:
+            near = counts[key] <= each and candidate.times.total_us <= longest_us
+            if near and way_for(problem, candidate.config) is candidate.way:
                 found.setdefault(_name_of(problem, candidate), candidate)
     return found
 
@@ -177,6 +185,20 @@ def run_row(
     return {**fields, "chosen": chosen, "regret": judged, "predicted": predicted, "results": results}
 
 
+def make_calls(
+    team: Team, heap: Heap, rows: list[Row], machines: dict[str, Machine], each: int, dtype: torch.dtype
+) -> None:
+    """Call every way of every shape once, on tensors without values: under `compile_ahead`, which launches nothing."""
+    for row in rows:
+        A, W = (
+            torch.empty(shape, dtype=dtype, device=team.device)
+            for shape in (row.a_shape(team.rank, team.world), row.w_shape(team.world))
+        )
+        out, op = heap.out(*row.out_shape(team.rank, team.world)), getattr(heap.ctx.ops, CALLS[row.op])
+        for candidate in ways_of(problem_of(row, team.world, dtype), machines, each).values():
+            op(out, A, W.t(), config=candidate.config)
+
+
 def _call(heap: Heap, inputs: Inputs, candidate: Candidate) -> Callable[[int], torch.Tensor]:
     out, op = heap.out(*inputs.out_shape), getattr(heap.ctx.ops, CALLS[inputs.row.op])
 
@@ -213,6 +235,10 @@ def run(team: Team, args: argparse.Namespace) -> None:
     heap, machines = Heap(team, rows, dtype, int(args.heap_gib * 2**30)), machines_of(team.device, args.beside)
     rates = {by: _published(machine.source) for by, machine in machines.items()}
     measured = {**report.describe_run(team, args), "rates": rates, "drawn": len(rows), "rows": []}
+    if team.cuda:
+        team.say(f"compile the kernels of {len(rows)} shapes")
+        count = compile_ahead(team, [heap.ctx], partial(make_calls, team, heap, rows, machines, args.each, dtype))
+        team.say(f"[{time.monotonic() - begin:4.0f} s] compiled {count} kernels")
     for number, row in enumerate(rows):
         elapsed = team.slowest([time.monotonic() - begin])[0]
         if elapsed > args.time_limit:

@@ -190,8 +190,7 @@ def calibrated(machine: Machine) -> Machine:
     table, path = found
     own: dict[str, Any] = {**table.rates, "source": table.source(path)}
     shared: dict[str, Any] = {**table.collectives, "source": table.source(path)}
-    measured = replace(machine, **own)
-    return replace(measured, collectives=replace(measured.links, **shared))
+    return replace(machine, **own, collectives=replace(machine.links, **shared))
 
 
 def machine_at(device: torch.device) -> Machine:

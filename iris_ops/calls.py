@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from iris.errors import ArgumentError, IrisError, ShapeError
-from iris.heap import check_memory, span
+from iris.heap import span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
 from iris.machines import machine_of
 import torch
 
 from . import steps
-from .checks import check_bias, check_overlap, check_tensors, warn_of_overflow
+from .checks import check_bias, check_places, check_tensors, warn_of_overflow
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
@@ -161,10 +161,10 @@ class Calls:
             if call.workspace is not None:
                 self.check_workspace(op, call.workspace)
             if call.epilogue is None:
-                check_memory(op, NAMES, addresses, prepared.spans)
-                check_overlap(op, addresses, prepared.spans)
+                check_places(op, NAMES, addresses, prepared.spans)
             else:
-                rmsnorm_epilogue.check_places((*NAMES, *EPILOGUE_NAMES), addresses, prepared.spans)
+                names = (*NAMES, *EPILOGUE_NAMES)
+                check_places(op, names, addresses, prepared.spans, rmsnorm_epilogue.WRITTEN)
         except IrisError as error:
             self.ctx.report_refusal(op, None, error)
             raise

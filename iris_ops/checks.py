@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris import platform, transforms
 from iris.aliases import PAGE
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_tensor, check_written
+from iris.heap import check_memory, check_tensor, check_written
 import torch
 
 from .planning import weights
@@ -88,13 +89,20 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
     check_gradient(op, name, t)
 
 
-def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Raise if `out` shares bytes with another tensor. `begins` and `spans` are the addresses and bytes of out, A, B,
-    bias and scale."""
-    (out, *others), (size, *sizes) = begins, spans
-    for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
-        if begin < out + size and out < begin + nbytes and size and nbytes:
-            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+def check_places(
+    op: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int], written: Sequence[str] = ("out",)
+) -> None:
+    """Raise `ArgumentError` for a tensor without memory, and where a written one shares bytes with another.
+
+    `begins`: addresses; `spans`: bytes of each tensor.
+    """
+    check_memory(op, names, begins, spans)
+    places = {name: (at, at + size) for name, at, size in zip(names, begins, spans, strict=True) if size}
+    for name in written:
+        begin, end = places.pop(name, (0, 0))
+        for other, (first, last) in places.items():
+            if begin < last and first < end:
+                raise ArgumentError(f"{op}: {name} overlaps {other} in memory; expected separate tensors")
 
 
 def check_gradient(op: str, name: str, t: torch.Tensor) -> None:

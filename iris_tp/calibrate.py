@@ -31,6 +31,7 @@ from .bench.compare import compare
 from .bench.team import KERNEL_SECONDS, Team
 from .bench.timing import INTERPRETED, Budget
 from .rate_cases import (
+    COLLECTIVES,
     Call,
     Collective,
     Copy,
@@ -145,7 +146,7 @@ class Stage:
             some = {name: calls[name] for name in names[first : first + _TOGETHER]}
             copies = {name: call for name, call in some.items() if isinstance(call, Copy)}
             us |= {name: self.team.slowest([self.copy_us(call.nbytes)])[0] for name, call in copies.items()}
-            made = {name: self.prepare(call) for name, call in some.items() if name not in copies}
+            made = {name: self.prepare(call) for name, call in some.items() if not isinstance(call, Copy)}
             result = compare(self.team, made, _once, 1, _BUDGET if self.team.cuda else INTERPRETED)
             if result["failed"]:
                 name, reason = next(iter(result["failed"].items()))
@@ -253,8 +254,10 @@ def report(known: Machine, measured: Study, us: Mapping[str, float], outcome: Ou
         changed = group.applied(replace(known, collectives=known.links), us)
         verdict = "taken" if group in outcome.taken else "kept: the source's predict as well"
         lines.append(f"{group.name}: {verdict}")
-        for before, after in zip(rates_of(known, [group]), rates_of(changed, [group]), strict=True):
-            lines += [f"  {name:24}{value:10.4g}{after[name]:10.4g}" for name, value in before.items()]
+        for place, before, after in zip(
+            ("", COLLECTIVES), rates_of(known, [group]), rates_of(changed, [group]), strict=True
+        ):
+            lines += [f"  {place + name:26}{value:8.4g}{after[name]:10.4g}" for name, value in before.items()]
     for machine, text, mean in ((known, "of the source", outcome.before), (outcome.machine, "taken", outcome.after)):
         worst = max(errors(machine, measured.judging, us))
         lines.append(

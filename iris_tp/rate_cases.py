@@ -4,15 +4,16 @@ The planner's model was fitted to an H200, so its rates are those that fit the m
 shows. A case therefore measures how much faster or slower this machine is than an H200 at one thing, and scales the
 H200's rates by that. Latencies that no case tells apart are scaled together.
 
-Other calls judge: rates are taken in groups, and each only if the planner then predicts these calls better than before.
-So plans by a table are made by a better model of the machine, or there is no table.
+Other calls judge: rates are taken in groups, and only those by which the planner then predicts these calls better. So
+plans by a table are made by a better model of the machine, or there is no table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from math import exp, log
 from typing import Any
 
@@ -33,8 +34,7 @@ _SIDE, _PRODUCT_US = 8192, 600.0  # of the large product: the time at which a ch
 _COPIED = 1 << 30
 _TINY, _PAIR, _LARGE = 2 << 10, 4 << 20, 32 << 20  # bytes that a rank puts into a collective
 _WIDEST = 100.0  # by how much a machine may differ from an H200
-_BETTER = 0.005  # of the time of calls: by how much predictions must improve
-_PASSES = 3  # over all groups, for one may be right only with another
+_BETTER = 0.005  # of the time of calls: by how much a group must improve predictions
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,7 @@ def study(machine: Machine, world: int) -> Study:
         "all-gather of 256 KiB": Collective(gathered, 256 << 10, lamport, world),
         "all-gather of 4 MiB": Collective(gathered, 4 << 20, flags, world),
         "all-reduce of 64 KiB": Collective(reduced, 64 << 10, one_shot, world),
+        "all-reduce of 2 MiB, pairs": Collective(reduced, 2 << 20, two_shot, world, True),
         "all-reduce of 16 MiB": Collective(reduced, 16 << 20, by_flags, world),
         "product of 4 rows": fused(ALL_REDUCE, 4, 8192, 8192, 1, torch.bfloat16),
         "product of 4096 rows": fused(ALL_REDUCE, 4096, 4096, 4096, 1, torch.bfloat16),
@@ -213,20 +214,27 @@ class Outcome:
 
 
 def judged(machine: Machine, measured: Study, us: Mapping[str, float]) -> Outcome:
-    """Return `machine` with the groups of rates by which the judging calls are predicted better, one after the other.
+    """Return `machine` with those groups of rates by which the judging calls are predicted best.
 
-    Raises `PlatformError` for times that no machine takes.
+    All sets of groups are compared, for one may be right only with another; a group must gain `_BETTER`. Raises
+    `PlatformError` for times that no machine takes.
     """
-    machine = replace(machine, collectives=machine.links)
-    before = error = mean_error(machine, measured.judging, us)
-    taken: list[Group] = []
-    for _ in range(_PASSES):
-        for group in (each for each in measured.groups if each not in taken):
-            changed = group.applied(machine, us)
-            if (less := mean_error(changed, measured.judging, us)) < error - _BETTER:
-                machine, error = changed, less
-                taken.append(group)
-    return Outcome(machine, tuple(taken), before, error)
+    source = replace(machine, collectives=machine.links)
+    outcomes = []
+    for taken in _subsets(measured.groups):
+        changed = source
+        for group in taken:
+            changed = group.applied(changed, us)
+        outcomes.append((mean_error(changed, measured.judging, us), changed, taken))
+    before = outcomes[0][0]  # of no group
+    after, best, taken = min(outcomes, key=lambda outcome: outcome[0] + _BETTER * len(outcome[2]))
+    return Outcome(best, taken, before, after)
+
+
+def _subsets(groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
+    """Yield all sets of groups, the empty one first."""
+    for size in range(len(groups) + 1):
+        yield from combinations(groups, size)
 
 
 def mean_error(machine: Machine, calls: Mapping[str, Any], us: Mapping[str, float]) -> float:

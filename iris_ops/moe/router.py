@@ -31,7 +31,8 @@ _BLOCK, _BLOCK_SCORES = 128, 512  # pairs sorted at once; scores of a program wh
 
 @device_function
 def _best(values, rank, e, BINS: tl.constexpr):
-    """Where the highest value of each row is, of those [T, BINS] without a rank: the lowest index of equal ones."""
+    """Return where the highest value of each row [T, BINS] is, of those without a rank: the lowest index of equal
+    ones."""
     highest = tl.max(tl.where(rank == OPEN, values, float("-inf")), 1)
     is_best = (rank == OPEN) & (values == highest[:, None])
     return tl.min(tl.where(is_best, e[None, :], BINS), 1)
@@ -41,7 +42,7 @@ def _best(values, rank, e, BINS: tl.constexpr):
 def _of_kept_groups(
     values, T: tl.constexpr, BINS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr
 ):  # fmt: skip
-    """`values` [T, BINS], where those of groups that are not kept are -inf."""
+    """Return `values` [T, BINS] with -inf in the groups that are not kept."""
     SIZE: tl.constexpr = BINS // GROUPS
     grouped = tl.reshape(values, (T, GROUPS, SIZE))
     group_score = tl.max(grouped, 2)
@@ -59,7 +60,7 @@ def _of_kept_groups(
 
 @device_function
 def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """As `moe_route_kernel`, by one program: order [pairs], offsets [experts + 1]."""
+    """Sort pairs as `moe_route_kernel` does, in one program: order [pairs], offsets [experts + 1]."""
     e = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
     for block in range(BLOCKS):
@@ -85,7 +86,7 @@ def moe_choose_kernel(
     NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """logits [tokens, EXPERTS] to chosen, weights [tokens, TOP_K], the highest score first.
+    """Choose experts by logits [tokens, EXPERTS]: chosen and weights [tokens, TOP_K], the highest score first.
 
     KIND: index in `KINDS`. bias [EXPERTS] is added to scores for the choice only. BLOCKS > 0: one program has all
     tokens, and sorts the pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].

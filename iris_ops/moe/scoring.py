@@ -50,7 +50,7 @@ class Scoring:
 
     @property
     def text(self) -> str:
-        """The scoring as operators take it; `from_text` reads it."""
+        """Return the scoring as a text for operators, which `from_text` reads."""
         return " ".join(map(repr, astuple(self)))
 
 

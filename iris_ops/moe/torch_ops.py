@@ -87,8 +87,10 @@ def mixture(ctx: Context, call: MixtureCall) -> torch.Tensor:
     A, experts, count = call.A, call.experts, call.gate_up.shape[0]
     routing: torch.Tensor | Routing = experts
     if need_sorting(experts.numel(), count):
-        ordered = call.rows is not None and call.offsets is not None
-        routing = Routing(experts, call.rows, call.offsets) if ordered else ctx.ops.moe_route(experts, count)
+        if call.rows is not None and call.offsets is not None:
+            routing = Routing(experts, call.rows, call.offsets)
+        else:
+            routing = ctx.ops.moe_route(experts, count)
     middle = A.new_empty(experts.numel(), call.down.shape[1] if call.width is None else call.width)
     gates = call.gate_up_bias, call.activation, call.interleaved
     ctx.ops.moe_gate_up(middle, A, call.gate_up, routing, *gates, scale=call.gate_up_scale)

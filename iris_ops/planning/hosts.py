@@ -36,10 +36,6 @@ class Network:
         n = self.hosts
         return (n - 1) * self.hop_us + self._us((n - 1) / n * nbytes)
 
-    def send_us(self, nbytes: float) -> float:
-        """Return the microseconds until `nbytes` have arrived at another host."""
-        return self.hop_us + self._us(nbytes)
-
     def _us(self, nbytes: float) -> float:
         return nbytes / (self.gbs * 1e3)
 

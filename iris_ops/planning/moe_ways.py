@@ -112,8 +112,7 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
-    """Return the tiles for the problem's number of pairs; for an invariant problem, those of one order
-    (`orders.py`)."""
+    """Return the tiles for the problem's number of pairs; where bits are promised, those of one order (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES

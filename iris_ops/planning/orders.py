@@ -85,7 +85,7 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Return the order of `with_torch`: in invariant calls the product is `local/matmul.py`'s, else a library's."""
+    """Return the order of `with_torch`: where bits are promised, that of `local/matmul.py`; a library has none."""
     return replace(of_product(problem, machine), early_bias=problem.sums.biased) if problem.sums.promised else None
 
 

@@ -182,7 +182,7 @@ def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    units = units_of(model, split.linears, ctx, group_made(split.weights))
+    units = units_of(model, split.linears, ctx, group_made(split.weights)) if split.by_groups else {}
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -222,7 +222,7 @@ def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
         styles = styles | merge_siblings(model, styles)
     if split.fuse:
         fuse_gates(model)
-        fuse_norms(model, ctx.invariant)
+        fuse_norms(model, bool(ctx.invariant))
     store_weights(model, split.codings, split.weights, ctx)
     for name in split.experts:
         module = model.get_submodule(name)

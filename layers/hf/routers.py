@@ -70,16 +70,17 @@ def fuse_routers(model: nn.Module) -> int:
 
 def fuse(router: Any, rule: Rule, experts: SplitExperts) -> None:
     """Make `router` choose by `rule`, and leave the order of tokens to `experts`."""
-    router.__class__ = _fused_class(type(router))
+    base: Any = type(router)
+    router.__class__ = _fused_class(base)
     router._rule, router._experts = rule, (experts,)  # in a tuple: a child of the block only
 
 
 @functools.cache
-def _fused_class(base: type) -> type:
+def _fused_class(base: Any) -> Any:
     def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         recorded = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
         if args or kwargs or recorded or hidden.is_meta or torch.is_autocast_enabled(hidden.device.type):
-            return base.forward(self, hidden, *args, **kwargs)  # type: ignore[attr-defined]
+            return base.forward(self, hidden, *args, **kwargs)
         rule, (experts,) = self._rule, self._experts
         logits = _logits(self, rule.bias, rule.wide_logits, hidden)
         correction = getattr(self, rule.correction) if rule.correction else None
@@ -95,7 +96,7 @@ def _fused_class(base: type) -> type:
     return type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": reduced, **names})
 
 
-def _new(base: type) -> Any:
+def _new(base: Any) -> Any:
     """Return an empty instance of the subclass of `base`, for pickles and copies, which cannot find it by its name."""
     cls = _fused_class(base)
     return cls.__new__(cls)

@@ -1,4 +1,4 @@
-"""`moe_choose`: a token's experts, weights and order beside torch's, for every scoring, ties and odd values included."""
+"""`moe_choose`: experts, weights and order beside those of float64, for each scoring, ties and odd values included."""
 
 from __future__ import annotations
 

@@ -217,4 +217,3 @@ def test_a_copy_and_a_pickle_of_a_served_router_work() -> None:
     assert type(copy.deepcopy(served)) is type(served)
     served._experts = ()
     assert type(pickle.loads(pickle.dumps(served))) is type(served)
-
