@@ -83,7 +83,7 @@ def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixt
     assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
     assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
     for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
-        reason = way.accepts(problem, machine)
+        reason = way.objection(problem, machine)
         rows = [line for line in said.splitlines() if line.startswith(way.kernel) and f" {way.algorithms[0]} " in line]
         assert bool(rows) == (reason is None)
         assert (f"rejected {way.name}: {reason}" in said) == (reason is not None)

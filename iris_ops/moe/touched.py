@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.tiles import known
 from ..planning.needs import LINE
-from ..quantised.line_products import add_groups, begins_of, products_of, runs_layout, scales_of, words_layout
+from ..quantised.line_products import add_groups, begins_of, products_of, rows_layout, scales_of
 
 WARPS = 4
 
@@ -190,14 +190,9 @@ def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
     `a` points to numbers, or to words of four for a policy that is not `RUNS`; `stride` counts the same.
     """
     BLOCK_M: gl.constexpr = rows.shape[0]
-    if widen.RUNS:
-        HIGH: gl.constexpr = 4 * LINES
-        LOADED: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, 1)
-        limit = K
-    else:
-        HIGH: gl.constexpr = LINES
-        LOADED: gl.constexpr = words_layout(LINES, BLOCK_M)
-        limit = K // 4
+    HIGH: gl.constexpr = 4 * LINES if widen.RUNS else LINES
+    LOADED: gl.constexpr = rows_layout(LINES, BLOCK_M, widen.RUNS, widen.WORDS // 8)
+    limit = K if widen.RUNS else K // 4
     first = 32 * (step * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED))))
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
     row = gl.convert_layout(rows, gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))

@@ -105,10 +105,10 @@ def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
 def products_of_rows(rows, widen: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
     """Return A's numbers of each line as operands of its dot products with the weights, in each of `ACROSS` warps."""
     if widen.RUNS:
-        LOADED: gl.constexpr = runs_layout(rows.shape[0] // 4, rows.shape[2], widen.WORDS // 8, ACROSS)
+        x = rows.load(runs_layout(rows.shape[0] // 4, rows.shape[2], widen.WORDS // 8, ACROSS))
     else:
-        LOADED: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
-    return products_of(rows.load(LOADED), widen, MMA)
+        x = rows.load(gl.DotOperandLayout(1, MMA, widen.WORDS // 8))
+    return products_of(x, widen, MMA)
 
 
 @gluon.jit
@@ -184,8 +184,10 @@ def runs_layout(lines, rows, k_width, across):
 
 
 @triton.constexpr_function
-def words_layout(lines, rows):
-    """Return the layout of words of four numbers [lines, 32, rows], in which each warp holds a line as dot operands."""
+def rows_layout(lines, rows, runs, k_width):
+    """Return the layout of `products_of`'s numbers: of runs, or of words of four [lines, 32, rows], a line a warp."""
+    if runs:
+        return runs_layout(lines, rows, k_width, 1)
     held = [[0, 1, 0], [0, 2, 0], [0, 16, 0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
     lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
     of_warps = [[1 << i, 0, 0] for i in range(_bits(lines))]
