@@ -104,14 +104,19 @@ def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def products_of_rows(rows, widen: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
-    """The transposed rows of A of each line as the products of the weights take them; every one of `ACROSS` warps has them."""
+def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
+    """The transposed rows of A of each line as the products of the weights take them; each of `ACROSS` warps has them.
+
+    Of runs, a single row stands for all `BLOCK_M`.
+    """
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
         LINES: gl.constexpr = rows.shape[0] // 4
-        BLOCK_M: gl.constexpr = rows.shape[2]
-        x = rows.load(runs_layout(LINES, BLOCK_M, widen.WORDS // 8, ACROSS))
+        RUNS: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, ACROSS)
+        x = rows.load(RUNS)
+        if x.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
+            x, _all = gl.broadcast(x, gl.zeros((4 * LINES, 32, BLOCK_M), x.dtype, layout=RUNS))
         if widen.SCALED:
             x = _scaled(x)
         PARTS: gl.constexpr = widen.PRODUCTS // 4  # of a run of 32

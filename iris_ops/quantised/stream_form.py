@@ -61,35 +61,32 @@ class Choice:
         return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
 
 
-# Tiles of more than 16 rows, by the most rows: those whose sums and weights fit in registers, and whose rings fit.
-_WIDE = (
-    (32, (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
-          Choice(32, 2, 1, COLUMN_WARPS=2))),
-    (64, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
-          Choice(32, 2, 1, COLUMN_WARPS=2))),
-    (128, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4))),
-)  # fmt: skip
-_GATED = (Choice(32, 2, 1, COLUMN_WARPS=2),)
+# Tiles by the most rows, of products and of gated ones: their sums and widened weights fit in registers.
+_NARROW = Choice(32, 2, 1, COLUMN_WARPS=2)
+_TILES = {
+    16: (Choice(64, 8, 1), Choice()),
+    32: (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+    64: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+    128: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4)),
+}
+_GATED = {16: (Choice(),), 64: (_NARROW,)}
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
 def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
     """Return how programs divide `rows` of A by so many columns of weights, of `words` and bytes of `scales` a line.
 
-    Up to 16 rows, the choice whose results were compared with float64 on GPUs. Instructions limit these formats more
-    than memory does, so wide tiles, where more columns share A and what a step costs, should win: `Choice(64, 8, 1)`
-    took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200. `benchmarks/quantised.py --variants`
-    compares its results before it may be chosen.
+    The tile of which the busiest program loads the fewest bytes.
     """
-    if rows <= MULTIPLIED_ROWS:
-        return Choice()
+    tiles = _GATED if gated else _TILES
     loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
 
-    def nbytes(wide: Choice) -> int:
+    def nbytes(tile: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
-        return triton.cdiv(triton.cdiv(columns, wide.COLUMNS), programs) * (loaded + wide.COLUMNS * weight)
+        return triton.cdiv(triton.cdiv(columns, tile.COLUMNS), programs) * (loaded + tile.COLUMNS * weight)
 
-    return min(_GATED if gated and rows > 32 else next(wide for most, wide in _WIDE if rows <= most), key=nbytes)
+    fitting = next(fitting for most, fitting in tiles.items() if rows <= most)
+    return min(fitting, key=nbytes)
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
@@ -102,9 +99,12 @@ def tiles_at_once(columns: int, programs: int) -> int:
     return min((3, 2, 1), key=most)
 
 
-def loaded_rows(rows: int) -> int:
-    """Return how many rows of A a program loads: a power of two from 8 on."""
-    return max(8, triton.next_power_of_2(rows))
+def loaded_rows(rows: int, runs: bool = False) -> int:
+    """Return how many rows of A a program loads: a power of two from 8 on, or, of runs, one alone.
+
+    What is loaded beyond the last row is zero, but slow: one row took longer than eight.
+    """
+    return 1 if rows == 1 and runs else max(8, triton.next_power_of_2(rows))
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
@@ -145,4 +145,4 @@ def scale_bytes(lines: int, scales: int) -> int:
 
 
 def _sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
-    return slices * triton.next_power_of_2(columns) * rows * 4
+    return slices * triton.next_power_of_2(columns) * max(8, rows) * 4

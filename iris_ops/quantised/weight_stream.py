@@ -222,7 +222,7 @@ def _add_lines(
     GROUPS: gl.constexpr = stream.GROUPS if SCALED else 1
     ADDS: gl.constexpr = widen.ADDED != 0 and BLOCKS == 1  # for more rows, adding to each weight takes less
     if BLOCKS == 1:
-        x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ACROSS, MMA)
+        x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ROWS, stream.ACROSS, MMA)
         if SUMS == 1:
             begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
     so_far = ()
@@ -241,7 +241,7 @@ def _add_lines(
                 scales = scales + (all_scales[turn * GROUPS + g],)
         for i in gl.static_range(BLOCKS):
             if BLOCKS > 1:
-                x = products_of_rows(_lines_of_rows(stream, stage, turn, i, SLICES), widen, stream.ACROSS, MMA)
+                x = products_of_rows(_lines_of_rows(stream, stage, turn, i, SLICES), widen, stream.ROWS, stream.ACROSS, MMA)
                 if SUMS == 1:
                     begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
             if SUMS == 1:
@@ -332,7 +332,8 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     """
     widen, gated = widening_of(B, scale), more.get("GATED", False)
     N, M = B.shape[1] // (1 + gated), A.shape[0]
-    rows = loaded_rows(M)
+    rows = loaded_rows(M, widen.RUNS)
+    multiplied = max(8, rows)
     groups, nbytes = 0, 0
     if scale.ndim == 2:
         groups = scale.shape[1] // (triton.cdiv(B.shape[0] * B.element_size(), 16 * widen.WORDS) * 4)  # as packed
@@ -358,7 +359,7 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         scales = word_descriptor(scale, block, _layout(row, scale.itemsize, 2))
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
-        rows, T, stages, min(rows, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups, LATER=widen.later,
+        multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups, LATER=widen.later,
         BRANCHES=chosen.BRANCHES, **more,
     )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
