@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
 from ..planning.needs import LINE
 
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
@@ -54,8 +52,8 @@ class Choice:
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
         """Return the programs of a product, which run at once on so many multiprocessors, and their rings' stages."""
-        groups = triton.cdiv(columns, self.COLUMNS)
-        resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
+        groups = _cdiv(columns, self.COLUMNS)
+        resident = max(1, min(self.RESIDENT, _cdiv(groups, programs)))
         while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
             resident -= 1
         return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
@@ -83,7 +81,7 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
 
     def nbytes(tile: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
-        return triton.cdiv(triton.cdiv(columns, tile.COLUMNS), programs) * (loaded + tile.COLUMNS * weight)
+        return _cdiv(_cdiv(columns, tile.COLUMNS), programs) * (loaded + tile.COLUMNS * weight)
 
     fitting = next(fitting for most, fitting in tiles.items() if rows <= most)
     return min(fitting, key=nbytes)
@@ -91,10 +89,10 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
 
 def tiles_at_once(columns: int, programs: int) -> int:
     """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
-    tiles = triton.cdiv(columns, _COLUMNS)
+    tiles = _cdiv(columns, _COLUMNS)
 
     def most(T: int) -> float:
-        return triton.cdiv(triton.cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
+        return _cdiv(_cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
 
     return min((3, 2, 1), key=most)
 
@@ -104,7 +102,7 @@ def loaded_rows(rows: int, runs: bool = False) -> int:
 
     What is loaded beyond the last row is zero, but slow: one row took longer than eight.
     """
-    return 1 if rows == 1 and runs else max(8, triton.next_power_of_2(rows))
+    return 1 if rows == 1 and runs else max(8, _power_of_2(rows))
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
@@ -112,14 +110,14 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
     Of fp8 with a scale for each column.
     """
-    groups, kind = triton.cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
+    groups, kind = _cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
     return min(groups, resident * programs), RINGS[resident][kind]
 
 
 def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
     """Return the launch options of a grid whose programs must all run at once on so many multiprocessors."""
-    most = registers(triton.cdiv(grid, programs), warps)
+    most = registers(_cdiv(grid, programs), warps)
     return {"num_warps": warps} | ({"maxnreg": most} if most else {})
 
 
@@ -141,8 +139,17 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
 
 def scale_bytes(lines: int, scales: int) -> int:
     """Return the bytes of a column's scales that a stage has, of so many a line: whole vectors."""
-    return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
+    return _cdiv(lines * scales, _VECTOR) * _VECTOR
 
 
 def _sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
-    return slices * triton.next_power_of_2(columns) * max(8, rows) * 4
+    return slices * _power_of_2(columns) * max(8, rows) * 4
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(n: int) -> int:
+    """Return the least power of two from `n` on."""
+    return 1 << (n - 1).bit_length()
