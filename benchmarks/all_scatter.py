@@ -53,7 +53,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def contenders_of(
     team: Team, ctx: iris.Iris, case: Case, variants: tuple[str, ...]
 ) -> tuple[dict[str, Contender], dict[str, Contender]]:
-    """Return by name who leaves the whole product on every rank, the variants first; and who only multiplies."""
+    """Return, by name, the contenders that leave the whole product on every rank, the variants first; and those that
+    only multiply."""
     A, weight, world = case.A, case.weight, team.world
     whole = {}
     for name in variants:

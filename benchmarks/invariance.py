@@ -1,4 +1,4 @@
-"""What the same bits at every number of rows cost: `python -m benchmarks.invariance --ranks 2`.
+"""Measure the cost of equal bits at every number of rows: `python -m benchmarks.invariance --ranks 2`.
 
 The ops of a sample of rows, by a context that promises them and by one that promises nothing
 (`iris.iris(invariant=...)`), and layers' products without an exchange against torch's, in CUDA graphs. Tests compare

@@ -1,4 +1,4 @@
-"""What the same bits on any number of ranks cost: `python -m benchmarks.invariance_ranks --ranks 2`.
+"""Measure the cost of equal bits on any number of ranks: `python -m benchmarks.invariance_ranks --ranks 2`.
 
 Row-parallel layers of Llama-3-8B, all-reduces of few rows and of many, by three contexts: one that promises nothing,
 one with `invariant="batch"`, one with "ranks". For each row

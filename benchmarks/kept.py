@@ -1,4 +1,4 @@
-"""What does a kept weight cost a model? `python -m benchmarks.kept --ranks 2`: steps and memory beside bf16.
+"""Measure what a weight kept in its stored format costs a model: `python -m benchmarks.kept --ranks 2`.
 
 First small quantised checkpoints are loaded twice, kept and widened, and the logits of both are compared with the
 float64 logits of the numbers in the files. Then layers of a 70B model are made in each format: the time of a decode

@@ -1,11 +1,11 @@
-"""Whether ranks see each other's accesses in the order that is promised: `python -m benchmarks.litmus --ranks 4`.
+"""Check that ranks see each other's accesses in the promised order: `python -m benchmarks.litmus --ranks 4`.
 
 Each test is a few accesses by two to four ranks and an outcome. Whether the outcome may be seen depends on the order
 that the accesses request, by the acquire-release model of C++ and PTX at system scope:
 
     relaxed           writes are relaxed exchanges, reads relaxed loads: only coherence holds, what is seen of a single
                       variable. These runs are the control: they must show that the machine does reorder.
-    release-acquire   writes are release exchanges, reads acquire: who reads a value sees all that came before it.
+    release-acquire   writes are release exchanges, reads acquire: a reader of a value sees all that came before it.
                       Two writes may still be seen in different orders by two ranks, and a read may pass a write.
     acq_rel           reads are read-modify-writes too, acq_rel all of them: all accesses of a variable have one order,
                       and each synchronises with the one before, which forbids those two as well.
@@ -82,7 +82,7 @@ TESTS = [
 
 @dataclass(frozen=True)
 class Result:
-    """What a run saw: rounds by outcome, of which `forbidden` must be none."""
+    """The outcomes that a run saw, with their numbers of rounds; there must be no `forbidden` one."""
 
     family: str
     name: str

@@ -180,7 +180,7 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
 
         def warm_up(compile, contender=contender, cache=cache):
             contender.prepare()
-            own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs stays as it is
+            own = contender.key != engines.TRANSFORMERS and not args.torch_attention  # theirs is unchanged
             options = {"step_attention": own and team.cuda, "compile": compile}
             served_by = contender.context if contender.key in engines.PROMISING else ctx
             engine = Engine(contender.model, served_by, batch, length, cache=cache, **options)
@@ -244,7 +244,7 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
 def find_truth(
     team: Team, contender, tokens: torch.Tensor, length: int, convert: truth.Convert = truth.as_it_is
 ) -> tuple[dict, dict]:
-    """Return the row as far as it is known, and the true logits of its first prompts."""
+    """Return the known part of the row, and the true logits of its first prompts."""
     batch, prompt = len(tokens), tokens.shape[1] - 1
     compared, began = truth.rows_compared(batch, prompt), time.monotonic()
 

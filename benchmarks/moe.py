@@ -15,8 +15,8 @@ import sys
 import time
 
 import iris
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.operations import DOWN_ALL_REDUCE, GATE_UP
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -130,24 +130,16 @@ def measured(
 
     result = compare.compare(team, calls, error, layer.calls, budget, captures)
     result["wrong"] = {name: error for name, error in result["errors"].items() if not error <= ALLOWED}
-    problems = problems_of(ctx, layer)
-    form = "rows" if layer.shape.gpt_oss else None
+    shape, form = layer.shape, "rows" if layer.shape.gpt_oss else None
+    sizes = (GATE_UP, layer.width, shape.hidden), (DOWN_ALL_REDUCE, shape.hidden, layer.width)
     plans = [
-        ctx.ops.plan(p.op, p.tokens, p.N, p.K, p.dtype, form, experts=p.experts, top_k=p.top_k) for p in problems
-    ]  # fmt: skip
+        ctx.ops.plan(op, len(layer.A), N, K, layer.A.dtype, form, experts=shape.experts, top_k=shape.top_k)
+        for op, N, K in sizes
+    ]
     result["plans"] = [plan.reasons[-1] for plan in plans]
     if "vLLM alone" in rivals:
         result["vLLM tiles"] = vllm_tiles(layer)
     return result
-
-
-def problems_of(ctx: iris.Iris, layer: Layer) -> tuple[MoeProblem, MoeProblem]:
-    shape, tokens, dtype = layer.shape, len(layer.A), layer.A.dtype
-    common = tokens, shape.top_k, shape.experts
-    return (
-        MoeProblem(GATE_UP, *common, layer.width, shape.hidden, ctx.num_ranks, dtype, True, in_rows=shape.gpt_oss),
-        MoeProblem(DOWN_ALL_REDUCE, *common, shape.hidden, layer.width, ctx.num_ranks, dtype, in_rows=shape.gpt_oss),
-    )
 
 
 def line(row: dict) -> str:

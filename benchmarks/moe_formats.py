@@ -64,7 +64,7 @@ class Experts:
 
     @property
     def bytes(self) -> float:
-        """Of one expert."""
+        """Return the bytes of one expert."""
         size = self.weight[0].numel() * self.weight.itemsize
         return size + (0 if self.scale is None else self.scale[0].numel() * self.scale.itemsize)
 
@@ -114,7 +114,7 @@ class Layer:
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
     def errors(self) -> tuple[float, float]:
-        """Relative errors of both ops, of some tokens."""
+        """Return the relative errors of both ops, of a few tokens."""
         self.gate_up(0), self.reduce(0)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
@@ -136,7 +136,7 @@ class Layer:
 
 
 def timed(call: Callable[[int], None]) -> float:
-    """Microseconds of a call, of the slowest rank."""
+    """Return the microseconds of a call on the slowest rank."""
     for i in range(ROUTINGS):
         call(i)
     torch.cuda.synchronize()
@@ -178,7 +178,7 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
 
 
 def same_bits(name: str, format: str, warm: bool) -> None:
-    """With invariant="batch" the first token has the same bits among any number."""
+    """Check that with invariant="batch" the first token has the same bits in any batch."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
         layer, found = Layer(name, format, ctx), {}
         for tokens in (1, 3, 64, 512):

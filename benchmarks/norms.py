@@ -2,8 +2,11 @@
 
 What follows an all-reduce in a decoder: h = residual + sum over ranks of A @ B, then the RMSNorm of h. Ours leaves h,
 h * weight and the sums of its squares; the product that follows applies the factor of a row (`rmsnorm_epilogue.py`).
-Everybody else leaves h and the whole norm:
+Everybody else leaves h and the whole norm, and so does ours where the norm's reader is no product of ours:
 
+    ours, whole norm    what the plug-in for vLLM runs above 64 rows, by the plan one of the next two
+    ... in the sum      torch.matmul, then `ctx.ccl.all_reduce_norm`
+    ... after           `ctx.ops.matmul_all_reduce`, then the norm's kernel
     NCCL, vLLM    torch.matmul, then the all-reduce, then residual and norm in one kernel of torch.compile
     FlashInfer    torch.matmul, then one kernel for all-reduce, residual and norm: in one shot and in two
 
@@ -18,9 +21,11 @@ from functools import partial
 import sys
 import time
 
+from iris import Iris
 from iris_tp.bench.inputs import Call, Inputs
 from iris_tp.bench.rows import Row
 from iris_tp.bench.team import Team, launch
+from layers.vllm import ops as vllm_ops
 import torch
 import torch.distributed as dist
 
@@ -48,10 +53,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def sizes(team: Team) -> list[tuple[int, int]]:
-    """Return (N, K) of the row-parallel layers of two models."""
+    """Return (N, K) of the row-parallel layers of three models."""
     if not team.cuda:
         return [(128, 48)]
-    served = (models.LLAMA_8B, models.LLAMA_70B)
+    served = (models.LLAMA_8B, models.QWEN3_32B, models.LLAMA_70B)
     return [layer for model in served for layer in model.row_linears(team.world)]
 
 
@@ -107,6 +112,8 @@ def contenders(
 ) -> list[Contender]:
     blas = "cuBLAS" if team.cuda else "torch"
     entries = [Contender("ours", OURS, {"ar": partial(_ours, heap)}, plan=partial(_plan, heap))]
+    for name, whole in WHOLE.items():
+        entries.append(Contender(f"ours, whole norm{name}", OURS, {"ar": partial(_whole, heap.ctx, whole)}, _many))
     entries.append(Contender(f"{blas} + {'NCCL' if team.cuda else 'gloo'}, norm", RIVAL, {"ar": _with_torch}))
     if team.cuda:
         windows = of_nccl.Windows(team, rows, dtype)
@@ -146,8 +153,59 @@ def _ours(heap: everyone.Heap, inputs: Inputs) -> Call:
     return call
 
 
+def _in_the_sum(
+    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.iris_vllm.all_reduce_norm(A @ weight.t(), residual, norm_weight, eps, group)
+
+
+def _after(
+    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.ops.iris_vllm.matmul_all_reduce(A, weight, group)
+    h, normed = torch.ops.iris_ops.add_rms_norm(total, residual, norm_weight, eps)
+    return normed, h
+
+
+WHOLE: dict[str, Callable] = {
+    "": lambda *args: torch.ops.iris_vllm.matmul_all_reduce_rms_norm(*args),
+    " in the sum": _in_the_sum,
+    " after": _after,
+}
+
+
+def _many(row: Row, world: int, dtype: torch.dtype) -> bool:
+    return row.M > 64 and dtype == torch.bfloat16
+
+
+def _whole(ctx: Iris, whole: Callable, inputs: Inputs) -> Call:
+    assert isinstance(inputs, NormInputs)
+    vllm_ops.serve("benchmark", ctx)
+    results = _Results()
+
+    def call(i: int) -> torch.Tensor:
+        normed, h = whole(inputs.A[i], inputs.B[i].t(), inputs.residual, inputs.weight, EPS, "benchmark")
+        results.tensors = (h, normed)
+        return results
+
+    return call
+
+
+class _Results:
+    """New tensors of each call, as the benchmark's check sees them."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def fill_(self, value: float) -> None:
+        for each in self.tensors:
+            each.fill_(value)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.stack(self.tensors).to(dtype)
+
+
 class _Halves:
-    """What ours leaves, as the benchmark's check sees it: poisoned as a whole, read with the rows' factors applied."""
+    """The op's result as the benchmark checks it: poisoned as a whole, read with the rows' factors applied."""
 
     def __init__(self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, finish: Callable) -> None:
         self.parts, self.finish = (out, scaled, squares), finish

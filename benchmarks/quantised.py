@@ -1,7 +1,8 @@
-"""How fast are few rows by quantised weights? `python -m benchmarks.quantised --ranks 2`: each format against bf16.
+"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`, each format against
+bf16.
 
 First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
-weights that its codes stand for. Outputs hold NaN before. Then layers of published models are timed as a rank of two
+weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two
 has them, each by `matmul_all_reduce` and without an exchange by `skinny_matmul`, in CUDA graphs. Weights rotate, so
 that none is in the L2 cache. `bound` is the time in which their bytes come at the rate of a copy, and 4 us.
 """
@@ -69,7 +70,7 @@ Weight = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def weight_of(name: str, N: int, K: int, seed: int, device: torch.device) -> tuple[Weight, torch.Tensor]:
-    """Return a random weight as it is stored, and its numbers in float64. Rows are of several magnitudes."""
+    """Return a random weight in stored form, and its numbers in float64. Rows are of several magnitudes."""
     draw = torch.Generator(device).manual_seed(seed)
     exact = torch.randn(N, K, generator=draw, device=device).mul_(0.03)
     exact *= 2.0 ** torch.randint(-3, 4, (N, 1), generator=draw, device=device)

@@ -1,6 +1,6 @@
 """The tables and plots of README and docs, from the result files in `benchmarks/results`.
 
-    python -m benchmarks.report                     writes every table where it stands
+    python -m benchmarks.report                     writes every table where it lies
     python -m benchmarks.report --plots             and draws the plots that pages show
     python -m benchmarks.report FILE... [--plots]   prints all rows of these files; with --plots draws them
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(check: bool) -> None:
-    """Every page as the results have it now; where `check` is true, none, and exits with 1 if one would change."""
+    """Write every page from the current results; with `check`, write none, and exit with 1 if one would change."""
     for path, text, new in pages():
         if new != text:
             name = path.relative_to(ROOT)
@@ -58,13 +58,13 @@ def write(check: bool) -> None:
 
 
 def shown() -> set[str]:
-    """The names of the plots that stand in README or on a page."""
+    """Return the names of the plots in README and on the pages."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {name for page in pages for name in re.findall(r"plots/([\w.-]+\.svg)\)", page.read_text())}
 
 
 def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
-    """Draws the results; of all their plots, `wanted` ones only if it is given."""
+    """Draw the results: all their plots, or the `wanted` ones."""
     # here, for they import matplotlib, which tables do without
     from benchmarks.plots import (
         all_scatter_plots,

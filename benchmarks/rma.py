@@ -1,4 +1,4 @@
-"""What remote memory access costs: `python -m benchmarks.rma --ranks 4`.
+"""Measure remote memory access: `python -m benchmarks.rma --ranks 4`.
 
 Every operation between each pair of ranks alone and by all ranks at once (each with the next one), by size and by the
 number of programs; atomics as operations a second; a signal and its answer between each pair. Before a case is timed

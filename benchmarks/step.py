@@ -1,4 +1,4 @@
-"""What a decoding step does between exchanges, on one GPU: `python -m benchmarks.step`, ours against torch's.
+"""Measure a decode step between exchanges, on one GPU: `python -m benchmarks.step`, ours against torch's.
 
 Products of few rows (`iris_ops/local/skinny_matmul.py`), alone and with a gate, and attention over a static cache
 (`iris_ops/local/decode_attention.py`), each in CUDA graphs, with weights and caches that rotate, so that none lies

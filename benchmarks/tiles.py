@@ -3,7 +3,7 @@
     python -m benchmarks.tiles --ranks 2
 
 The kernel of `examples/tile_all_reduce.py` sums each finished tile over the ranks, or for the rank that owns its rows.
-That of `examples/tile_all_reduce_hopper.py` does so in warps of their own, for more rows than a tile has. Both are
+That of `examples/tile_all_reduce_hopper.py` does so in separate warps, for more rows than a tile has. Both are
 timed against the fused op of `ctx.ops`, and torch's product with a collective of torch.distributed. A kernel that does
 nothing but gather or exchange tiles is timed against `ctx.ccl`. Every contender's result, into poisoned memory, is
 compared with float64 before and after it is timed. Takes less than a minute; writes tiles_<gpu>_x<ranks>.json after
@@ -76,7 +76,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Blocks(NamedTuple):
-    """Of a product's tile: rows, columns and depth; warps, loads under way, and programs on each multiprocessor."""
+    """Sizes of a product's tile (rows, columns, depth), warps, pipeline stages, and programs on each multiprocessor."""
 
     m: int
     n: int

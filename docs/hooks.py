@@ -32,7 +32,7 @@ _log = logging.getLogger("mkdocs.hooks.docs")
 
 
 def on_config(config: Any) -> Any:
-    """Fills in the patterns of the navigation, and adds the fence that draws timelines."""
+    """Fill in the patterns of the navigation, and add the fence that draws timelines."""
     config.nav = _expanded(config.nav)
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {}).setdefault("custom_fences", [])
     fences.append({"name": "timeline", "class": "timeline", "format": timeline.fence})
@@ -64,7 +64,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def _moved(link: re.Match[str], page: str, source: Path) -> str:
-    """The target of a link of `source`, as seen from the page that `source` becomes."""
+    """Return the target of a link of `source`, as seen from the page that `source` becomes."""
     target = (source.parent / link[1]).resolve()
     target = DOCS / PAGE_OF[target] if target in PAGE_OF else target
     return _as_seen_from(DOCS / page, target) + (link[2] or "")

@@ -32,7 +32,7 @@ class Span:
 
 
 def lanes(text: str) -> list[tuple[str, list[Span]]]:
-    """Raises ValueError where a line is none of a timeline's."""
+    """Parse the lines of a timeline. Raises ValueError for a line that is not a timeline's."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         name, _, entries = line.partition(":")
@@ -47,7 +47,7 @@ def lanes(text: str) -> list[tuple[str, list[Span]]]:
 
 
 def draw(text: str) -> str:
-    """The timeline as SVG."""
+    """Return the timeline as SVG."""
     rows = lanes(text)
     scale = (_WIDTH - 2) / max(span.end for _, spans in rows for span in spans)
     height = len(rows) * _LANE + _LEGEND
@@ -79,7 +79,10 @@ def draw(text: str) -> str:
 
 
 def fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
-    """What pymdownx.superfences calls for a fence of this language. It takes other exceptions for a fence of text."""
+    """Draw the timeline of a fenced block, for pymdownx.superfences.
+
+    superfences renders the block as text after other exceptions.
+    """
     from pymdownx.superfences import SuperFencesException
 
     try:

@@ -14,7 +14,7 @@ BINS = tl.constexpr(16)
 
 @triton.jit
 def histogram_kernel(x, bins, largest, n, rank, heap_bases, BLOCK: tl.constexpr):
-    """Counts this rank's x [n], values below BINS, into rank 0's bins [BINS], and keeps the largest value there."""
+    """Count this rank's x [n], values below BINS, into rank 0's bins [BINS], and keep the largest value there."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     values = tl.load(x + offsets, mask=mask, other=0)
@@ -24,7 +24,7 @@ def histogram_kernel(x, bins, largest, n, rank, heap_bases, BLOCK: tl.constexpr)
 
 @triton.jit
 def tasks_kernel(ticket, owner, tasks, rank, heap_bases):
-    """Takes tasks by ticket until there are none left, and leaves its name in owner [tasks] on rank 0."""
+    """Take tasks by ticket until none is left, and write this rank's number to owner [tasks] on rank 0."""
     task = iris.atomic_add(ticket, 1, rank, 0, heap_bases)
     while task < tasks:
         iris.atomic_cas(owner + task, -1, rank, rank, 0, heap_bases)  # nobody else had it

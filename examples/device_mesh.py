@@ -20,7 +20,7 @@ from examples.split_a_model import tiny_llama
 
 
 def make_mesh(device: torch.device) -> dist.DeviceMesh:
-    """[hosts, ranks of a host]; on a single host two groups, where the ranks can be halved."""
+    """Return a mesh [hosts, ranks of a host]; on a single host two groups, if the ranks can be halved."""
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if world == local and world % 2 == 0:
         local //= 2

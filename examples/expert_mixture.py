@@ -21,10 +21,12 @@ def expert_mixture_kernel(
     ctx_ptr, space, sent, chosen, came, wanted, done, back, up, down, room,
     H: tl.constexpr, F: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """back [world, room, H]: of each row of `sent`, of that shape, what its expert makes of it at the rank it goes to.
+    """Compute back [world, room, H]: for each row of `sent`, of that shape, the result of its expert at the rank that
+    has it.
 
-    chosen [world, room]: the expert of a row, counted at that rank, -1 of no row. up [EXPERTS, H, F] and down [EXPERTS,
-    F, H]: this rank's. Room for others' rows: came and done as `sent`, wanted as `chosen`. All fp32, contiguous.
+    chosen [world, room]: the expert of a row, numbered at that rank, or -1 for no row. up [EXPERTS, H, F] and down
+    [EXPERTS, F, H]: this rank's experts. Memory for peers' rows: came and done like `sent`, wanted like `chosen`. All
+    tensors are fp32 and contiguous.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
@@ -51,7 +53,7 @@ def expert_mixture_kernel(
 
 
 def mixture(ctx, tokens, experts, weights, up, down, space, ROWS=16):  # noqa: ANN001, ANN201
-    """[T, H]: each token's weighted sum over its `experts` [T, k], counted over all ranks."""
+    """Return each token's weighted sum over its `experts` [T, k], which are numbered over all ranks: [T, H]."""
     (T, k), (own, H, F), w, room = experts.shape, up.shape, ctx.num_ranks, experts.numel()
     to = experts.flatten() // own
     slot = torch.nn.functional.one_hot(to, w).cumsum(0).gather(1, to[:, None])[:, 0] - 1  # among rows for that rank

@@ -19,7 +19,10 @@ def flash_decode_kernel(
     ctx_ptr, space, q, k, v, parts, out, length, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [H,D]: of each head, a program. q [H,D]; k, v [H,length,D], this rank's; parts fp32 [world,H,2,D]."""
+    """Compute out [H,D], a head in each program.
+
+    q [H,D]; k, v [H,length,D], this rank's; parts fp32 [world,H,2,D].
+    """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
     head, heads, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, D)

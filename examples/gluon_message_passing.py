@@ -20,7 +20,10 @@ WARPS = 4
 
 @gluon.jit
 def play_kernel(ctx_ptr, ball, flag, n, passes, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """`passes` passes of ball [n]; rank 0 begins. flag: one int32, how many passes have arrived here."""
+    """Pass ball [n] back and forth `passes` times; rank 0 begins.
+
+    flag: one int32, the number of passes that have arrived here.
+    """
     ctx = iris_gl.IrisDeviceCtx.initialize(ctx_ptr)
     other = 1 - ctx.rank
     offsets = gl.arange(0, BLOCK, layout=LAYOUT)

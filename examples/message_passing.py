@@ -16,7 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def play_kernel(ctx_ptr, ball, flag, n, passes, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """`passes` passes of ball [n]; rank 0 begins. flag: one int32, how many passes have arrived here."""
+    """Pass ball [n] back and forth `passes` times; rank 0 begins.
+
+    flag: one int32, the number of passes that have arrived here.
+    """
     ctx = iris.DeviceContext.initialize(ctx_ptr, RANK, WORLD_SIZE)
     other = 1 - ctx.rank
     offsets = tl.arange(0, BLOCK)

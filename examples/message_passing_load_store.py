@@ -19,7 +19,7 @@ READY, DONE = tl.constexpr(0), tl.constexpr(1)  # flags
 
 @triton.jit
 def owner_kernel(ctx_ptr, x, answer, total, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Fills x [n], announces it, waits for answer [n] and sums that up."""
+    """Fill x [n], announce it, wait for answer [n] and add it up."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, OWNER, WORLD_SIZE)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < n
@@ -31,7 +31,7 @@ def owner_kernel(ctx_ptr, x, answer, total, flags, n, WORLD_SIZE: tl.constexpr, 
 
 @triton.jit
 def worker_kernel(ctx_ptr, heap_bases, x, answer, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Doubles the owner's x into the owner's answer."""
+    """Double the owner's x into the owner's answer."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, WORKER, WORLD_SIZE)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < n

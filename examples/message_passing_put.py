@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def producer_kernel(ctx_ptr, heap_bases, x, inbox, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of x [n] into rank 1's inbox [n], then the block's flag."""
+    """Store a block of x [n] in rank 1's inbox [n], then set the block's flag."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, 0, WORLD_SIZE)
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +23,7 @@ def producer_kernel(ctx_ptr, heap_bases, x, inbox, flags, n, WORLD_SIZE: tl.cons
 
 @triton.jit
 def consumer_kernel(ctx_ptr, inbox, squares, flags, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Waits for its block, then squares it."""
+    """Wait for a block, then square it."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, 1, WORLD_SIZE)
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)

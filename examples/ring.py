@@ -16,9 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def ring_kernel(ctx_ptr, x, partial, flags, calls, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Leaves the sum of all ranks' x [n] in row world + rank of `partial`.
+    """Store the sum of all ranks' x [n] in row world + rank of `partial`.
 
-    partial [2 * world, n], a row for each step; flags int32 [2 * world]; calls int32: how many calls there have been.
+    partial [2 * world, n] has a row for each step; flags are int32 [2 * world]; calls, int32, is the number of calls so
+    far.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     call = tl.load(calls) + 1

@@ -23,8 +23,10 @@ def _attend(
     q, slot, values, out, most, total, length, scale, ahead,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds one rank's keys and values to what the queries have seen: `most`, the highest score of a row, `total`, the
-    sum of its weights, and `out`, the weighted sum of values. `ahead`: how many rows before the queries' theirs begin.
+    """Add one rank's keys and values to the running attention of the queries.
+
+    `most` is the highest score of a row, `total` the sum of its weights, and `out` the weighted sum of values. `ahead`
+    is the distance in rows from the first key to the first query.
     """
     d = tl.arange(0, D)[None, :]
     for first in range(0, length, BLOCK):
@@ -54,10 +56,11 @@ def ring_attention_kernel(
     ctx_ptr, q, k, v, kv, out, most, total, flags, calls, length, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out fp32 [H,L,D]: of each head, a program. q, k, v [H,L,D]: this rank's rows, those from rank * L on.
+    """Compute out fp32 [H,L,D], a head in each program.
 
-    On the heap: kv [2,2,H,L,D], two slots of keys and values; flags int32 [2,H]. most, fp32 [H,L], begins as -1e30,
-    total, fp32 [H,L], and out as 0. calls int32 [H]: how many calls there have been.
+    q, k, v [H,L,D]: this rank's rows, from rank * L on. On the heap: kv [2,2,H,L,D], two slots of keys and values;
+    flags int32 [2,H]. most, fp32 [H,L], begins as -1e30; total, fp32 [H,L], and out begin as 0. calls int32 [H]: the
+    number of calls so far.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     head, heads = tl.program_id(0), tl.num_programs(0)

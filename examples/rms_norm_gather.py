@@ -18,9 +18,11 @@ def rms_norm_gather_kernel(
     ctx_ptr, space, x, weight, out, rows, columns, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [world * rows, columns]: all ranks' x [rows, columns], each row normed and times weight [columns].
+    """Compute out [world * rows, columns]: all ranks' x [rows, columns], each row normalised and times weight
+    [columns].
 
-    ROWS: of a tile, which has COLUMNS, a power of two from `columns` on. All contiguous.
+    ROWS is the height of a tile, which has COLUMNS columns: a power of two from `columns` on. All tensors are
+    contiguous.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def store_kernel(x, inbox, n, rank, world_size, heap_bases, BLOCK: tl.constexpr):
-    """x [n] of this rank into inbox [n] of the next one."""
+    """Store this rank's x [n] in the next rank's inbox [n]."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     values = tl.load(x + offsets, mask=mask)
@@ -21,7 +21,7 @@ def store_kernel(x, inbox, n, rank, world_size, heap_bases, BLOCK: tl.constexpr)
 
 @triton.jit
 def load_kernel(x, out, n, rank, world_size, heap_bases, BLOCK: tl.constexpr):
-    """x [n] of the previous rank into out [n] of this one."""
+    """Load the previous rank's x [n] into this rank's out [n]."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     previous = (rank + world_size - 1) % world_size

@@ -21,10 +21,10 @@ def tile_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORLD_SIZE: tl.constexpr,
     SCATTER: tl.constexpr = False, TWO_SHOT: tl.constexpr = False, ONE_TILE: tl.constexpr = False,
 ):  # fmt: skip
-    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
+    """Compute out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
 
-    SCATTER: out [M/w,N] is this rank's rows of it; M is a multiple of w * BLOCK_M. TWO_SHOT: the sum takes two hops.
-    ONE_TILE: each program has one tile, which waits for its sum in registers.
+    SCATTER: out [M/w,N] is this rank's rows of the sum; M is a multiple of w * BLOCK_M. TWO_SHOT: the sum takes two
+    hops. ONE_TILE: each program has one tile, which stays in registers until its sum is complete.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
@@ -54,7 +54,7 @@ def tile_matmul_kernel(
 
 @triton.jit
 def multiply(a, b, m, n, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of the product. Few rows are the columns of a tile of b.T @ a.T: tensor cores take 64 rows at a time."""
+    """Multiply one tile. With few rows, compute b.T @ a.T, because tensor cores take 64 rows at a time."""
     if BLOCK_M < 128 and BLOCK_N >= 64:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -69,7 +69,8 @@ def multiply(a, b, m, n, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_
 
 @triton.jit
 def place_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER):
-    """(first row and column of a tile, and which rank owns its sum with SCATTER): eight rows of tiles at a time."""
+    """Return (first row of a tile, its first column, the rank that owns its sum with SCATTER), eight rows of tiles at a
+    time."""
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     row, column = tl.swizzle2d(number // across, number % across, down, across, 8)
     if SCATTER:  # the ranks' rows in turn, so that all links are busy
@@ -81,7 +82,8 @@ def place_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_S
 
 @triton.jit
 def finish(ctx, tiles, out, number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCATTER: tl.constexpr):
-    """Stores the sum of tile `number`, which was sent before: in parts, for the next product holds many registers."""
+    """Store the sum of tile `number`, which was sent before, in parts, because the next product holds many
+    registers."""
     m, n, owner = place_of(number, M, N, BLOCK_M, BLOCK_N, ctx.world_size, SCATTER)
     if SCATTER:
         m -= owner * (M // ctx.world_size)

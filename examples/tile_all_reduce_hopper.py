@@ -40,11 +40,11 @@ STAGES, PLACES = 5, 2  # loads under way; finished tiles that a program has room
 
 @gluon.jit
 def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.constexpr):
-    """What the mover warps do: send each tile, and take the sum of the one before, which stays in shared memory.
+    """Run the mover warps: send each tile, and receive the sum of the one before, which stays in shared memory.
 
-    A part of a tile, some rows of it, travels as a tile of its own. A tile is sent over `spread` ticks: all programs'
-    tiles take the links as long, and stores that queue would hold up the loads of the next product. What has come of
-    the peers' parts is loaded before a part is sent, for loads wait behind stores, and summed afterwards.
+    A part of a tile, a few rows of it, travels as a separate tile. A tile is sent over `spread` ticks: all programs'
+    tiles take the links as long, and stores that queue would delay the loads of the next product. Peers' parts that
+    have arrived are loaded before a part is sent, because loads wait behind stores, and are summed afterwards.
     """
     tiles = iris.tiles.open_tiles(ctx, space)
     programs, parts = gl.num_programs(0), shared.PARTS
@@ -75,7 +75,7 @@ def tile_matmul_hopper_kernel(
     ctx_ptr, space, a, b, epilogue, out, M, N, K, spread, stagger, tile: gl.constexpr, pipeline: gl.constexpr,
     WORLD_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
+    """Compute out [M,N] = sum over ranks of a [M,K] @ b [K,N]; a and b are tensor descriptors, out is contiguous.
 
     Programs start over `stagger` ticks, so that they do not all send their last tile at once.
     """
@@ -98,7 +98,7 @@ def tile_matmul_hopper_kernel(
 
 
 def space_for(ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> torch.Tensor:
-    """Collective: memory for the tiles of a result [M, N]."""
+    """Reserve memory for the tiles of a result [M, N]. Collective."""
     number = -(-M // BLOCKS[0]) * -(-N // BLOCKS[1])
     return ctx.ccl.tile_space(number, BLOCKS[0] * BLOCKS[1], dtype)
 
@@ -106,7 +106,7 @@ def space_for(ctx: iris.Iris, M: int, N: int, dtype: torch.dtype) -> torch.Tenso
 def tile_matmul_hopper(
     ctx: iris.Iris, space: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """out [M,N] = sum over ranks of a [M,K] @ b [K,N]; bfloat16 or float16, rows of multiples of 16 bytes."""
+    """Compute out [M,N] = sum over ranks of a [M,K] @ b [K,N]; bfloat16 or float16, rows of multiples of 16 bytes."""
     (M, K), N = a.shape, b.shape[1]
     number = -(-M // BLOCKS[0]) * -(-N // BLOCKS[1])
     programs = min(number, ctx.get_cu_count())

@@ -70,7 +70,7 @@ __all__ = [
     "tiles",
 ]
 
-# What ROCm/iris has under these names, and what stands for it here.
+# Names of ROCm/iris, and their counterparts here.
 _ELSEWHERE = {
     "AllReduceConfig": "ctx.ccl.all_reduce or ctx.ops.matmul_all_reduce outside the kernel",
     "Tile": "ctx.ccl or ctx.ops outside the kernel, load, store and atomics inside",

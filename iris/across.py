@@ -41,7 +41,7 @@ _group_counts: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Rate:
-    """What an all-reduce across hosts reaches: `gbs`, GB/s that one rank sends, and `hop_us`, the time of a message."""
+    """The rate of an all-reduce across hosts: `gbs`, GB/s that one rank sends, and `hop_us`, the time of a message."""
 
     gbs: float
     hop_us: float

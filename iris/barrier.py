@@ -20,7 +20,7 @@ _NO_DIGEST = 1 << 61  # as wide as those of a heap, so that one compiled kernel 
 
 
 class DeviceBarrier:
-    """Barriers with counts of their own: two of them may be under way in two streams. Construction is collective.
+    """Barriers with separate counts: two of them may be under way in two streams. Construction is collective.
 
     Those of one object follow each other in the same order on all ranks. Code that makes one after the context must
     synchronise all ranks before its first call: a peer must not signal here before the counts are zero.

@@ -32,11 +32,12 @@ from .errors import (
     PeerLostError,
     PlatformError,
 )
-from .group import Ranks
+from .group import Ranks, by_rank
 from .heap import GRANULE, Heap
 from .launch import graphs, relaunch
 from .launch.streams import SideStream
 from .log import rank_logger
+from .machines import machine_at
 from .memory.allocators import map_segment
 from .memory.offsets import rounded
 from .peers import PeerMethods
@@ -65,7 +66,7 @@ def iris(
             variable IRIS_ALLOCATOR overrides it.
         group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
             group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
-        invariant: "batch": a row of a result has the same bits however many rows there are and wherever it stands;
+        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position;
             "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
             mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
@@ -115,8 +116,9 @@ class Iris(PeerMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant)
-        requests = ranks.all_gather(_Request(self._device_name(), *settings, wrong), "the creation of a context")
+        rates, unusable = _rates(self.device)
+        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant) or unusable
+        requests = ranks.all_gather(_Request(self._device_name(), *settings, rates, wrong), "the creation of a context")
         _agree(requests)
         self.invariant = invariant
         gpus = [request.gpu for request in requests if request.gpu]
@@ -240,21 +242,21 @@ class Iris(PeerMethods):
 
     @property
     def ops(self) -> Ops:
-        """The fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
+        """Return the fused operations of `iris_ops`; with `across`, those of `iris_ops.hierarchical`."""
         from iris_ops.hierarchical import ops_of  # which imports this package
 
         return self.once(ops_of)
 
     @property
     def ccl(self) -> Collectives:
-        """The collectives of `iris.ccl`."""
+        """Return the collectives of `iris.ccl`."""
         from .ccl.collectives import Collectives
 
         return self.once(Collectives)
 
     @property
     def tracing(self) -> Tracing:
-        """Records what programs do inside kernels, and writes it as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of what programs do inside kernels, which it writes as a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 
@@ -347,7 +349,7 @@ class Iris(PeerMethods):
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print such a line if the level is INFO, as it is by default, or DEBUG."""
+        """Print a line if the level is INFO, the default, or DEBUG."""
         self.log.info(message)
 
     def warning(self, message: str) -> None:
@@ -381,13 +383,15 @@ def _leave_by_exception() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a rank requests of a context; the ranks compare it before anything is allocated."""
+    """The arguments of a rank's request for a context; ranks compare them before anything is allocated."""
 
     gpu: str | None
     heap_size: str
     allocator: str
     debug: str
     invariant: str
+    rates: tuple[str, str]
+    """A digest of what plans depend on, and its description."""
     refusal: IrisError | None
 
 
@@ -408,6 +412,15 @@ def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
     return None
 
 
+def _rates(device: torch.device) -> tuple[tuple[str, str], IrisError | None]:
+    """Return the digest of this rank's rates with their description, or the error of a table that cannot be used."""
+    try:
+        machine = machine_at(device)
+    except PlatformError as error:
+        return ("", ""), error
+    return (machine.digest, f"{machine.name}, rates {machine.source}"), None
+
+
 def _agree(requests: list[_Request]) -> None:
     """Raise on every rank alike when one of them cannot go on or two contradict each other."""
     for refusal in filter(None, (request.refusal for request in requests)):
@@ -417,6 +430,12 @@ def _agree(requests: list[_Request]) -> None:
         values = [getattr(request, key) for request in requests]
         if len(set(values)) > 1:
             raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
+    if len({digest for digest, _ in (request.rates for request in requests)}) > 1:
+        rates = by_rank({rank: f"{text} ({digest})" for rank, (digest, text) in enumerate(r.rates for r in requests)})
+        raise PlatformError(
+            f"rates differ between ranks, and so would plans: {rates}; expected GPUs of one kind, and on all ranks the "
+            "same table of measured rates, or none: copy its file (iris-tp calibrate), or delete it"
+        )
     gpus = [request.gpu for request in requests if request.gpu]
     if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
         raise PlatformError(

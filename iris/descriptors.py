@@ -24,10 +24,10 @@ def lacking(least: int) -> str:
 
 
 def is_lacking(error: BaseException) -> bool:
-    """Whether this process failed for want of a descriptor."""
+    """Return whether `error` means that this process ran out of file descriptors."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def remedy() -> str:
-    """What helps."""
+    """Return the sentence that explains how to get more file descriptors."""
     return f"too many are open: raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"

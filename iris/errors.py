@@ -55,7 +55,7 @@ class PeerLostError(IrisError, RuntimeError):
 
 
 class PlatformError(IrisError, RuntimeError):
-    """This machine or this process cannot run the library as it is set up."""
+    """This machine or this process is set up such that it cannot run the library."""
 
 
 class VersionError(PlatformError, ImportError):

@@ -15,7 +15,7 @@ import numpy as np
 
 # OpenBLAS has another kernel for products of fewer multiplications than these (`sgemm_small_kernel_permit`).
 _SMALL = 100**3
-# No kernel has edges within so many rows, or columns.
+# No kernel has edges within this number of rows, or columns.
 _ROWS, _COLUMNS = 16, 64
 
 

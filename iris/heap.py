@@ -65,23 +65,23 @@ class Heap:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The heap's bytes, uint8; a tensor of them keeps the heap mapped."""
+        """Return the heap's bytes as a uint8 tensor, which keeps the heap mapped while it lives."""
         return self._segment.local
 
     @property
     def used(self) -> tuple[int, int]:
-        """Bytes up to the last allocation, from the low end and from the high end."""
+        """Return the bytes up to the last allocation, from the low end and from the high end."""
         low, high = self._ends
         return low.used, high.used
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that belong to no allocation."""
+        """Return the bytes that belong to no allocation."""
         return self.size - sum(end - begin for begin, end in self._live())
 
     @property
     def longest(self) -> int:
-        """The most bytes that the library can have in one piece."""
+        """Return the size of the largest block that the library can allocate, in bytes."""
         low, high = self._ends
         high.size = self.size - low.used
         return high.longest

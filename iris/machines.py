@@ -1,24 +1,26 @@
-"""What planners know of a device: its rates, its latencies and what its kernels can do. The one table of them.
+"""Describe devices for planners: rates, latencies and what kernels can do, all in one table.
 
 Each `Machine` says where its numbers come from. A GPU that is not in the table gets the H200's rates, scaled by its
-multiprocessors.
+multiprocessors. Rates that `iris-tp calibrate` measured on this machine (`rates.py`) replace those of the table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+import hashlib
+from typing import Any
 
 import torch
 
-from . import platform
+from . import platform, rates
 
 INTERPRETER = "interpreter"
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What the model of collectives reckons with; measured on an H200 of an NVLink host."""
+    """Rates for the model of collectives; measured on an H200 of an NVLink host."""
 
     num_programs: int
     """Programs that run at once."""
@@ -31,7 +33,7 @@ class LinkRates:
     two_hops_gbs: float = 335.0
     """For Lamport values in two hops between several peers, where one hop goes on beside the other."""
     lamport_mb: float = 100.0
-    """Of so many megabytes the values take twice as long: they leave the cache before they are polled."""
+    """From this number of megabytes on, values take twice as long: they leave the cache before they are polled."""
     launch_us: float = 1.4
     hop_us: float = 1.5
     """A Lamport value: stored at the peer, seen by the peer."""
@@ -44,13 +46,15 @@ class LinkRates:
     interpreted: bool = False
     name: str = ""
     """The device's."""
+    source: str = "estimated"
+    """Where the rates come from, for people."""
 
 
 # Hops are a switch of processes, and each operation of a kernel costs more than its data.
 _INTERPRETED = LinkRates(
     1, 1.0, 0.8, 0.8, 0.8, 100.0, 2000.0, 2000.0, 4000.0, 2000.0, interpreted=True, name=INTERPRETER
 )
-_H200_LINK_GBS = 380.0  # to which `LinkRates` belong
+H200_LINK_GBS = 380.0  # to which `LinkRates` belong
 
 
 @dataclass(frozen=True)
@@ -74,27 +78,41 @@ class Machine:
     """A program's shared memory, at most."""
     warp_specialised: bool = False
     """Whether warps of a program can be given different work (`pipeline.py`)."""
-    source: str = "of the data sheet, not measured"
+    source: str = "of the data sheet, not measured; iris-tp calibrate measures them"
     """Where the rates come from, for people."""
+    library_tflops: float | None = None
+    """bf16 products of torch, of the whole chip; None: as `tflops`."""
+    fp32_share: float = 0.05
+    """The rate of float32 products, of that in bf16."""
+    collectives: LinkRates | None = None
+    """Measured rates of collectives; None: an H200's, by this device's link."""
+
+    @property
+    def digest(self) -> str:
+        """Return a text that is equal on ranks whose plans are equal."""
+        return hashlib.sha256(repr(replace(self, source="")).encode()).hexdigest()[:12]
 
     @property
     def architecture(self) -> str:
-        """The architecture whose warp-specialised kernels run here, as their folder is called; "" where none do."""
+        """Return the folder of the warp-specialised kernels that run here; "" if there are none."""
         return "hopper" if self.warp_specialised else ""
 
     @property
     def links(self) -> LinkRates:
-        """The rates of collectives: an H200's, by this device's link."""
+        """Return the rates of collectives: measured ones, or an H200's by this device's link."""
+        if self.collectives:
+            return self.collectives
         if self.name == INTERPRETER:
             return _INTERPRETED
-        share = self.link_gbs / _H200_LINK_GBS
-        rates = {
+        share = self.link_gbs / H200_LINK_GBS
+        scaled = {
             name: share * getattr(LinkRates, name) for name in ("link_gbs", "lamport_gbs", "pair_gbs", "two_hops_gbs")
         }
-        return LinkRates(self.num_programs, **rates, resident=1 if self.name.startswith("AMD") else 2, name=self.name)
+        resident = 1 if self.name.startswith("AMD") else 2
+        return LinkRates(self.num_programs, **scaled, resident=resident, name=self.name, source=self.source)
 
     def stages(self, block_bytes: int) -> int:
-        """How many stages of a pipeline fit, of which each loads `block_bytes`; fewer than two are none."""
+        """Return the number of pipeline stages of `block_bytes` that fit; fewer than two count as none."""
         if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
             return self.shared_bytes // block_bytes + 1
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
@@ -103,7 +121,9 @@ class Machine:
 _GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
-    "NVIDIA H200": Machine("NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured"),
+    "NVIDIA H200": Machine(
+        "NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured on H200s"
+    ),
     # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
     # further than a fifth from what is predicted, 6 % in the mean.
     "NVIDIA H100": Machine(
@@ -138,9 +158,9 @@ _BARRIER_BYTES = 1 << 10
 
 
 def machine_named(name: str, num_programs: int) -> Machine:
-    """The rates of a device by its name; of an unknown one, the H200's scaled by its multiprocessors.
+    """Return the rates of a device by its name; for an unknown name, the H200's scaled by its multiprocessors.
 
-    Such a one is given little shared memory; the device itself says how much it has.
+    An unknown device is assumed to have little shared memory, until the device itself reports its size.
     """
     name = _OTHER_NAMES.get(name, name)
     if name in _MACHINES:
@@ -152,13 +172,37 @@ def machine_named(name: str, num_programs: int) -> Machine:
     return Machine(name, num_programs, 740.0 * scale, 4300.0 * scale, 380.0, 3.2, 6.5, 1.6, 64 << 10, source=source)
 
 
+def calibrated(machine: Machine) -> Machine:
+    """Return `machine` with the rates of the user's table, if there is one for it.
+
+    Raises `PlatformError` for a table that cannot be used.
+    """
+    if (found := rates.read(machine.name, machine.num_programs)) is None:
+        return machine
+    table, path = found
+    own: dict[str, Any] = {**table.rates, "source": table.source(path)}
+    shared: dict[str, Any] = {**table.collectives, "source": table.source(path)}
+    measured = replace(machine, **own)
+    return replace(measured, collectives=replace(measured.links, **shared))
+
+
+def machine_at(device: torch.device) -> Machine:
+    """Return the rates of `device`, measured ones if there are any, without what its kernels can do."""
+    if device.type == "cpu":
+        return calibrated(machine_named(INTERPRETER, 1))
+    properties = torch.cuda.get_device_properties(device)
+    return calibrated(machine_named(properties.name, properties.multi_processor_count))
+
+
 @cache
 def machine_of(device: torch.device) -> Machine:
-    """The rates that the model of `overlap_model.py` reckons with on `device`."""
+    """Return the rates with which `overlap_model.py` predicts times on `device`.
+
+    Raises `PlatformError` for a table of measured rates that cannot be used.
+    """
+    known = machine_at(device)
     if device.type == "cpu":
-        return machine_named("interpreter", 1)
-    properties = torch.cuda.get_device_properties(device)
-    known = machine_named(properties.name, properties.multi_processor_count)
+        return known
     # a Hopper GPU under any name, and whatever another one has room for
     return replace(
         known, warp_specialised=platform.has_warp_specialisation(device), shared_bytes=platform.shared_bytes(device)

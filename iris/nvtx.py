@@ -1,7 +1,7 @@
 """Ranges for a profiler: with `IRIS_NVTX=1` each call of `ctx.ops` and `ctx.ccl` is a range with its op and shapes.
 
 `with_ranges` replaces the methods of an object when the context makes it. Without the variable, or without CUDA, it
-returns the object as it is, so a call costs nothing more. A range covers what the host does: the launch of a kernel,
+returns the object unchanged, so a call costs nothing more. A range covers what the host does: the launch of a kernel,
 not the kernel. Nsight Systems draws the kernels that were launched inside a range below it.
 """
 

@@ -20,7 +20,7 @@ _CHUNK = 48 << 10  # bytes of a message in one packet
 
 
 def packets_of(data: bytes, num_fds: int) -> Iterator[bytes | memoryview]:
-    """Yield the packets of a pickled message that comes with so many descriptors."""
+    """Yield the packets of a pickled message with its file descriptors."""
     yield _HEAD.pack(len(data), num_fds) + data[:_CHUNK]
     view = memoryview(data)
     for begin in range(_CHUNK, len(data), _CHUNK):

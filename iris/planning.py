@@ -30,7 +30,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What a trace calls it where it cannot serve."""
+        """Return the name that a trace shows where this candidate is not supported."""
         raise NotImplementedError
 
     def label(self, problem: Any, config: Any) -> str:
@@ -38,15 +38,15 @@ class Way:
         return self.name
 
     def objection(self, problem: Any, machine: Any) -> str | None:
-        """The reason why `problem` cannot be served on `machine`; None if it can."""
+        """Return the reason why `problem` is not supported on `machine`; None if it is."""
         return None
 
     def tiles(self, problem: Any, machine: Any) -> Sequence[Any]:
-        """The configurations that are weighed."""
+        """Return the configurations to compare."""
         return (None,)
 
     def predicted(self, problem: Any, config: Any, machine: Any) -> Predicted:
-        """The time that a configuration should take."""
+        """Return the predicted time of a configuration."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class Predicted(Protocol):
 
     @property
     def columns(self) -> tuple[tuple[str, float], ...]:
-        """The times that a trace shows, with their names."""
+        """Return the times that a trace shows, with their names."""
 
 
 class Candidate(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hide whether this process runs on cuda, hip or cpu; no other module asks.
+"""Hide whether this process runs on cuda, hip or cpu; no other module checks that.
 
 On a machine without a GPU the kernels run in Triton's interpreter. Triton decides that once, when it is imported, so
 `prepare_triton()` must run before; `iris/__init__.py` calls it first of all. On AMD it keeps Triton from cutting the

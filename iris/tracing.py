@@ -6,7 +6,7 @@
 
 Own kernels record by `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
 
-Each GPU has a clock of its own. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
+Each GPU has a separate clock. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
 its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured
 when recording begins and at the export, and interpolated in between, because clocks also drift.
 """
@@ -151,22 +151,23 @@ class Tracing:
 
     @property
     def enabled(self) -> bool:
-        """Whether fused kernels record."""
+        """Return whether fused kernels record."""
         return self._ctx.recording
 
     @property
     def trace_counter(self) -> torch.Tensor:
-        """int64 [1] on the device: events of this rank since the last reset, those beyond `max_events` counted too."""
+        """Return the counter of events, int64 [1] on the device: this rank's since the last reset, even beyond
+        `max_events`."""
         return self._recorded()[:1]
 
     @property
     def max_events(self) -> int:
-        """How many events can be recorded; 0 before `enable()`."""
+        """Return how many events can be recorded; 0 before `enable()`."""
         return self._capacity
 
     @property
     def dropped(self) -> int:
-        """Events of this rank beyond `max_events` since the last reset. Waits for the device."""
+        """Return how many events of this rank exceeded `max_events` since the last reset. Waits for the device."""
         return max(0, self._count() - self._capacity)
 
     def events(self) -> np.ndarray:
@@ -275,7 +276,7 @@ def _nanoseconds(ticks: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank contributes to a trace."""
+    """The part of a trace that one rank contributes."""
 
     rank: int
     device: str

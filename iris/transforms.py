@@ -39,13 +39,8 @@ def check_plain(call: str, name: str, t: torch.Tensor) -> None:
         raise ArgumentError(f"{call}: {name} has a tangent, and this call has no forward-mode derivative")
 
 
-def are_differentiated(*tensors: torch.Tensor) -> bool:
-    """Return whether autograd, forward mode or a transform of torch.func differentiates through one of the tensors."""
-    return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or any_hides(*tensors)
-
-
 def check_undifferentiated(call: str, name: str, t: torch.Tensor) -> None:
-    """Raise `ArgumentError` for a tensor of which `are_differentiated` is true."""
+    """Raise `ArgumentError` for a tensor through which autograd, or a transform of torch.func, differentiates."""
     check_plain(call, name, t)
     if t.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{call}: {name} requires grad, and there is no backward; call it under torch.no_grad()")

@@ -7,11 +7,10 @@ whole key is known is its launches alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from iris import transforms
 from iris.errors import ArgumentError, IrisError, ShapeError
 from iris.heap import check_memory, span
 from iris.launch import relaunch
@@ -96,44 +95,26 @@ class Calls:
         self.ctx = ctx
         self.workspace: Workspace | None = None  # of calls that are given none
         self._foreseen: tuple[Problem, FusedConfig] | None = None
-        self.kernels: dict[tuple, object] = {}
-        self._plain = relaunch.Calls(len(NAMES), self.kernels)
-        self._normed = relaunch.Calls(len((*NAMES, *EPILOGUE_NAMES)), self.kernels)
-        self.of_mixtures = relaunch.Calls(0, self.kernels)
-        self._device_of = relaunch.device_of(self.ctx.device)
-
-    def forget(self) -> None:
-        """Forget known launches: their kernels or the memory that they use have changed."""
-        for calls in (self._plain, self._normed, self.of_mixtures):
-            calls.forget()
+        self.earlier = relaunch.Calls()
 
     def run(
         self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,
         config: FusedConfig | None = None, workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """Run a call (`Call`): by its launches alone if it is known, else from its checks on."""
-        ctx, known_calls = self.ctx, self._plain if epilogue is None else self._normed
+        ctx = self.ctx
         ctx.check()
         own = self.workspace if workspace is None else workspace
-        key = key_of(op, tensors, epilogue, config, own, k_per_rank, self._device_of)
-        try:
-            known = known_calls.known.get(key)
-        except TypeError:  # a wrong argument that has no hash
-            key = known = None
-        if known and async_op is False and ctx.agreement is None:
-            again, target, used = known
-            ctx.side.join()
-            if again():
-                if target is not None:
-                    tensors[0].copy_(target)
-                return used
-        call = Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank)
-        return self._first(call, known_calls, key)
+        operands = tensors if epilogue is None else (*tensors, *epilogue)
+        key = relaunch.key_of(operands, (op, config, k_per_rank), own)
+        if async_op is False and (used := self.earlier.repeat(key, ctx, tensors[0])):
+            return used
+        return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
 
-    def _first(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> Workspace:
+    def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
         """Run a call that cannot be repeated as it is."""
-        ctx, (out, A, B, bias, scale) = self.ctx, call.tensors
-        prepared, addresses = self._checked(call, calls, key)
+        ctx, calls, (out, A, B, bias, scale) = self.ctx, self.earlier, call.tensors
+        prepared, addresses = self._checked(call, key)
         problem = prepared.problem
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         self._compare(call, prepared, direct)
@@ -142,11 +123,7 @@ class Calls:
             return workspace
         staged = self._room(workspace, prepared, None if direct else out)
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
-        program = calls.prepared(
-            key,
-            lambda: steps_of(ctx, problem, prepared.config, call.tensors),
-            *place,
-        )
+        program = calls.prepared(key, lambda: steps_of(ctx, problem, prepared.config, call.tensors), place)
         came_before = key in calls.known and not call.async_op
         repeatable = all(step.repeatable for step in program)
 
@@ -155,7 +132,7 @@ class Calls:
             if again is None or not again():
                 tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
                 run = steps.Run(
-                    ctx, workspace, self.kernels, tensors, out, staged, addresses, came_before, call.epilogue
+                    ctx, workspace, calls.kernels, tensors, out, staged, addresses, came_before, call.epilogue
                 )  # fmt: skip
                 launched = steps.run_all(program, run)
                 again = launched and launched.again
@@ -174,12 +151,12 @@ class Calls:
         ctx.check()
         return workspace
 
-    def _checked(self, call: Call, calls: relaunch.Calls, key: tuple | None) -> tuple[Prepared, tuple[int, ...]]:
+    def _checked(self, call: Call, key: relaunch.Key | None) -> tuple[Prepared, tuple[int, ...]]:
         """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
-        op, addresses = call.op, calls.addresses(key)
+        op, addresses = call.op, relaunch.addresses_of(key, (*call.tensors, *(call.epilogue or ())))
         try:
             check_async(op, call.async_op)
-            prepared = calls.prepared(key, lambda: self.prepare(call))
+            prepared = self.earlier.prepared(key, lambda: self.prepare(call))
             if call.workspace is not None:
                 self.check_workspace(op, call.workspace)
             if call.epilogue is None:
@@ -204,16 +181,20 @@ class Calls:
 
     def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
         """Reserve room for the call, and on the heap for what peers write in place of `out`, if that is given."""
-        ctx, problem, grown = self.ctx, prepared.problem, True
+        self.reserve(workspace, prepared.sizes)
+        if out is None:
+            return None
+        nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
+        return workspace.results(nbytes).view(out.dtype).view(out.shape)
+
+    def reserve(self, workspace: Workspace, sizes: Sizes) -> None:
+        """Reserve room in a workspace. Known launches are forgotten where it grows."""
+        grown = True
         try:
-            grown = workspace.reserve(*prepared.sizes)
-            if out is None:
-                return None
-            nbytes = problem.M * problem.N * problem.dtype.itemsize
-            return workspace.results(nbytes).view(out.dtype).view(out.shape)
+            grown = workspace.reserve(*sizes)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
-                ctx.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+                self.ctx.forget_launches()  # calls go to memory that graphs may use still, but they no longer
 
     def own_workspace(self) -> Workspace:
         """Return the workspace of calls that are given none."""
@@ -275,44 +256,3 @@ def _check_config(problem: Problem, config: FusedConfig) -> None:
         raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
     if reason := way_for(problem, config).refuses(problem):
         raise ArgumentError(f"{op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}")
-
-
-def key_of(
-    op: str, tensors: Tensors, epilogue: Epilogue | None, config: FusedConfig | None, workspace: Workspace | None,
-    k_per_rank: Sequence[int] | None, where: Callable[[torch.Tensor], Any],
-) -> tuple | None:  # fmt: skip
-    """Return what decides a call, or None: one with the same key passes the same checks and launches the same."""
-    out, A, B, bias, scale = tensors
-    try:
-        if transforms.any_hides(out, A, B, bias, scale, *(epilogue or ())):
-            return None
-        if (out.requires_grad or A.requires_grad or B.requires_grad) and torch.is_grad_enabled():
-            return None
-        lazy = out.dtype in relaunch.LAZY
-        if lazy and (out.is_neg() or A.is_neg() or B.is_neg()):
-            return None
-        address, more = 0, None
-        if bias is not None:
-            if lazy and bias.is_neg() or bias.requires_grad and torch.is_grad_enabled():
-                return None
-            address, more = bias.data_ptr(), (bias.shape, bias.stride(), bias.dtype, where(bias))
-        scales, ending = 0, ()
-        if scale is not None:
-            if scale.is_neg() or scale.requires_grad and torch.is_grad_enabled():
-                return None
-            scales, ending = scale.data_ptr(), (scale.shape, scale.stride(), scale.dtype, where(scale))
-        addresses = (out.data_ptr(), A.data_ptr(), B.data_ptr(), address, scales)
-        if epilogue is not None:
-            if any(t.is_neg() or t.requires_grad and torch.is_grad_enabled() for t in epilogue):
-                return None
-            addresses += tuple(t.data_ptr() for t in epilogue)
-            ending += tuple((t.shape, t.stride(), t.dtype, where(t)) for t in epilogue)
-        return (
-            *addresses, op,
-            out.shape, out.stride(), out.dtype, where(out),
-            A.shape, A.stride(), A.dtype, where(A),
-            B.shape, B.stride(), B.dtype, where(B),
-            more, *ending, k_per_rank, config, workspace,
-        )  # fmt: skip
-    except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
-        return None

@@ -7,7 +7,7 @@ of 16 bytes, for one, the way's fallback runs, which sends the same values to th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iris.machines import machine_of
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
-def supports(way: Way, problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
+def supports(way: Way, problem: Problem, config: FusedConfig, rank: int, tensors: Any) -> str | None:
     """Return the reason why the way's kernel cannot run on `tensors`, or None."""
     return named(way.supports)(problem, config, rank, tensors) if way.supports else None
 
 
-def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Way, FusedConfig]:
+def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> tuple[Way, FusedConfig]:
     """Return the way that runs on `tensors`: the one of `config`, or its fallback. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
@@ -51,6 +51,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         before.append(PartOfNothing())
         A, B, bias = A[:0], A.t(), None
     tensors, planned = Operands(out, A, B, bias, scale), way_for(problem, config)
+    most = planned.most_rows(problem, config)  # on all ranks, also on one whose tensors another kernel loads
     epilogue, after = problem.epilogue, []
     fused = epilogue is not None and epilogue in planned.fuses(problem, config)
     if epilogue is not None and not fused:
@@ -66,7 +67,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     config = chosen
     step: Step = Several(way, problem, config)
     if not way.several_launches:
-        pieces = -(-problem.M // way.most_rows(problem, config))
+        pieces = -(-problem.M // most)
         step = Kernel(way, problem, config, fused, max(1, pieces))
     return (*before, step, CopyBack(), *after)
 

@@ -20,9 +20,8 @@ from .operands import Operands
 from .outputs import NewOutputs
 from .planning.operations import BY_NAME
 from .planning.plan import unaligned
-from .planning.requests import requested
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request, requested_problem
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class Ops(MixtureOps):
         ranks, level = self._ctx.num_ranks, self._ctx.invariant
         stored = named_format(weights, fp8)
         request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
-        problem = requested(request)
+        problem = requested_problem(request)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 
@@ -187,13 +186,13 @@ class Ops(MixtureOps):
         if workspace is not None:
             self._calls.check_workspace(op, workspace)
         workspace = workspace or self._calls.own_workspace()
-        if not prepared.problem.empty and workspace.reserve(*prepared.sizes):
-            self.forget_launches()
+        if not prepared.problem.empty:
+            self._calls.reserve(workspace, prepared.sizes)
         return workspace
 
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
-        self._calls.forget()
+        self._calls.earlier.forget()
 
     def join(self) -> None:
         """Make the current stream wait for calls with `async_op=True`."""

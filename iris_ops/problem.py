@@ -16,6 +16,7 @@ import torch
 
 from . import sum_tree
 from .planning import operations
+from .planning.experts import MOST_CHOSEN, MOST_EXPERTS, ONE_EXPERT, Experts
 from .planning.needs import PLAIN, Epilogue, WeightFormat
 from .planning.operations import (  # noqa: F401  (callers take the names from here)
     ALL_REDUCE,
@@ -59,8 +60,8 @@ def part_of(size: int, world_size: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """One fused product. Sizes are those of the whole: `M`, `N` of the unscattered or gathered result, `K` of the
-    product that is computed (for a reduction, this rank's depth).
+    """One fused product. Sizes are those of the whole: `M`, `N` of the unscattered or gathered result before it is
+    gated, `K` of the product that is computed (for a reduction, this rank's depth). Of a mixture, `M` counts tokens.
 
     `form`: along which dimension is gathered or scattered: "rows", "cols", "k", or "" for all-reduce.
     """
@@ -78,8 +79,8 @@ class Problem:
     """What follows the sum: a gate, or a residual sum and the first half of a norm."""
     sums: Sums = FREE_SUMS
     """Which results of a row are to have the same bits (`planning/orders.py`)."""
-
-    counted = "rows"
+    experts: Experts = ONE_EXPERT
+    """Which of several weights multiply a row; without a mixture there is one."""
 
     @property
     def operation(self) -> Operation:
@@ -89,7 +90,7 @@ class Problem:
     @property
     def called_op(self) -> str:
         """The op that was called."""
-        return operations.CALLED[self.op, self.epilogue] if self.epilogue else self.op
+        return operations.CALLED.get((self.op, self.epilogue), self.op)
 
     @property
     def itemsize(self) -> int:
@@ -99,13 +100,14 @@ class Problem:
     @property
     def chooses_order(self) -> bool:
         """Whether a plan takes tiles of one order only, which it finds first."""
-        return self.sums.promised
+        return self.sums.promised and not self.operation.one_order
 
     @property
     def text(self) -> str:
         """The problem in the words of a plan's first line."""
-        stored = "" if self.weights is PLAIN else f", B {self.weights.name}"
-        return f"{self.called_op} {self.form} M={self.M} N={self.N} K={self.K} {self.dtype}{stored}"
+        weight = "experts" if self.operation.mixes else "B"
+        stored = "" if self.weights is PLAIN else f", {weight} {self.weights.name}"
+        return f"{self.called_op} {self.operation.text(self)} {self.dtype}{stored}"
 
     @property
     def free(self) -> Problem:
@@ -114,12 +116,12 @@ class Problem:
 
     def converted(self, machine: Machine) -> str:
         """Return the reason why each call converts B to A's dtype; "" if it does not."""
-        return self.weights.converted(self, machine)
+        return "" if self.operation.widens else self.weights.converted(self, machine)
 
     @property
     def may_convert(self) -> bool:
         """Whether a plan compares its ways with those for a B that each call converts to A's dtype."""
-        return self.weights.convertible
+        return self.weights.convertible and not self.operation.widens
 
     @property
     def empty(self) -> bool:
@@ -130,6 +132,16 @@ class Problem:
     def tree(self) -> sum_tree.Tree | None:
         """The tree in which the ranks add up products along K, if the same bits are promised on any number of them."""
         return self.sums.tree
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of the result."""
+        return self.N // 2 if self.epilogue and self.epilogue.halves else self.N
+
+    @property
+    def pairs(self) -> int:
+        """Rows of the product: one for each row of A and expert of its."""
+        return self.M * self.experts.top_k
 
     @property
     def part_rows(self) -> int:
@@ -161,8 +173,9 @@ class Request:
     """A question to the planner, as `ctx.ops.plan` and `iris-tp plan` put it.
 
     `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows", "cols"
-    or "k" for an op that has several; None: the first. `invariant`: as of `iris.iris`. `experts`, `top_k`: of the ops
-    of a mixture, whose `M` is the number of tokens. `k_per_rank`: each rank's K, for ops that add along it.
+    or "k" for an op that has several; None: the first. `invariant`: as of `iris.iris`. `k_per_rank`: each rank's K, for
+    ops that add along it. `experts`, `top_k` (by default 1): of the ops of a mixture. Their `M` is the number of
+    tokens, their `N` of the result, which `moe_gate_up` gates, and their `form` "rows" if weights lie [E, K, N].
     """
 
     op: str
@@ -192,12 +205,17 @@ class Request:
 
 
 def requested_problem(request: Request) -> Problem:
-    """Return the problem of a request for an op without experts. Raises `ArgumentError` where it makes no sense."""
-    op, N, form, weights = request.op, request.N, request.form, request.weights
-    operation = operations.BY_NAME.get(op)
+    """Return the problem that a request describes. Raises `ArgumentError` where it makes no sense."""
+    operation = operations.BY_NAME.get(request.op)
     if operation is None:
-        raise ArgumentError(f"op is {op!r}; expected one of {', '.join(operations.BY_NAME)}")
+        raise ArgumentError(f"op is {request.op!r}; expected one of {', '.join(operations.BY_NAME)}")
     request.check_sizes()
+    problem = _requested_mixture(request, operation) if operation.mixes else _requested_product(request, operation)
+    return promised(problem, request.invariant, request.k_per_rank)
+
+
+def _requested_product(request: Request, operation: Operation) -> Problem:
+    op, N, form, weights = request.op, request.N, request.form, request.weights
     if reason := operation.refuses(N):
         raise ArgumentError(f"N is {N} for {op}; {reason}")
     forms = operation.forms
@@ -207,9 +225,32 @@ def requested_problem(request: Request) -> Problem:
         raise ArgumentError(f"form is {form!r} for {op}; expected {expected}")
     if weights is not PLAIN and not operation.scaled:
         raise ArgumentError(f"{weights.request} for {op}; expected {weights.no_request}, or one of {', '.join(SCALED)}")
+    for name, value in (("experts", request.experts), ("top_k", request.top_k)):
+        if value is not None:
+            mixtures = ", ".join(operations.MOE_OPS)
+            raise ArgumentError(f"{name} is {value!r} for {op}; expected none, or one of {mixtures}")
     sizes = request.M, N, request.K, request.world_size
-    problem = Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
-    return promised(problem, request.invariant, request.k_per_rank)
+    return Problem(operation.base or op, form, *sizes, request.dtype, weights, operation.epilogue)
+
+
+def _requested_mixture(request: Request, operation: Operation) -> Problem:
+    op, form, weights, experts = request.op, request.form, request.weights, request.experts
+    top_k = 1 if request.top_k is None else request.top_k
+    for name, size, most in (("experts", experts, MOST_EXPERTS), ("top_k", top_k, MOST_CHOSEN)):
+        if type(size) is not int or not 1 <= size <= most:
+            raise ArgumentError(f"{name} is {size!r} for {op}; expected an integer from 1 to {most}")
+    assert experts is not None
+    if top_k > experts:
+        raise ArgumentError(f"top_k is {top_k} for {op}; expected at most {experts}, the experts that there are")
+    if form not in (None, "rows"):
+        raise ArgumentError(f"form is {form!r} for {op}; expected none, or 'rows' for weights that lie [E,K,N]")
+    if weights is not PLAIN and form == "rows":
+        raise ArgumentError(
+            f"form is 'rows' for {op}, and {weights.request}; expected none: experts {weights.name} lie [E,N,K]"
+        )
+    N = 2 * request.N if operation.epilogue else request.N
+    sizes, of_rows = (request.M, N, request.K, request.world_size), Experts(experts, top_k, form == "rows")
+    return Problem(op, operation.forms[0], *sizes, request.dtype, weights, operation.epilogue, experts=of_rows)
 
 
 def owned_part(problem: Problem, config: FusedConfig) -> tuple[int, int, bool]:

@@ -39,10 +39,9 @@ from .local.gated_matmul import check as check_gated
 from .local.gated_matmul import matmul_gated
 from .operators import OPERATORS
 from .ops import Ops
-from .planning.operations import BY_NAME
-from .planning.requests import requested
+from .planning.operations import BY_NAME, TABLE
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request
+from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request, requested_problem
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def _config(
         columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
         sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
     ranks, level = ctx.num_ranks, ctx.invariant
-    return ctx.ops._calls.plan(requested(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
+    return ctx.ops._calls.plan(requested_problem(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
 
 
 def _fake_product(op: str, given: _Product) -> torch.Tensor:
@@ -191,9 +190,9 @@ def _register(op: str) -> None:
     )
 
 
-for _op in BY_NAME:
-    if _op != rmsnorm_epilogue.OP:  # whose schema is another
-        _register(_op)
+for _operation in TABLE:
+    if _operation.name != rmsnorm_epilogue.OP:  # whose schema is another
+        _register(_operation.name)
 
 
 def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

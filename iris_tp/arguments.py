@@ -26,7 +26,7 @@ LENGTH, STEPS = 12, 3
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
 _WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
-_OPS = "ops norms ccl rooted tiles moe all_scatter rma"
+_OPS = "ops regret norms ccl rooted tiles moe all_scatter rma"
 _MODELS_AND_CHECKS = "llm step fp8 quantised invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
@@ -108,6 +108,7 @@ _COMMANDS = {
     "generate": "generate text with a checkpoint, split over ranks",
     "demo": "split a small language model and compare its text with the unsplit model's",
     "plan": "explain which kernel a call would take; needs no GPU",
+    "calibrate": "measure this machine's rates, by which plans are made",
     "bench": "time an op beside torch's product and collective, on this machine",
     "verify": "check that a row has the same bits in any batch, or on any number of ranks",
     "doctor": "list what this machine lacks, and how to get it",
@@ -173,6 +174,15 @@ def plan() -> argparse.ArgumentParser:
     invariant = "only kernels whose sums have one order (docs/concepts/determinism.md)"
     parser.add_argument("--invariant", choices=("batch", "ranks"), help=invariant)
     parser.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
+    return parser
+
+
+def calibrate() -> argparse.ArgumentParser:
+    about = (
+        "Measure this machine's rates and keep them in the user's cache, for plans. Takes two minutes, and the GPUs."
+    )
+    parser = _Parser("iris-tp calibrate", description=about)
+    parser.add_argument("--ranks", type=ranks, help="default: one a GPU")
     return parser
 
 

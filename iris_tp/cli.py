@@ -1,10 +1,11 @@
-"""`iris-tp`: generate, demo, plan, bench, verify, doctor.
+"""`iris-tp`: generate, demo, plan, calibrate, bench, verify, doctor.
 
     iris-tp generate MODEL "prompt" [--chat] [--ranks 2]              generated text from a checkpoint, streamed
     iris-tp demo [--ranks 3]                                         a small model, compared with the unsplit one
     iris-tp plan matmul_all_reduce 2048 8192 2048 --ranks 4 --gpu h200    which kernel a call would take, and why
     iris-tp plan moe_down_all_reduce 4 2048 384 --experts 128 --top-k 8    the same for a mixture of experts
     iris-tp plan --html FILE                                         an interactive page of sizes
+    iris-tp calibrate [--ranks 4]                                    measure this machine's rates, for plans
     iris-tp bench matmul_all_reduce 2048 8192 2048 --ranks 4         a call and torch's product and collective
     iris-tp bench ops [--ranks 4]                                    `python -m benchmarks.ops` (in a checkout)
     iris-tp verify batch --model path                                check that a row's bits do not depend on the batch
@@ -32,7 +33,7 @@ from . import arguments
 from .torchrun import report_failure, started_by_torchrun
 
 _NEEDED = ("torch", "triton", "numpy", "safetensors")
-_STARTS_RANKS = ("generate", "demo", "verify")
+_STARTS_RANKS = ("generate", "demo", "calibrate", "verify")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,6 +73,10 @@ def _run(command: str, rest: list[str]) -> tuple[int, str]:
         from . import generate
 
         return generate.run(args)
+    if command == "calibrate":
+        from . import calibrate
+
+        return calibrate.run(args)
     if command == "demo":
         from . import demo
 
@@ -104,27 +109,26 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         return _plan_page(Path(args.html))
     if args.K is None:
         return 2, "the following arguments are required: op, M, N, K (or --html FILE)"
-    from iris.errors import ArgumentError
-    from iris.machines import machine_named
+    from iris.errors import ArgumentError, PlatformError
+    from iris.machines import calibrated, machine_named
     from iris_ops.planning.plan import plan
-    from iris_ops.planning.requests import requested
     from iris_ops.planning.weights import named_format
-    from iris_ops.problem import Request
+    from iris_ops.problem import Request, requested_problem
     import torch
 
     name, programs = arguments.GPUS[args.gpu or "h200"]
     if args.gpu is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         name, programs = properties.name, properties.multi_processor_count
-    machine = machine_named(name, programs)
     try:
+        machine = calibrated(machine_named(name, programs))
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
         request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
-        chosen = plan(requested(request), machine, algorithm=args.algorithm)
-    except ArgumentError as error:
+        chosen = plan(requested_problem(request), machine, algorithm=args.algorithm)
+    except (ArgumentError, PlatformError) as error:
         return 2, str(error)
-    print(f"{args.world} ranks, {name}; rates: {machine.source}\n{chosen.explain()}")
+    print(f"{args.world} ranks, {name}\n{chosen.explain()}")
     return 0, ""
 
 
@@ -142,7 +146,7 @@ def _plan_page(file: Path) -> tuple[int, str]:
 
 
 def _forward(module: str, rest: Sequence[str], root: Path | None) -> tuple[int, str]:
-    """Run a module of the checkout at `root` as a process of its own."""
+    """Run a module of the checkout at `root` as a separate process."""
     if root is None:
         return 2, f"{module} is part of the source checkout, not of the installed packages; run it in a checkout"
     # run in the user's working directory, as arguments may hold relative paths, but import no module from there

@@ -35,7 +35,7 @@ TRITON_OF_TORCH: dict[tuple[int, ...], tuple[int, ...]] = {
 }  # fmt: skip
 VMEM = {"cuda-bindings": ((12, 8), None)}
 
-_VARIABLES = ("IRIS_ALLOCATOR", "IRIS_DEBUG", "IRIS_OP_GRAPHS", "IRIS_TIMEOUT")
+_VARIABLES = ("IRIS_ALLOCATOR", "IRIS_DEBUG", "IRIS_OP_GRAPHS", "IRIS_RATES", "IRIS_TIMEOUT")
 _ALLOCATORS = ("torch", "vmem")
 # of the largest tiles of bf16: three stages of 128 x 64 and 64 x 256
 _SHARED_MEMORY = 3 * (128 * 64 + 64 * 256) * 2
@@ -51,7 +51,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return all findings about this machine and this environment."""
-    checks = [versions, namesake, pair, launcher, gpus, peers, links, virtual_memory, memory, environment]
+    checks = [versions, namesake, pair, launcher, gpus, peers, links, measured, virtual_memory, memory, environment]
     if importlib.util.find_spec("torch") is None:
         checks = [versions, namesake, pair, memory, environment]
     return [finding for check in checks for finding in check()]
@@ -299,6 +299,28 @@ def topology(text: str) -> dict[tuple[int, int], str]:
             kinds = zip(ours, row[1:], strict=False)
             links_of |= {(a, int(name[3:])): kind for name, kind in kinds if a < int(name[3:])}
     return links_of
+
+
+def measured() -> Iterator[Finding]:
+    """Report by which rates plans are made for the GPUs: a measured table's, or those of a data sheet."""
+    import torch
+
+    try:
+        from iris.errors import PlatformError
+        from iris.machines import machine_at
+    except ImportError:  # `launcher` reports it
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+    try:
+        found = dict.fromkeys(machine_at(device) for device in devices)
+    except PlatformError as error:
+        yield Finding(FIX, str(error))
+        return
+    for machine in found if count else ():
+        known = machine.source.startswith("measured")
+        remedy = "" if known or count < 2 else "iris-tp calibrate, which takes two minutes"
+        yield Finding(OK if known else NOTE, f"plans for {machine.name}: rates {machine.source}", remedy)
 
 
 def virtual_memory() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """`iris-tp plan --html FILE`: write one self-contained page in which a reader moves the sizes of a call.
 
-Calls are those of products and of mixtures of experts, each with a grid of its own.
+Calls are those of products and of mixtures of experts, each with a separate grid.
 
 The page has the planner's answer for every point of a grid, and stops at no other point. So all its numbers are exact;
 for sizes between its points it names the command that computes them. A port of the planner to another language would
@@ -21,9 +21,9 @@ from typing import Any
 import zlib
 
 from iris.machines import machine_named
-from iris_ops.planning.moe_problem import GATE_UP, MOE_OPS, MoeProblem, requested_moe_problem
+from iris_ops.planning.operations import GATE_UP, MOE_OPS
 from iris_ops.planning.plan import WAYS, compare_ways
-from iris_ops.problem import OPS, Request, requested_problem
+from iris_ops.problem import OPS, Problem, Request, requested_problem
 import torch
 
 TEMPLATE = Path(__file__).with_name("plan_page.html")
@@ -94,11 +94,11 @@ def survey(grid: Grid, mixtures: MixtureGrid) -> dict[str, Any]:
     return {"axes": axes, "names": names, "words": list(texts.numbers), "points": points, "mixtures": mixture}
 
 
-def mixture_of(ranks: int, op: str, tokens: int, experts: int, top_k: int, sizes: tuple[str, int, int]) -> MoeProblem:
+def mixture_of(ranks: int, op: str, tokens: int, experts: int, top_k: int, sizes: tuple[str, int, int]) -> Problem:
     """Return the problem of a point: a rank has its part of each expert's intermediate size."""
     _, hidden, intermediate = sizes
     N, K = (intermediate // ranks, hidden) if op == GATE_UP else (hidden, intermediate // ranks)
-    return requested_moe_problem(Request(op, tokens, N, K, ranks, torch.bfloat16, experts=experts, top_k=top_k))
+    return requested_problem(Request(op, tokens, N, K, ranks, torch.bfloat16, experts=experts, top_k=top_k))
 
 
 def _tenths(us: float) -> int:

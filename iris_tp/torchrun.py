@@ -1,6 +1,6 @@
 """Report failures under torchrun: one rank prints, and torchrun's summary ends with its line.
 
-Each process that torchrun starts prints its own copy of an error, and torchrun then prints a screen of its own, whose
+Each process that torchrun starts prints its own copy of an error, and torchrun then prints a separate screen, whose
 last line is the traceback of the first failure. It reads that from the file that TORCHELASTIC_ERROR_FILE names.
 """
 

@@ -1,4 +1,4 @@
-"""Whether ranks load what a checkpoint's files hold: `iris-tp verify load`.
+"""Check that ranks load what a checkpoint's files hold: `iris-tp verify load`.
 
 Each rank loads its part of the model, then reads a weight of each kind again, widens it in float64 and compares. The
 ranks compare digests of what several of them hold, and that their parts are the whole.

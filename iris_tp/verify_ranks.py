@@ -32,8 +32,8 @@ _Outputs = list[tuple[str, str, torch.Tensor]]  # module, op, its output
 
 @dataclass(frozen=True)
 class Finding:
-    """One batch on so many ranks. `differing`: numbers of the logits that have other bits than on the first number of
-    ranks, on the rank with most of them. `first`: the module and op that differs first, if known.
+    """One batch on a number of ranks. `differing`: numbers of the logits that have other bits than on the first number
+    of ranks, on the rank with most of them. `first`: the module and op that differs first, if known.
     """
 
     mode: str
@@ -84,7 +84,7 @@ def _rank_main(results: Path, args: argparse.Namespace) -> None:
 
 
 def compared(first: list, readings: list[list], ranks: int) -> list[Finding]:
-    """Return the differences between the readings of one rank and those of all of so many `ranks`."""
+    """Return the differences between the readings of one rank and those of all `ranks` ranks."""
     findings = []
     for number, (mode, batch, expected, seen) in enumerate(first):
         worst, where = 0, ""

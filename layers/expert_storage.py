@@ -70,7 +70,8 @@ def _by_outputs(entry: Any, transposed: bool) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks divide a weight [E, N, K]: this rank's rows and columns, and where every rank's columns begin."""
+    """The division of a weight [E, N, K] among ranks: this rank's rows and columns, and where every rank's columns
+    begin."""
 
     rows: Shard
     columns: Shard
@@ -119,7 +120,7 @@ class CodedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the numbers that codes and scales stand for."""
+        """Return the dtype of the numbers that codes and scales represent."""
         return self.exact_dtype
 
     @property

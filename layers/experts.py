@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from iris_ops import torch_ops
 from iris_ops.moe.activation import Activation
-from iris_ops.moe.torch_ops import mixture
+from iris_ops.moe.torch_ops import MixtureCall, mixture
 import torch
 from torch import nn
 
@@ -107,9 +107,9 @@ class SplitExperts(nn.Module):
         (up, up_scale), (down, down_scale) = self._operands(form.first), self._operands(form.second)
         bias, last = (getattr(self, f"{key}_bias", None) for key in (form.first, form.second))
         assert form.activation is not None
+        call = MixtureCall(x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved)
         return mixture(
-            self.ctx, x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved,
-            gate_up_scale=up_scale, down_scale=down_scale, width=self._width,
+            self.ctx, call._replace(gate_up_scale=up_scale, down_scale=down_scale, width=self._width)
         )  # fmt: skip
 
     def _operands(self, key: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -160,7 +160,7 @@ class SplitExperts(nn.Module):
         return Cut(Shard(rows, ((0, rows),)), shard, starts)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SplitExperts:
-        """Apply `fn` as torch does; a change of dtype leaves codes and scales as they are."""
+        """Apply `fn` as torch does; a change of dtype leaves codes and scales unchanged."""
         kept = [parameter for each in self.coded.values() for parameter in each.parameters]
         for each in self.coded.values():
             each.exact_dtype = fn(torch.empty(0, dtype=each.exact_dtype, device=each.parameters[0].device)).dtype

@@ -1,7 +1,7 @@
 """The base of every split linear: one weight split along one dimension, its loading, and the checks of its input.
 
 The split is data. `parts` holds one `Shard` for each output that the weight fuses (one for a plain linear; q, k and v,
-or gate and up, for a fused one), and `dim` says which dimension of the weight they split. No method asks for the class.
+or gate and up, for a fused one), and `dim` says which dimension of the weight they split. No method checks the class.
 
 `load_shard(name, source)` fills a parameter from the full tensor, or from a safetensors slice of it, and reads this
 rank's shard only. A layer built on "meta" allocates when it is loaded, not before. Weights hold no gradient: the layers

@@ -50,7 +50,7 @@ class Form:
         return self.packing.name if self.group is None else f"{self.packing.name} by {self.group}"
 
     def holds(self, coding: Coding, columns: int) -> bool:
-        """Return whether codes of a weight with so many `columns` can be stored without another rounding."""
+        """Return whether codes of a weight with `columns` columns can be stored without another rounding."""
         if coding.element != ELEMENTS[self.packing.name]:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):

@@ -25,6 +25,7 @@ from tests import assembly
 if TYPE_CHECKING:
     from tests import compilation
 
+os.environ.setdefault("IRIS_RATES", "data-sheet")  # plans are those of any machine of the kind
 os.environ.setdefault("IRIS_REPLAY", "tests")  # in the interpreter, all kernels run several times as fast
 _UNDER_TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 _SECOND_TARGETS = assembly.CUDA[1:] + assembly.HIP[1:]

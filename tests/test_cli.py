@@ -11,7 +11,7 @@ import sys
 
 from iris.machines import machine_named
 from iris_ops.ops import Ops
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS, requested_moe_problem
+from iris_ops.planning.operations import DOWN_ALL_REDUCE, GATE_UP, MOE_OPS
 from iris_ops.planning.plan import WAYS, plan
 from iris_ops.problem import Request, requested_problem
 from iris_tp import arguments, cli
@@ -46,7 +46,7 @@ def test_plan_explains_without_gpu_or_ranks() -> None:
     assert result.returncode == 0, result.stderr
     problem = requested_problem(Request("matmul_all_reduce", 2048, 8192, 2048, 4, torch.bfloat16))
     chosen = plan(problem, machine_named("NVIDIA H200", 132))
-    assert result.stdout == f"4 ranks, NVIDIA H200; rates: measured\n{chosen.explain()}\n"
+    assert result.stdout == f"4 ranks, NVIDIA H200\n{chosen.explain()}\n"
     assert "\nchosen " in result.stdout and "FusedConfig(" not in result.stdout
 
 
@@ -58,12 +58,12 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to eight bits")]
+    "rows, way", [(16, "quantised.lamport_stream"), (17, "one_shot, 4 warps, rows rounded to fp8")]
 )
-def test_plan_knows_weights_in_eight_bits(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
+def test_plan_knows_fp8_weights(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
     said = capsys.readouterr().out
-    assert "torch.bfloat16, B in eight bits on NVIDIA H200" in said and way in said.partition("chosen")[2]
+    assert "torch.bfloat16, B in fp8 on NVIDIA H200" in said and way in said.partition("chosen")[2]
     assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
     assert "us: by rows, K and N multiples of 16" in capsys.readouterr().out
 
@@ -76,10 +76,10 @@ _MIXTURE = ("--experts", "128", "--top-k", "8")
 def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--ranks", "2", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
-    problem = requested_moe_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
+    problem = requested_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
     machine = machine_named("NVIDIA H100", 132)
     chosen = plan(problem, machine)
-    assert said == f"2 ranks, NVIDIA H100; rates: of the data sheet, checked on two H100s\n{chosen.explain()}\n"
+    assert said == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n"
     assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
     assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
     for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
@@ -102,7 +102,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
     taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
     cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", said)
     free = plan(
-        requested_moe_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
+        requested_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
         machine_named("NVIDIA H100", 132),
     )
     assert cost is not None and abs(max(0.0, taken[0] - free.prediction.total_us) - float(cost[1])) < 0.11
@@ -178,7 +178,7 @@ def test_gpus_that_plan_names_are_machines_of_the_planner() -> None:
 def test_plan_says_that_rates_are_of_a_data_sheet(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", "16", "4096", "1024", "--gpu", "b200"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("4 ranks, NVIDIA B200; rates: of the data sheet, not measured\n")
+    assert said.startswith("4 ranks, NVIDIA B200\n") and "\nrates of the data sheet, not measured; iris-tp cal" in said
 
 
 # --- without torch ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The PTX of the kernels for NVIDIA Hopper: MMA and mover warps, weights in eight bits."""
+"""The PTX of the kernels for NVIDIA Hopper: MMA and mover warps, weights in fp8."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
     assert not any(kernels[name].count(r"%smid;") for name in names)
 
 
-def test_ptx_of_weights_in_eight_bits(compiled) -> None:
+def test_ptx_of_fp8_weights(compiled) -> None:
     """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
     for name, rows, tiles in (("lamport_fp8", 8, 2), ("skinny_fp8", 16, 2)):
         kernel = compiled("sm_90")[name]

@@ -167,9 +167,9 @@ def test_ptx_of_benchmarks_moves_16_bytes_at_a_time(compiled, target: str) -> No
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_uses_tensor_cores_and_tma(compiled, target: str) -> None:
     product = {"sm_90": r"wgmma\.mma_async\S*\.f32\.bf16\.bf16", "sm_100": r"tcgen05\.mma\S*kind::f16"}[target]
-    eight_bits = product.replace("bf16", "e4m3")
+    fp8_product = product.replace("bf16", "e4m3")
     for kernel in fused(compiled(target)):
-        assert kernel.count(eight_bits if kernel.name.endswith("fp8") else product), kernel.name
+        assert kernel.count(fp8_product if kernel.name.endswith("fp8") else product), kernel.name
         assert bool(kernel.count(r"cp\.async\.bulk\.tensor")) != kernel.name.endswith("pointers"), kernel.name
     for name in ("step_stretch", "step_whole"):
         step = compiled(target)[name]

@@ -1,7 +1,6 @@
 """The words of the documentation: none of them is retired.
 
-`RETIRED` has the retired words, each with the field's word for it. Pages of `docs/lab` are a record of experiments and
-keep the words of their time.
+`RETIRED` has the retired words, each with the field's word for it. Files that a page names exist.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
-PAGES += [path for path in sorted(DOCS.rglob("*.md")) if DOCS / "lab" not in path.parents]
+PAGES += sorted(DOCS.rglob("*.md"))
 
 RETIRED = {
     # words of prose
@@ -67,6 +66,14 @@ def retired(text: str) -> list[str]:
             line = prose(text)[: match.start()].rpartition("\n")[2] + prose(text)[match.start() :].partition("\n")[0]
             found.append(f"{match[0]!r} (say: {instead}) in: {line.strip()[:100]}")
     return found
+
+
+PATHS = re.compile(r"`((?:iris|iris_ops|layers|iris_tp|benchmarks|examples|tests|docs)/[\w./-]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert [path for path in PATHS.findall(page.read_text()) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,1 +1,1 @@
-"""What one benchmark measures: its contenders on one rank, its kernels, its models, and what is right."""
+"""The cases of one benchmark: its contenders on one rank, its kernels, its models, and the expected results."""

@@ -1,4 +1,4 @@
-"""One row of `benchmarks.ccl` on one rank: its inputs, what every rank must get, and who computes it."""
+"""One row of `benchmarks.ccl` on one rank: its inputs, the expected result of every rank, and its contenders."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""What `benchmarks.ccl` compares with besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
+"""Contenders of `benchmarks.ccl` besides torch: NCCL's symmetric kernels, vLLM's and FlashInfer's all-reduces.
 
 Those of vLLM and FlashInfer where they are installed. NCCL's need input and output in memory that it has registered;
 copying it there is not counted.
@@ -107,7 +107,8 @@ def _nbytes(case: Case) -> int:
 
 
 def as_matrix(elements: int, world: int) -> tuple[int, int]:
-    """Return rows and columns of so many elements: columns as in a model's hidden states, but more rows than ranks."""
+    """Return rows and columns of `elements` elements: columns as in a model's hidden states, but more rows than
+    ranks."""
     columns = math.gcd(elements, of_flashinfer.HIDDEN)
     while columns % 2 == 0 and elements // columns <= world:
         columns //= 2

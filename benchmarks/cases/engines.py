@@ -1,4 +1,4 @@
-"""Who generates: one model, served in several ways, each through the same `layers.Engine`.
+"""Contenders that generate: one model, served in several ways, each through the same `layers.Engine`.
 
 ours            the layers as they are: fused ops, long prompts sequence parallel
 ours-unshared   those with `sequence_parallel=False`
@@ -38,7 +38,7 @@ from benchmarks.cases.whole_models import empty_model, share_buffers
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
 UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
-# our layers by contexts of their own, which promise the same bits
+# our layers by separate contexts, which promise the same bits
 PROMISING = BATCH, RANKS = "ours-batch", "ours-ranks"
 # vLLM, which runs apart: as it is, and with bits that do not depend on the batch
 APART = VLLM, VLLM_BATCH = "vllm", "vllm-batch"
@@ -202,7 +202,8 @@ def serve(model: nn.Module, ctx) -> None:
 
 
 class _Context:
-    """What layers use of a context, with `ops` and torch's gather in place of ours. Compiled layers know it by name."""
+    """The interface of a context that layers use, with `ops` and torch's gather instead of ours. Compiled layers find
+    it by name."""
 
     def __init__(self, ctx, name: str, ops: NcclOps):
         self.device, self.cur_rank, self.num_ranks, self.ops = ctx.device, ctx.cur_rank, ctx.num_ranks, ops

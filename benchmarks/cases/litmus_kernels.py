@@ -6,7 +6,7 @@ and where each variable lives, differs from program to program, so all links and
 when every thread has signalled every other one that it is done, which carries what it saw to thread 0, the judge.
 
 `message_kernel` passes a payload by the library's own `signal` and `wait`, to the next rank, or to the next but one
-with the rank in between passing on the signal alone. `stamp_kernel` goes with a barrier that is a kernel of its own.
+with the rank in between passing on the signal alone. `stamp_kernel` goes with a barrier that is a separate kernel.
 
 Rounds carry numbers that never repeat, so nothing is reset; they start where the caller chooses, just below a wrap of
 32 bits for example. A program waits only for the same program of other ranks, and all programs are resident.

@@ -71,12 +71,12 @@ class Layer:
 
     @functools.cached_property
     def by_outputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The weights as [E, 2 I, H] and [E, H, I], contiguous: copies where the model stores them otherwise."""
+        """Return the weights as [E, 2 I, H] and [E, H, I], contiguous: copies where the model stores them otherwise."""
         pairs = zip(self.gate_up, self.down, strict=True)
         return [(a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()) for a, b in pairs]
 
     def tokens(self, count: int) -> None:
-        """Draw so many tokens, and for each call where they go."""
+        """Draw tokens, and for each call the experts that they go to."""
         shape, generator = self.shape, torch.Generator().manual_seed(count)
         rows = torch.randn(count, shape.hidden, generator=generator)
         self.A = rows.to(self.device, torch.bfloat16)

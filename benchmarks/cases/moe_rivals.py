@@ -1,4 +1,4 @@
-"""What people run for a mixture of experts: torch's grouped product, or vLLM's kernels, and an all-reduce after them.
+"""Rivals for a mixture of experts: torch's grouped product, or vLLM's kernels, followed by an all-reduce.
 
 grouped_mm   tokens sorted by argsort, torch._grouped_mm, the activation, torch._grouped_mm, the weighted sum: as
              transformers' grouped_mm experts do it. The activation and the weighted sum are compiled where torch can.

@@ -1,4 +1,4 @@
-"""What `benchmarks.rma` times: one kernel that moves n words in each of the ways, and one that plays ping-pong.
+"""Kernels of `benchmarks.rma`: one that moves n words in each of the ways, and one that plays ping-pong.
 
 Every word has a value that follows from its place and its rank, so a receiver can check all of them. A program moves
 blocks of 64 KiB, 16 bytes a thread at a time, and where it reads, two blocks are on their way while it works on a

@@ -1,4 +1,4 @@
-"""What `benchmarks.stress` calls: an op or a collective on fixed shapes, its inputs and its undisturbed results.
+"""Calls of `benchmarks.stress`: an op or a collective on fixed shapes, its inputs and its undisturbed results.
 
 Results are recorded while nothing else runs, twice, from poisoned outputs: compared with the reference, with each other
 and between ranks. From then on a call is compared with them bit by bit, on the device. Outputs are poisoned in stream

@@ -1,4 +1,4 @@
-"""What the logits are before rounding, and by how much a contender may miss them.
+"""Compute the logits before rounding, and the error that a contender may have.
 
 Two runs in bf16 that round in other places differ by some percent of their logits, by more the deeper the model. Their
 difference alone shows neither which is nearer the truth nor how much is too much. So the truth is computed: the same

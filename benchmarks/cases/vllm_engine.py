@@ -39,7 +39,7 @@ SETTINGS = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it would take multicast
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",  # for products in eight bits, which these models have none of
+    "VLLM_USE_DEEP_GEMM": "0",  # for fp8 products, which these models do not have
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -3,7 +3,7 @@
 A part is a name and the modules in which it begins: a kernel of `iris_ops`, the collectives, the plans, an engine. Its
 digest covers these modules and those modules of `DEVICE` that they import, at any depth and also inside functions: the
 code that runs on GPUs, neither the host's code around it nor the interpreter that CPUs have. Comments, docstrings and
-blank lines do not count, so edits of prose mark no table. The planner is a part of its own.
+blank lines do not count, so edits of prose mark no table. The planner is a separate part.
 
 `recorded(report)` goes into each JSON file as "code". `changes(report)` compares it with the current sources. A
 file that is older than these digests is marked `UNKNOWN`.
@@ -34,6 +34,7 @@ _SEQUENTIAL = "with_torch.sequential"  # torch's product, then a collective of t
 # Code that a benchmark runs besides the kernels that its rows name. A name that ends in a dot is a package.
 _BEGINNINGS = {
     "ops": (),
+    "regret": (),
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.cases.rma_kernels"),
@@ -46,7 +47,7 @@ _BEGINNINGS = {
 }
 # Modules that have moved since results were measured, by the names that their digests know.
 _MOVED = {"benchmarks.cases.rma_kernels": "benchmarks.rma_kernels"}
-_PLANNED = ("ops", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
+_PLANNED = ("ops", "regret", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
 
 
 def recorded(report: dict) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Who is measured in a fused op: ours, the rivals, each in the module of its library, and the product alone."""
+"""Contenders for a fused op: ours, the rivals, each in the module of its library, and the product alone."""

@@ -1,4 +1,4 @@
-"""What a contender of a benchmark is, and whether one that has to be installed can be imported."""
+"""The interface of a benchmark's contender, and whether an optional one can be imported."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +30,7 @@ class Contender:
 
     @property
     def alone(self) -> bool:
-        """Whether it is the product without the collective."""
+        """Return whether this is the product without the collective."""
         return self.kind == GEMM
 
     def takes(self, row: Row, world: int, dtype: torch.dtype) -> bool:

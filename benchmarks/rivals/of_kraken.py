@@ -91,7 +91,7 @@ def contenders(team: Team, rows: list[Row], dtype: torch.dtype) -> list[Contende
 
 
 def _gathered(row: Row, world: int, dtype: torch.dtype) -> bool:
-    """Return whether ranks have whole blocks of rows, and whole groups of four blocks where there are so many."""
+    """Return whether ranks have whole blocks of rows, and whole groups of four blocks if there are four."""
     rows = row.M // world
     group = 4 if row.M >= world * _GATHERED_BLOCK * 4 else 1
     return _even_bf16(row, world, dtype) and rows > 0 and rows % (_GATHERED_BLOCK * group) == 0

@@ -66,7 +66,7 @@ class Windows:
         served = [row for row in rows if _even_rows(row, team.world, dtype)]
         partials = [row.M * row.N for row in served if row.op in ("ar", "rs")]
         parts = [row.part_rows(team.world) * row.N for row in served if row.op == "ga"]
-        # of a gather that comes first, every copy of the input has a place of its own
+        # of a gather that comes first, every copy of the input has a separate place
         inputs = [8 * row.part_rows(team.world) * row.K for row in served if row.op == "ag"]
         scattered = [row.part_rows(team.world) * row.N for row in served if row.op == "rs"]
         gathered = [row.M * (row.K if row.op == "ag" else row.N) for row in served if row.op in ("ag", "ga")]

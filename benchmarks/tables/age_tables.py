@@ -1,4 +1,4 @@
-"""The dates of the results in the tables, and what has changed since; earlier results in a table of their own."""
+"""The dates of the results in the tables, and what has changed since; earlier results in a separate table."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _compared(run: dict[str, Any]) -> str:
     of_those = "" if with_none == run["products"] else f" of {with_none} of them"
     ops: dict[str, int] = {}
     for name, count in run["counted"].items() if kind != "products" else ():
-        for op in ["B in fp8"] * ("eight bits" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
+        for op in ["B in fp8"] * ("B in fp8" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
             ops[op] = ops.get(op, 0) + count
     which = "".join(f", `{op}` {count}" if "_" in op else f", {op} {count}" for op, count in ops.items())
     return (

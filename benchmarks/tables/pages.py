@@ -22,6 +22,7 @@ from benchmarks.tables import (
     invariance_tables,
     page_tables,
     quantised_table,
+    regret_table,
     rma_table,
     single_tables,
     vllm_table,
@@ -65,6 +66,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("quantised linears", "docs/guides/quantised.md", quantised_table.linears),
     ("quantised experts", "docs/guides/quantised.md", quantised_table.experts),
+    ("regret", "docs/lab/regret.md", regret_table.regret),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
@@ -73,7 +75,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
 
 EVERY_ROW: dict[str, Callable[[dict], str]] = dict.fromkeys(
     ("ops", "norms", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
-) | {"rma": rma_table.render}
+) | {"rma": rma_table.render, "regret": regret_table.render}
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:

@@ -17,7 +17,7 @@ def product_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """This rank's columns of out."""
+    """Compute this rank's columns of out."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         acc, row, col = tile_product(a, b, tile, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
@@ -29,7 +29,7 @@ def scatter_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """This rank's columns to every peer."""
+    """Push this rank's columns to every peer."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     ok = sync.await_entered(ctx, sync_words, epoch, USER)  # before that, a peer may still read its out

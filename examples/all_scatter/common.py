@@ -55,7 +55,7 @@ class Case:
         ctx.barrier()
 
     def args(self) -> dict:
-        """What all kernels take."""
+        """Return the arguments that all kernels take."""
         blocks, on_gpu = self.blocks, self.ctx.device.type == "cuda"
         return dict(
             a=_described(self.A, blocks.m, blocks.k) if on_gpu else self.A,
@@ -77,7 +77,8 @@ class Case:
         )
 
     def grid(self, limit: int | None = None) -> tuple[int]:
-        """At most one program a multiprocessor, so that all are resident and may wait for each other."""
+        """Return a grid of at most one program a multiprocessor, so that all are resident and may wait for each
+        other."""
         return (max(1, min(self.tiles, limit or self.programs)),)
 
 
@@ -89,7 +90,10 @@ def _described(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
 def tile_product(
     a, b, tile, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """The product of one tile in fp32, and where it begins. a [M, K] and b [N, K] contiguous, or descriptors."""
+    """Return the product of one tile in fp32, and where the tile begins.
+
+    a [M, K] and b [N, K] are contiguous, or descriptors.
+    """
     A = Matrix(a, M, K, K, 1)
     B = Matrix(b, K, N, 1, K, True)
     row, col = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -101,28 +105,28 @@ def tile_product(
 
 @device_function
 def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column at which a tile begins."""
+    """Return the row and column at which a tile begins."""
     tile_m, tile_n = grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     return tile_m * BLOCK_M, tile_n * BLOCK_N
 
 
 @device_function
 def tile_of_out(ctx, out, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Addresses of a tile in this rank's columns of out [M, world * N], and which of them exist."""
+    """Return pointers to a tile in this rank's columns of out [M, world * N], and which of them exist."""
     mine = Matrix(out + ctx.rank * N, M, N, ctx.world_size * N, 1)
     return mine.pointers(row, col, BLOCK_M, BLOCK_N)
 
 
 @device_function
 def push(ctx, pointers, values, mask):
-    """A tile to every peer, the next rank first."""
+    """Store a tile at every peer, the next rank first."""
     for i in tl.static_range(1, ctx.world_size):
         ctx.store(pointers, values, (ctx.rank + i) % ctx.world_size, mask=mask)
 
 
 @device_function
 def move_tile(ctx, out, tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """A tile that this rank has, to every peer."""
+    """Copy a tile of this rank to every peer."""
     row, col = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     pointers, mask = tile_of_out(ctx, out, row, col, M, N, BLOCK_M, BLOCK_N)
     push(ctx, pointers, tl.load(pointers, mask=mask), mask)
@@ -130,7 +134,7 @@ def move_tile(ctx, out, tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @device_function
 def store_tile(ctx, out, acc, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A finished tile into this rank's own out; returns what `push` takes."""
+    """Store a finished tile in this rank's own out, and return the arguments of `push`."""
     pointers, mask = tile_of_out(ctx, out, row, col, M, N, BLOCK_M, BLOCK_N)
     values = arch.round_to(acc, out.dtype.element_ty)
     tl.store(pointers, values, mask=mask)
@@ -138,7 +142,7 @@ def store_tile(ctx, out, acc, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 def demonstrate(all_scatter: Callable[[Case], None], M: int = 96, N: int = 80, K: int = 64) -> None:
-    """Runs a variant on fresh data, twice, and checks every rank's result."""
+    """Run a variant on fresh data, twice, and check every rank's result."""
     with iris.iris(heap_size=1 << 26) as ctx:
         on_gpu = ctx.device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -159,5 +163,5 @@ def demonstrate(all_scatter: Callable[[Case], None], M: int = 96, N: int = 80, K
 
 
 def run(all_scatter: Callable[[Case], None]) -> None:
-    """`demonstrate` on every rank."""
+    """Run `demonstrate` on every rank."""
     launch.run(demonstrate, None, all_scatter)

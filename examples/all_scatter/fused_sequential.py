@@ -19,7 +19,7 @@ def fused_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """This rank's columns of every rank's out."""
+    """Compute this rank's columns of every rank's out."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     ok = True

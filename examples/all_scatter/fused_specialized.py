@@ -21,7 +21,10 @@ def specialized_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, MOVERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """flags [tiles] of this rank get the call's epoch as its tiles are finished."""
+    """Compute this rank's columns of every rank's out: MOVERS programs push tiles, the others multiply.
+
+    flags [tiles] of this rank are set to the call's epoch as its tiles are finished.
+    """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)

@@ -33,7 +33,7 @@ ROWS = gl.constexpr(32)  # of a tile that the storing warps hold at a time
 
 @gluon.jit
 def _fetch(a, b, a_parts, b_parts, loaded, number, total, num_k, M, N, GROUP_M: gl.constexpr, STAGES: gl.constexpr):
-    """Starts the loads of this program's step `number`; a step is one part of the depth of one tile."""
+    """Start the loads of this program's step `number`; a step is one part of the depth of one tile."""
     if number < total:
         tile = gl.program_id(0) + number // num_k * gl.num_programs(0)
         row, col = place(tile, M, N, a.block_shape[0], b.block_shape[0], GROUP_M)
@@ -49,7 +49,8 @@ def _multiply(
     a, b, a_parts, b_parts, loaded, tile, ready, free, mine, num_k, M, N, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
-    """The eight warps: each tile's product into shared memory. Loads are STAGES - 1 steps ahead, across tiles."""
+    """Run the eight MMA warps: leave each tile's product in shared memory. Loads are STAGES - 1 steps ahead, across
+    tiles."""
     BLOCK_M: gl.constexpr = a.block_shape[0]
     BLOCK_N: gl.constexpr = b.block_shape[0]
     total = mine * num_k
@@ -77,7 +78,7 @@ def _store_and_push(
     ctx, out, tile, ready, free, mine, M, N, entered, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr,
     MOVE: gl.constexpr,
 ):  # fmt: skip
-    """The four warps: each tile from shared memory to this rank's columns of every rank's out."""
+    """Run the four store warps: store each tile from shared memory in this rank's columns of every rank's out."""
     BLOCK_M: gl.constexpr = tile.shape[0]
     BLOCK_N: gl.constexpr = tile.shape[1]
     columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MOVE))
@@ -105,7 +106,10 @@ def store_warp_kernel(
     a, b, out, sync_words, ctx_ptr, M, N, K, WORLD_SIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     STORE_WARPS: gl.constexpr, STORE_REGISTERS: gl.constexpr, ACC: gl.constexpr, MOVE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of the weight [N, K]; out [M, world * N]."""
+    """Compute this rank's columns of every rank's out [M, world * N]: eight warps multiply, four store.
+
+    a, b: descriptors of A [M, K] and of the weight [N, K].
+    """
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     BLOCK_M: gl.constexpr = a.block_shape[0]
     BLOCK_N: gl.constexpr = b.block_shape[0]
@@ -138,7 +142,7 @@ def store_warp_kernel(
 
 
 def constants(world_size: int, group_m: int) -> dict:
-    """What the kernel is compiled for: sizes and, as layouts, which thread holds what."""
+    """Return the constants of the kernel: sizes and, as layouts, which thread holds what."""
     return dict(
         WORLD_SIZE=world_size,
         GROUP_M=group_m,

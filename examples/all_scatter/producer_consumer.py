@@ -21,7 +21,7 @@ def producer_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """This rank's columns of out; flags [tiles] get the call's epoch."""
+    """Compute this rank's columns of out, and set flags [tiles] to the call's epoch."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.next_epoch(sync_words)  # the consumer advances it, when it has all tiles
     for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
@@ -35,7 +35,7 @@ def consumer_kernel(
     a, b, out, flags, sync_words, ctx_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Each tile to every peer, once the producer has it."""
+    """Push each tile to every peer once the producer has finished it."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     epoch = sync.enter(ctx, sync_words)
     ok = sync.await_entered(ctx, sync_words, epoch, USER)  # before that, a peer may still read its out

@@ -1,6 +1,6 @@
-"""Collectives of whole tensors over the symmetric heap: `ctx.ccl.all_reduce(out, inp)` and its kin.
+"""Collectives of whole tensors over the symmetric heap: `ctx.ccl.all_reduce(out, inp)` and the others below.
 
-Three questions tell one collective from another. Does each rank get a part of its own (*scatter*)? Is there a sum
+Three questions tell one collective from another. Does each rank get a separate part (*scatter*)? Is there a sum
 (*reduce*)? Does every rank get every result (*gather*)?
 
     collective           scatter  reduce  gather

@@ -18,7 +18,6 @@ from ..heap import check_memory, span
 from ..launch import relaunch
 from ..launch.streams import check_async
 from ..machines import machine_of
-from ..transforms import are_differentiated
 from . import launch, norm
 from .config import KEYWORDS, Config, ReduceOp, check_options
 from .group import Group, group_of
@@ -58,7 +57,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the first call of a shape found out."""
+    """A call that was checked and planned: the state that later calls of the same shape use again."""
 
     members: Group
     spans: tuple[int, int]
@@ -70,10 +69,10 @@ class _Prepared:
 class Collectives(RootedCalls):
     """The collectives of one context. Every rank of the group makes the same calls in the same order.
 
-    `out`, `inp`: device tensors of one dtype, of any shape whose rows stand one stride apart; an `out` on the symmetric
+    `out`, `inp`: device tensors of one dtype, of any shape whose rows lie one stride apart; an `out` on the symmetric
     heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
     process group or one dimension of a DeviceMesh, None for all ranks; the other ranks make the same calls meanwhile,
-    in groups of their own, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
+    in separate groups, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
     `config`: a `Config`, the same on all ranks; None takes the fastest by size. `workspace`: what an earlier call of
     the group returned. All return their workspace.
 
@@ -86,10 +85,8 @@ class Collectives(RootedCalls):
         self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._calls = relaunch.Calls(2)
-        self._rooted_calls = relaunch.Calls(0, self._calls.kernels)  # and messages
-        ctx.on_change += [self._calls.forget, self._rooted_calls.forget]
-        self._device_of = relaunch.device_of(ctx.device)
+        self._calls = relaunch.Calls()
+        ctx.on_change.append(self._calls.forget)
 
     @KEYWORDS
     def all_to_all(
@@ -182,8 +179,9 @@ class Collectives(RootedCalls):
     def all_reduce_norm(
         self, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
         scale: torch.Tensor | None = None, group: Members = None, workspace: Workspace | None = None,
+        total: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Add the sum over ranks of `inp` to `residual` in place, and store the RMSNorm of the result to `out`.
+        """Add the sum over ranks of `inp` to `residual`, in place or to `total`, and store its RMSNorm to `out`.
 
         One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
 
@@ -195,14 +193,16 @@ class Collectives(RootedCalls):
             eps: is added to the mean of squares.
             scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
             group, workspace: as of `all_reduce`.
+            total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which is only read then.
 
         Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
             workspace does not fit, `PeerLostError` where a rank was lost.
         """
         ctx = self._ctx
         ctx.check()
+        tensors = norm.Tensors(out, residual, inp, weight, residual if total is None else total, scale)
         try:
-            norm.check(ctx.device, out, residual, inp, weight, eps, scale)
+            norm.check(ctx.device, tensors, eps)
             members = self._group(group)
             workspace = self._workspace_of(norm.OP, members, workspace)
         except IrisError as error:
@@ -213,16 +213,15 @@ class Collectives(RootedCalls):
                 norm.OP, members.ranks, inp=(tuple(inp.shape), str(inp.dtype)), eps=eps, scaled=scale is not None
             )
         ctx.side.join()
-        rows = [t.view(-1, t.shape[-1]) for t in (out, residual, inp)]
-        (M, N), dtype = rows[2].shape, inp.dtype
-        most = norm.rows_at_once(M, N, dtype, members.size)
+        N = inp.shape[-1]
+        most = norm.rows_at_once(inp.numel() // N, N, inp.dtype, members.size)
         if inp.numel():
             self._reserve_norm(workspace, most, inp)
-        for piece in zip(*(t.split(most) for t in rows), strict=True) if inp.numel() else ():
+        for piece in tensors.pieces(most) if inp.numel() else ():
             area, context = workspace.areas[norm.AREA], members.context_tensor
-            args = norm.arguments(area, context, members.size, self._machine, (*piece, weight), scale, eps)
+            args = norm.arguments(area, context, members.size, self._machine, piece, eps)
             grid = norm.grid(args["M"], self._machine)
-            warps = norm.num_warps(inp.shape[-1])
+            warps = norm.num_warps(N)
             relaunch.launch(self._calls.kernels, ctx.device, norm.all_reduce_norm_kernel, grid, args, num_warps=warps)
         return workspace
 
@@ -262,43 +261,22 @@ class Collectives(RootedCalls):
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
         """Return a function that repeats the call `op`: what distinguishes it from other calls is looked at once."""
-        key = self._key(op, out, inp, None, None, None, workspace)
-        known = self._calls.known
-        return lambda: self._again(known.get(key), out) or self._call(op, out, inp, None, None, False, None, workspace)
-
-    def _again(self, known: tuple | None, out: torch.Tensor) -> Workspace | None:
-        """Launch a known call again and return its workspace; None for a new one."""
-        if known is None:
-            return None
-        again, target, workspace = known
-        self._ctx.side.join()
-        if not again():
-            return None
-        if target is not None:
-            out.copy_(target)
-        return workspace
+        key = relaunch.key_of((out, inp), (op, None, None, None), workspace)
+        calls, ctx = self._calls, self._ctx
+        return lambda: calls.repeat(key, ctx, out) or self._call(op, out, inp, None, None, False, None, workspace)
 
     def _call(
         self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
         async_op: bool, config: Config | None, workspace: Workspace | None,
     ) -> Workspace:  # fmt: skip
         self._ctx.check()
-        key = self._key(op, out, inp, reduce_op, group, config, workspace)
-        try:
-            known = self._calls.known.get(key)
-        except TypeError:  # a list as group
-            key = known = None
-        if (
-            known is not None
-            and async_op is False
-            and self._ctx.agreement is None
-            and (done := self._again(known, out))
-        ):
+        key = relaunch.key_of((out, inp), (op, reduce_op, group, config), workspace)
+        if async_op is False and (done := self._calls.repeat(key, self._ctx, out)):
             return done
         return self._first(_Call(op, out, inp, reduce_op, group, async_op, config, workspace), key)
 
-    def _first(self, call: _Call, key: tuple | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+    def _first(self, call: _Call, key: relaunch.Key | None) -> Workspace:
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls = self._ctx, self._calls
         op, out, inp, _, group, async_op, _, workspace = call
         try:
@@ -306,7 +284,7 @@ class Collectives(RootedCalls):
             prepared = calls.prepared(key, lambda: self._checked(call))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (out_bytes, inp_bytes) = calls.addresses(key), prepared.spans
+            (to, at), (out_bytes, inp_bytes) = relaunch.addresses_of(key, (out, inp)), prepared.spans
             check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
             if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
@@ -347,33 +325,13 @@ class Collectives(RootedCalls):
 
     def _launch(
         self, workspace: Workspace, problem: Problem, chosen: Plan, out: torch.Tensor, inp: torch.Tensor,
-        key: tuple | None,
+        key: relaunch.Key | None,
     ) -> relaunch.Launch | None:  # fmt: skip
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
-        moving = self._calls.addresses(key)
+        moving = relaunch.addresses_of(key, (out, inp))
         return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
-
-    def _key(
-        self, op: str, out: torch.Tensor, inp: torch.Tensor, reduce_op: ReduceOp | None, group: Members,
-        config: Config | None, workspace: Workspace | None,
-    ) -> tuple | None:  # fmt: skip
-        """Return the key of a call: one with the same key passes the same checks and launches the same."""
-        try:
-            if are_differentiated(out, inp):
-                return None
-            if out.dtype in relaunch.LAZY and (out.is_neg() or inp.is_neg() or out.is_conj() or inp.is_conj()):
-                return None
-            where = self._device_of
-            return (
-                out.data_ptr(), inp.data_ptr(), op,
-                out.shape, out.stride(), out.dtype, where(out),
-                inp.shape, inp.stride(), inp.dtype, where(inp),
-                reduce_op, group, config, workspace,
-            )  # fmt: skip
-        except (AttributeError, RuntimeError, TypeError):  # wrong arguments: the checks will say so
-            return None
 
     def _checked(self, call: _Call) -> _Prepared:
         op, out, inp, reduce_op, group, _, config, _ = call
@@ -389,7 +347,7 @@ class Collectives(RootedCalls):
         return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
-        """Make room for a call; the tensor on the heap that stands in for an `out` elsewhere, if one must."""
+        """Make room for a call; the tensor on the heap that replaces an `out` elsewhere, if one must."""
         room, chosen, staged, begin, grown = prepared.room, prepared.plan, None, out.data_ptr(), True
         assert room is not None and chosen is not None  # for there are elements
         heap = self._ctx.heap

@@ -40,7 +40,7 @@ class ReduceOp(Enum):
 )
 @dataclass(frozen=True)
 class Config:
-    """How a collective is carried out; the same on all ranks. What is None is chosen by shape and machine.
+    """The configuration of a collective, equal on all ranks. A field that is None is chosen by shape and machine.
 
     A reduce-scatter whose `out` has the sizes of its input gives each rank the tiles that ROCm/iris gives it: `out`
     then depends on `block_size_m`, `block_size_n`, `swizzle_size` and `all_reduce_distribution`, whose defaults are
@@ -106,14 +106,14 @@ class Config:
 
     @property
     def block(self) -> int | None:
-        """Elements that a program moves at once."""
+        """Return the number of elements that a program moves at once."""
         if self.block_size_m is None and self.block_size_n is None:
             return None
         return self.tile[0] * self.tile[1]
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
+        """Return the rows and columns of a tile."""
         return self.block_size_m or TILE[0], self.block_size_n or TILE[1]
 
 

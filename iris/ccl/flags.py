@@ -18,7 +18,7 @@ overwritten before it was read, because:
   e + 1, and their senders had finished e.
   No REDUCE: a rank sets an entry or done flag of e + 1 when it has had all done signals of e, which come after the
   entry waits; and it sets the done flag after this rank's entry into e + 1.
-Each rank tells its peers where its `out` lies before its first signal of a lane. They read it behind their first wait.
+Each rank tells its peers where its `out` lies before its first signal of a lane. They read it after their first wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LANES = tl.constexpr(512)
 
 @device_function
 def _push(ctx, bases, source, staging, first, end, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Units from `first` to `end` of the others' parts into this rank's place in their staging memory."""
+    """Store units `first` to `end` of the peers' parts in this rank's place of their staging memory."""
     lane = tl.arange(0, BLOCK)
     mine = staging + tl.cast(ctx.rank, tl.int64) * units * BLOCK + lane
     for unit in range(first, end):
@@ -66,7 +66,7 @@ def _sum(
     GATHER: tl.constexpr,
     ONE_OUT: tl.constexpr,
 ):
-    """Units from `first` to `end` of this rank's part: their sums into `out`, with GATHER everyone's."""
+    """Sum units `first` to `end` of this rank's part into `out`; with GATHER, into every rank's `out`."""
     dtype: tl.constexpr = staging.dtype.element_ty
     lane = tl.arange(0, BLOCK)
     for unit in range(first, end):
@@ -89,7 +89,7 @@ def _sum(
 
 @device_function
 def _load(ctx, source, i, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr):
-    """A unit as the i-th rank after this one gets it."""
+    """Load a unit as the i-th rank after this one receives it."""
     pointers, mask = source.place((ctx.rank + i) % WORLD_SIZE if SCATTER else 0, unit, BLOCK, WORLD_SIZE)
     return tl.load(pointers, mask=mask)
 
@@ -98,7 +98,8 @@ def _load(ctx, source, i, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, S
 def _copy(
     ctx, bases, source, target, unit, value, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr
 ):
-    """A unit into everyone's `out`, this rank's too. `value`: as the next rank gets it, loaded before."""
+    """Store a unit in every rank's `out`, including this rank's. `value` is what the next rank receives, loaded
+    before."""
     places, mask = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
     for i in tl.static_range(1, WORLD_SIZE + 1):
         if SCATTER and i > 1:
@@ -213,7 +214,7 @@ def flags_kernel(
         advance(sync, epoch)
         ok = wait_others(ctx, entered, 1, epoch, WAITER)
         if ok:
-            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # told by lane 0
+            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # published by lane 0
         if ok:
             _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
             for unit in range(begin + 1, end):

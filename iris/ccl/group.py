@@ -36,7 +36,7 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members, counted in the context."""
+        """Return the members, as ranks of the context."""
         return tuple(self._group or range(self.size))
 
     def reserve(self, nbytes: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Group:
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
-        """A barrier of the members on the host; raises on all of them where their heaps differ."""
+        """Wait for all members on the host; raise on all of them if their heaps differ."""
         self.ctx.barrier(group=self._group)
 
 

@@ -32,7 +32,7 @@ def _sendable(x, dtype: tl.constexpr, REDUCE: tl.constexpr):
 
 @device_function
 def rounded(x, dtype: tl.constexpr):
-    """A sum as `dtype`."""
+    """Round a sum to `dtype`."""
     if dtype.is_floating():
         return arch.round_to(x, dtype)
     else:
@@ -46,14 +46,17 @@ def _divisor(world_size):
 
 @device_function
 def _unit_and_part(ctx, item, WORLD_SIZE: tl.constexpr):
-    """Items take turns among the parts of the other ranks, a unit each."""
+    """Return (unit, part) of an item: items take turns among the parts of the other ranks, a unit each."""
     OTHERS: tl.constexpr = _divisor(WORLD_SIZE)
     return item // OTHERS, (ctx.rank + 1 + item % OTHERS) % WORLD_SIZE
 
 
 @device_function
 def _place(area, source, unit, units, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Where the values of a rank's unit stand. Between two ranks only the peer's arrive, so there is one block."""
+    """Return where the values of a rank's unit lie.
+
+    Between two ranks only the peer's values arrive, so there is one block.
+    """
     first = unit if WORLD_SIZE == 2 else tl.cast(source, tl.int64) * units + unit
     return area + first * BLOCK + tl.arange(0, BLOCK)
 
@@ -63,7 +66,7 @@ def _send(
     ctx, bases, source, target, half, item, units,
     BLOCK: tl.constexpr, SCATTER: tl.constexpr, REDUCE: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """With SCATTER a unit of one other rank's part to that rank, else a unit to all of them."""
+    """Send a unit: with SCATTER, a unit of one other rank's part to that rank, else to all other ranks."""
     dtype: tl.constexpr = source.data.dtype.element_ty
     if SCATTER:
         unit, part = _unit_and_part(ctx, item, WORLD_SIZE)
@@ -84,7 +87,7 @@ def _send(
 
 @device_function
 def _keep(ctx, source, target, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """A unit of this rank's own part from `inp` to `out`."""
+    """Copy a unit of this rank's own part from `inp` to `out`."""
     pointers, mask = source.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
     places, _ = target.place(ctx.rank, unit, BLOCK, WORLD_SIZE)
     tl.store(places, tl.load(pointers, mask=mask, other=0), mask=mask)
@@ -118,7 +121,7 @@ def _receive(
     ctx, target, area, item, units, epoch,
     BLOCK: tl.constexpr, PATIENCE: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """A unit of another rank's part into `out`, once it is here."""
+    """Wait for a unit of another rank's part, and store it in `out`."""
     dtype: tl.constexpr = target.data.dtype.element_ty
     unit, part = _unit_and_part(ctx, item, WORLD_SIZE)
     places, mask = target.place(part, unit, BLOCK, WORLD_SIZE)
@@ -205,6 +208,6 @@ def lamport_kernel(
             )  # fmt: skip
         else:
             _receive(ctx, target, half, item, units, epoch, BLOCK, 1, WORLD_SIZE, WAITER)
-    if GATHER:  # the sums come behind a wait of their owner's
+    if GATHER:  # the sums come after a wait of their owner's
         for item in range(first, units * OTHERS, step):
             _receive(ctx, target, sums, item, units, epoch, BLOCK, 2, WORLD_SIZE, WAITER)

@@ -1,4 +1,4 @@
-"""From a problem and its plan to a kernel launch: areas of the workspace, and the arguments by name."""
+"""Turn a problem and its plan into a kernel launch: areas of the workspace, and the arguments by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .workspace import Workspace
 
 @dataclass(frozen=True)
 class Room:
-    """What a call needs of a workspace's area."""
+    """The memory that a call needs in an area of the workspace."""
 
     area: str
     flags: int = 0
@@ -107,7 +107,7 @@ def kernel_of(plan: Plan) -> triton.JITFunction:
 
 
 def _table(problem: Problem) -> int:
-    """Flags before those that say what has arrived: places (of int64), entered and done."""
+    """Return the number of flags before the arrival flags: places (of int64), entered and done."""
     return problem.world_size * (1 + 3 * LANES.value)
 
 

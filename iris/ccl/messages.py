@@ -33,7 +33,7 @@ class P2POp:
 
     @property
     def kind(self) -> str:
-        """ "send" or "recv"."""
+        """Return "send" or "recv"."""
         name = str(getattr(self.op, "__name__", self.op)).removeprefix("i")
         if name in ("send", "recv"):
             return name
@@ -63,7 +63,8 @@ def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
 
 
 def slots_for(max_numel: Any, dtype: Any) -> int:
-    """Return the slots of a ring for messages of so many elements, each rounded up to whole `MESSAGE_BYTES`."""
+    """Return the slots of a buffer for messages of `max_numel` elements, each rounded up to whole
+    `MESSAGE_BYTES`."""
     if type(max_numel) is not int or not 0 < max_numel < 1 << 40 or not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"init_p2p({max_numel!r}, {dtype!r}); expected a number of elements from 1, and a dtype")
     return -(-max_numel * dtype.itemsize // MESSAGE_BYTES)
@@ -107,9 +108,10 @@ def _check_room(op: str, rings: Rings, kinds: Sequence[str], messages: Sequence[
 
 
 def _compare(group: Group, kinds: Sequence[str], messages: Sequence[P2POp]) -> None:
-    """With IRIS_DEBUG=1: raises on both ranks of a pair whose messages differ. All ranks take pairs in one order.
+    """Raise, with IRIS_DEBUG=1, on both ranks of a pair whose messages differ.
 
-    Messages are compared one by one, so that one rank may list in a call what the other one lists in several.
+    All ranks take pairs in one order. Messages are compared one by one, because one rank may list in one call what its
+    peer lists in several.
     """
     if group.ctx.agreement is None:
         return

@@ -1,7 +1,7 @@
 """All-reduce, residual sum and RMSNorm in one kernel: what follows a product or a mixture of experts in a transformer.
 
-    residual = residual + sum over ranks of inp                             rounded to the tensors' dtype
-    out      = residual / sqrt(mean(residual ** 2) + eps) * weight          of each row, in fp32, rounded once
+    total = residual + sum over ranks of inp                         rounded to the tensors' dtype
+    out   = total / sqrt(mean(total ** 2) + eps) * weight            of each row, in fp32, rounded once
 
 A program handles whole rows, so it knows a row's mean when the row's last value has arrived. Partial sums travel as
 Lamport values (`iris/device/lamport.py`): one hop, without fence or flag.
@@ -17,6 +17,8 @@ first of its waits for one. Two halves of the staging memory are enough, as `lam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +54,7 @@ _CARRIERS = {2: torch.int16, 4: torch.int32}
 
 @device_function
 def _row(tensor, row, stride, c, inside, M):
-    """Row `row` of a tensor, on its way; zeros where there is no such row."""
+    """Load row `row` of a tensor; zeros for a row that does not exist."""
     return tl.load(tensor + tl.cast(row, tl.int64) * stride + c, mask=inside & (row < M), other=0.0)
 
 
@@ -70,8 +72,8 @@ def _finish(h, out, weight, scale, c, inside, eps, N, HAS_SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def all_reduce_norm_kernel(
-    inp, residual, out, weight, scale, staging, sync, ctx_ptr, M, N, stride_im, stride_rm, stride_om, eps,
-    half_elements, BLOCK: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_SCALE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    inp, residual, total, out, weight, scale, staging, sync, ctx_ptr, M, N, stride_im, stride_rm, stride_tm, stride_om,
+    eps, half_elements, BLOCK: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_SCALE: tl.constexpr, WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):  # fmt: skip
     # staging: two halves, by the epoch's parity, of Lamport values [source rank, row, N]; with TWO_SHOT a source sends
@@ -110,16 +112,16 @@ def all_reduce_norm_kernel(
         if TWO_SHOT:
             mine = row % WORLD_SIZE == ctx.rank
         if mine:
-            total, ok = take(
+            summed, ok = take(
                 ctx, half + r * N + c, area, inside, 0, epoch, WAITER, dtype, WORLD_SIZE, own.to(tl.float32)
             )
-            h = arch.round_to(total + before.to(tl.float32), dtype)
+            h = arch.round_to(summed + before.to(tl.float32), dtype)
             if TWO_SHOT:
                 if ok:
                     values = without_sentinel(h.to(tl.float32), dtype)
                     for i in tl.static_range(1, WORLD_SIZE):
                         put(ctx, sums + r * N + c, values, inside, bases, (ctx.rank + i) % WORLD_SIZE)
-            tl.store(residual + r * stride_rm + c, h, mask=inside)
+            tl.store(total + r * stride_tm + c, h, mask=inside)
             _finish(h.to(tl.float32), out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
         own = _row(inp, row + step, stride_im, c, inside, M)
         before = _row(residual, row + step, stride_rm, c, inside, M)
@@ -129,18 +131,38 @@ def all_reduce_norm_kernel(
             if owner != ctx.rank:
                 r = tl.cast(row, tl.int64)
                 h, _ = take(ctx, sums + r * N + c, 0, inside, owner, epoch, WAITER, dtype, 1, patience=2)
-                tl.store(residual + r * stride_rm + c, arch.round_to(h, dtype), mask=inside)
+                tl.store(total + r * stride_tm + c, arch.round_to(h, dtype), mask=inside)
                 _finish(h, out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
 
 
-def check(
-    device: torch.device, out: torch.Tensor, residual: torch.Tensor, inp: torch.Tensor, weight: torch.Tensor,
-    eps: float, scale: torch.Tensor | None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a call: all [..., N] but weight [N] and scale [1]. `total` may be `residual` itself."""
+
+    out: torch.Tensor
+    residual: torch.Tensor
+    inp: torch.Tensor
+    weight: torch.Tensor
+    total: torch.Tensor
+    scale: torch.Tensor | None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the distinct tensors that were given, by their argument's name."""
+        tensors = {"out": self.out, "residual": self.residual, "inp": self.inp, "weight": self.weight}
+        if self.total is not self.residual:
+            tensors["total"] = self.total
+        return tensors if self.scale is None else {**tensors, "scale": self.scale}
+
+    def pieces(self, most: int) -> Iterator[Tensors]:
+        """Yield the tensors as rows [M, N], at most `most` rows at a time."""
+        rows = (t.view(-1, t.shape[-1]).split(most) for t in (self.out, self.residual, self.inp, self.total))
+        for out, residual, inp, total in zip(*rows, strict=True):
+            yield replace(self, out=out, residual=residual, inp=inp, total=total)
+
+
+def check(device: torch.device, given: Tensors, eps: float) -> None:
     """Raise a typed error unless the arguments make a call of `all_reduce_norm`."""
-    tensors = {"out": out, "residual": residual, "inp": inp, "weight": weight}
-    if scale is not None:
-        tensors["scale"] = scale
+    inp, scale, tensors = given.inp, given.scale, given.named()
     for name, t in tensors.items():
         check_tensor(OP, name, t, device)
         check_undifferentiated(OP, name, t)
@@ -149,6 +171,7 @@ def check(
     dtypes = {
         "out": inp.dtype if scale is None else FP8,
         "residual": inp.dtype,
+        "total": inp.dtype,
         "weight": inp.dtype,
         "scale": torch.float32,
     }
@@ -158,15 +181,13 @@ def check(
             raise DtypeError(f"{OP}: {name} has dtype {tensors[name].dtype}; expected {dtypes[name]}{reason}")
     if inp.ndim < 1 or not 0 < inp.shape[-1] <= MAX_COLUMNS:
         raise ShapeError(f"{OP}: inp is {tuple(inp.shape)}; expected [..., N] with N from 1 to {MAX_COLUMNS}")
-    for name, shape in (("out", inp.shape), ("residual", inp.shape), ("weight", inp.shape[-1:])):
-        if tensors[name].shape != shape:
-            raise ShapeError(
-                f"{OP}: {name} is {tuple(tensors[name].shape)}; expected {tuple(shape)}, for inp {tuple(inp.shape)}"
-            )
+    for name, t in tensors.items():
+        shape = inp.shape[-1:] if name == "weight" else inp.shape
+        if name != "scale" and t.shape != shape:
+            raise ShapeError(f"{OP}: {name} is {tuple(t.shape)}; expected {tuple(shape)}, for inp {tuple(inp.shape)}")
     if scale is not None and scale.numel() != 1:
         raise ShapeError(f"{OP}: scale is {tuple(scale.shape)}; expected one element")
-    for name in ("out", "residual", "inp", "weight"):
-        t = tensors[name]
+    for name, t in tensors.items():
         if t.numel() and (t.stride(-1) != 1 or (t.ndim > 2 and not t.is_contiguous())):
             raise ArgumentError(
                 f"{OP}: {name} has strides {t.stride()}; expected neighbouring columns, and contiguous memory where "
@@ -174,17 +195,18 @@ def check(
             )
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
         raise ArgumentError(f"{OP}: eps is {eps!r}; expected a finite number from 0")
-    check_written(OP, "out", out)
-    check_written(OP, "residual", residual)
-    _check_places(tensors)
+    written = ["out", "total" if "total" in tensors else "residual"]
+    for name in written:
+        check_written(OP, name, tensors[name])
+    _check_places(tensors, written)
 
 
-def _check_places(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise where a tensor has no memory, and where one that is written shares memory with another."""
+def _check_places(tensors: dict[str, torch.Tensor], written: list[str]) -> None:
+    """Raise where a tensor has no memory, and where one of those that are `written` shares memory with another."""
     names = list(tensors)
     places = {name: (t.data_ptr(), t.data_ptr() + span(t)) for name, t in tensors.items()}
     check_memory(OP, names, [places[name][0] for name in names], [span(tensors[name]) for name in names])
-    for name in ("out", "residual"):
+    for name in written:
         begin, end = places[name]
         for other, (first, last) in places.items():
             if other != name and begin < last and first < end:
@@ -208,27 +230,28 @@ def rows_at_once(rows: int, columns: int, dtype: torch.dtype, world_size: int) -
 
 
 def arguments(
-    area: Area, context: torch.Tensor, world_size: int, machine: LinkRates, tensors: tuple[torch.Tensor, ...],
-    scale: torch.Tensor | None, eps: float,
-) -> dict:  # fmt: skip
-    """Return the kernel's arguments by name. `tensors`: (out, residual, inp) as rows [M, N], and weight."""
-    out, residual, inp, weight = tensors
+    area: Area, context: torch.Tensor, world_size: int, machine: LinkRates, tensors: Tensors, eps: float
+) -> dict:
+    """Return the kernel's arguments by name. `tensors`: as rows [M, N]."""
+    inp, scale = tensors.inp, tensors.scale
     M, N = inp.shape
     staging = area.staging.view(_CARRIERS[inp.dtype.itemsize])
     return dict(
         inp=inp,
-        residual=residual,
-        out=out,
-        weight=weight,
-        scale=weight if scale is None else scale,
+        residual=tensors.residual,
+        total=tensors.total,
+        out=tensors.out,
+        weight=tensors.weight,
+        scale=tensors.weight if scale is None else scale,
         staging=staging,
         sync=area.sync,
         ctx_ptr=context,
         M=M,
         N=N,
         stride_im=inp.stride(0),
-        stride_rm=residual.stride(0),
-        stride_om=out.stride(0),
+        stride_rm=tensors.residual.stride(0),
+        stride_tm=tensors.total.stride(0),
+        stride_om=tensors.out.stride(0),
         eps=float(eps),
         half_elements=staging.numel() // 2,
         BLOCK=triton.next_power_of_2(N),
@@ -240,7 +263,7 @@ def arguments(
 
 
 def num_warps(columns: int) -> int:
-    """Return the warps of a program: 16 values of a row in each thread, where so many threads may be had."""
+    """Return the warps of a program: 16 values of a row in each thread, up to the most threads."""
     return max(1, min(32, triton.next_power_of_2(columns) // 512))
 
 

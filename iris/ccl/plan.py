@@ -1,4 +1,4 @@
-"""How a collective is carried out: arithmetic on its size, the number of ranks and the machine's rates.
+"""Choose how a collective is carried out, by arithmetic on its size, the number of ranks and the machine's rates.
 
 So it is the same on every rank without talking. `plan` takes the fastest of `ways.py` that a `Config` allows, and fills
 in what the config leaves open.
@@ -19,9 +19,8 @@ from .ways import WAYS, WHOLE, allowed, excluded
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched. `block`: elements of a unit. `tile_n`, `group_m`: of a unit that is a tile. `chunk`: units
-    between two signals. `rings`: 0 but for a ring.
-    """
+    """The kernel to launch and its options. `block`: elements of a unit. `tile_n`, `group_m`: the size of a unit that
+    is a tile. `chunk`: units between two signals. `rings`: the number of rings, 0 for other algorithms."""
 
     variant: str
     protocol: str
@@ -83,7 +82,7 @@ def plan(problem: Problem, config: Config, machine: LinkRates, explained: bool =
 
 
 def _reasons(problem: Problem, config: Config, machine: LinkRates, comparison: Comparison) -> tuple[str, ...]:
-    lines = [f"{problem.text} on {machine.name}"]
+    lines = [f"{problem.text} on {machine.name}", f"rates {machine.source}"]
     lines += [candidate.row(problem) for candidate in comparison.candidates]
     lines += comparison.rejections()
     others = {way: reason for way in WAYS if (reason := excluded(way, problem, config))}
@@ -114,7 +113,7 @@ def _refusal(problem: Problem, config: Config, machine: LinkRates) -> str:
 def _shares_multiprocessors(problem: Problem, protocol: str) -> bool:
     """Return whether two programs share a multiprocessor, so that one sums while the other stores.
 
-    Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time as it is.
+    Not in an all-reduce by flags: its sums are stored to everyone, and the links are busy all the time anyway.
     """
     if protocol == "lamport":
         return problem.world_size == 2
@@ -136,7 +135,7 @@ def part_of(problem: Problem, variant: str) -> int:
 
 
 def units_of(problem: Problem, variant: str, block: int, tile_n: int = 0) -> int:
-    """Units of the largest part."""
+    """Return the number of units of the largest part."""
     if problem.cols:
         tile_m, rows = block // tile_n, problem.n // problem.cols
         return -(-(-(-rows // tile_m) * -(-problem.cols // tile_n)) // problem.world_size)
@@ -144,7 +143,7 @@ def units_of(problem: Problem, variant: str, block: int, tile_n: int = 0) -> int
 
 
 def _block(problem: Problem, variant: str, protocol: str, programs: int, machine: LinkRates) -> int:
-    """Many units where there are few elements, for many programs; large ones where there are many."""
+    """Return the elements of a block: few elements in small blocks for many programs, many in large ones."""
     itemsize = problem.dtype.itemsize
     if machine.interpreted:
         return 1 << max(4, min(14, (part_of(problem, variant) - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""From tensors to a `Problem`: what is moved where, and how it is cut. Every check of an argument is here; no triton.
+"""Turn tensors into a `Problem`: what is moved where, and how it is cut. All arguments are checked here; no triton.
 
 Shapes, w the number of ranks; a tensor may have any number of dimensions, its last one being the columns:
 
@@ -65,17 +65,17 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The problem in the words of a plan's first line."""
+        """Return the problem as the first line of a plan shows it."""
         return f"{self.op} of {self.n} elements of {self.dtype} on each of {self.world_size} ranks"
 
     @property
     def nbytes(self) -> int:
-        """The bytes that a rank puts in."""
+        """Return the bytes of a rank's input."""
         return self.n * self.dtype.itemsize
 
 
 def bits(t: torch.Tensor, summed: bool) -> torch.Tensor:
-    """`t` as the kernels take it."""
+    """Return `t` as a view in the dtype that the kernels read."""
     if summed and t.dtype != torch.uint8:
         return t
     return t.view(_BITS[t.dtype.itemsize])
@@ -145,7 +145,10 @@ def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.d
 
 
 def check_overlap(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int) -> None:
-    """In place are all_reduce into its input and all_gather from this rank's part of `out`. Nothing else may meet."""
+    """Raise `ArgumentError` where `out` and `inp` overlap.
+
+    Two cases are allowed in place: all_reduce into its input, and all_gather from this rank's part of `out`.
+    """
     if not out.numel() or not inp.numel():
         return
     (a0, a1), (b0, b1) = extent(out), extent(inp)

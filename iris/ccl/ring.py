@@ -8,8 +8,8 @@ Flags hold epochs, compared exactly, and the same staging memory is right for al
 got every part's sum. A sum exists only when all ranks have entered e and consumed all partial sums of that part and
 lane.
 
-A rank tells its successor where its `out` lies, and looks at what it was told when the first partial sum has come.
-Where the places differ, at least two neighbours differ, so no partial sum comes around.
+A rank reports to its successor where its `out` lies, and reads its predecessor's report when the first partial sum has
+come. Where the places differ, at least two neighbours differ, so no partial sum comes around.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The host's side of `transfer.py`: what a rank sends and takes, as tables of messages, and the launches.
 
-A message is so many bytes at an address. Both of its ranks cut it the same way, for its size alone says how. What the
-kernel cannot move, because its elements do not lie one after the other or are not whole words of 4 bytes, is copied
-first, or afterwards, by torch.
+A message is a number of bytes at an address. Both of its ranks cut it the same way, because its size alone decides
+that. What the kernel cannot move, because its elements do not lie one after the other or are not whole words of 4
+bytes, is copied first, or afterwards, by torch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a message lies in a ring: in so many `slots`, a unit in each, as Lamport values if `few`."""
+    """The layout of a message in a message buffer: `slots` slots, a unit in each, as Lamport values if `few`."""
 
     slots: int
     few: bool
 
 
 def cut(n: int, size: int = 4, word: int = 8) -> Cut:
-    """Of `n` elements of `size` bytes, which as Lamport values have `word`."""
+    """Return the `Cut` of `n` elements of `size` bytes, which occupy `word` bytes each as Lamport values."""
     few = word == size or (n * size <= BORDER and word <= 8)
     return Cut(-(-n * (word if few else size) // SLOT.value), few)
 
@@ -60,7 +60,7 @@ def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
 
 
 class WordBuffer:
-    """`tensor` as whole words that lie one after the other: where it is, or else in memory of its own.
+    """`tensor` as whole words that lie one after the other: where it is, or else in separate memory.
 
     `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
     """
@@ -75,7 +75,10 @@ class WordBuffer:
             self._move()
 
     def fill(self, aside: bool = False) -> WordBuffer:
-        """`aside`: in memory of its own whatever it is, for what is stored may overlap it."""
+        """Return the buffer to fill.
+
+        With `aside`, it is always separate memory, because what is stored in it may overlap the source.
+        """
         if aside and self._memory is None:
             self._move()
         if self._memory is not None:
@@ -112,7 +115,7 @@ class Rings:
 
     @property
     def again(self) -> Callable[[], bool] | None:
-        """What makes this call once more, if it was a single launch that can be repeated."""
+        """Return a function that repeats this call, if it was a single launch that can be repeated, else None."""
         if self.copied or len(self._launched) != 1 or self._launched[0] is None:
             return None
         return self._launched[0].again
@@ -122,13 +125,13 @@ class Rings:
 
     @property
     def slots(self) -> int:
-        """Of each ring, a power of two; 0 before there are any."""
+        """Return the slots of each message buffer, a power of two; 0 before the buffers exist."""
         area = self._workspace.areas.get(self._name)
         slots = area.staging.nbytes // (self.world * SLOT.value) if area else 0
         return 1 << (slots.bit_length() - 1) if slots else 0
 
     def most_slots(self) -> int:
-        """To which a ring of collectives with a root may grow."""
+        """Return the number of slots to which the message buffers of rooted collectives may grow."""
         return MOST_SLOTS // self.world
 
     def reserve(self, slots: int) -> None:
@@ -219,7 +222,7 @@ def _parts(messages: list[Message]) -> list[list[Message]]:
 
 
 def _table(messages: list[Message]) -> list[tuple]:
-    """As the kernel takes them: those to one rank, or from one, stand behind each other in its ring."""
+    """Return messages as the kernel reads them: those to one rank, or from one, follow each other in its buffer."""
     used: dict[int, int] = defaultdict(int)
     rows = []
     for message in messages:

@@ -1,6 +1,6 @@
 """Collectives with a root: `broadcast`, `gather`, `scatter`, `reduce`. `messages.py` has those between two ranks.
 
-They are messages of a group (`transfer.py`), in rings of their own that grow to the largest call: from the root to
+They are messages of a group (`transfer.py`), in separate rings that grow to the largest call: from the root to
 every other rank, or to the root from every other rank, which sums them for a reduce. Each is one launch, but for
 tensors that are larger than a ring may become, and for those that go in two steps (`two_steps.py`). No rank waits for
 more than it takes: a root that sends goes on.
@@ -150,12 +150,12 @@ def _agree(op: str, group: Group, tensor: torch.Tensor, **root: int) -> None:
 
 
 def _peers(group: Group) -> Iterator[int]:
-    """The other ranks, the next one first."""
+    """Yield the other ranks, the next one first."""
     return ((group.rank + i) % group.size for i in range(1, group.size))
 
 
 def _reserved(rings: Rings, slots: int) -> int:
-    """Rings for messages of so many slots, as far as they may grow; the bytes that may go in one launch."""
+    """Reserve message buffers of `slots` slots, as far as they may grow; return the bytes that one launch may send."""
     rings.reserve(min(slots, rings.most_slots()))
     return (rings.slots if slots <= rings.slots else rings.slots // 2) * SLOT.value
 
@@ -164,7 +164,7 @@ def _move(
     rings: Rings, op: str, nbytes: int, sends: list[tuple[WordBuffer, int]], receives: list[tuple[WordBuffer, int]],
     copy: tuple[WordBuffer, WordBuffer] | None = None,
 ) -> None:  # fmt: skip
-    """Messages of `nbytes` each, to or from these ranks. `copy`: what becomes what, here."""
+    """Move messages of `nbytes` each to or from the given ranks. `copy` is (source, target) of a local copy."""
     if not nbytes:
         return
     step = _reserved(rings, cut(nbytes // 4).slots)
@@ -199,7 +199,7 @@ def check_rank(op: str, name: str, rank: Any, group: Group) -> None:
 
 
 def _check_joined(op: str, name: str, joined: Any, part_name: str, part: torch.Tensor, group: Group) -> None:
-    """`joined` has the parts of all ranks, one after the other."""
+    """Raise unless `joined` has room for the parts of all ranks, one after the other."""
     check(op, name, joined, group.ctx, written=name == "out")
     expected = (group.size * part.shape[0], *part.shape[1:]) if part.ndim else None
     if tuple(joined.shape) != expected or joined.dtype != part.dtype:

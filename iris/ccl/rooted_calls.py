@@ -1,4 +1,4 @@
-"""The methods of `ctx.ccl` with a root or between two ranks; their steps stand in `rooted.py`."""
+"""The methods of `ctx.ccl` with a root or between two ranks; `rooted.py` has their steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class RootedCalls:
-    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype but where sums are asked.
+    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
 
     Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
     tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.
     """
 
     _ctx: Rank
-    _rooted_calls: relaunch.Calls
+    _calls: relaunch.Calls
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError
@@ -160,7 +160,8 @@ class RootedCalls:
         return P2PState()
 
     def _report_untaken(self) -> None:
-        """Warns of messages to this rank that it never received: who sent them has gone on, and nothing else tells."""
+        """Warn of messages to this rank that it never received, because their senders have continued and no one else
+        can report them."""
         for sender, receiver, slots in self._message_rings().untaken():
             if receiver == self._ctx.cur_rank:
                 what = f"messages of {_at_most(slots)} that this rank never received"
@@ -238,45 +239,40 @@ class RootedCalls:
         self, op: str, tensors: tuple[Any, ...], root: int, reduce_op: Any, group: Members, async_op: bool,
         config: Config | None, act: Callable[[Rings, Group], None],
     ) -> Workspace:  # fmt: skip
-        """The group's workspace. Calls `act`, always in the current stream, or launches again what it did before."""
+        """Run a rooted collective in the current stream, or launch again what its last call did; return the group's
+        workspace.
+
+        `act` is called for a call that cannot be repeated.
+        """
         self._ctx.check()
-        key = relaunch.key_of(op, *tensors, root, reduce_op, group, async_op, config)
-        if (workspace := self._launched_again(key)) is None:
+        key = relaunch.key_of(tensors, (op, root, reduce_op, group, async_op, config))
+        if (workspace := self._calls.repeat(key, self._ctx)) is None:
             members = self._group(group)
             with self._ctx.reporting_refusals(op, members.ranks):
                 check_async(op, async_op)
                 check_options(op, None, config)
             workspace = self._workspace_of(op, members, None)
-            rings = Rings(workspace, "rooted", self._rooted_calls.kernels)
+            rings = Rings(workspace, "rooted", self._calls.kernels)
             act(rings, workspace.group)
             self._keep(key, rings, workspace)
         return workspace
 
     def _message_rings(self) -> Rings:
         """Return the rings of messages, which are all ranks'."""
-        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._rooted_calls.kernels)
+        return Rings(self._workspace_of("send", self._group(None), None), "messages", self._calls.kernels)
 
     def _exchange(self, op: str, group: Members, listed: Sequence[P2POp], names: Sequence[tuple[str, str]]) -> None:
         self._ctx.check()
-        key = relaunch.key_of(op, *(part for each in listed for part in (each.op, each.peer, each.tensor)), group)
-        if self._launched_again(key) is None:
+        key = relaunch.key_of([each.tensor for each in listed], (op, *((each.op, each.peer) for each in listed), group))
+        if self._calls.repeat(key, self._ctx) is None:
             self._ctx.side.join()
             rings = self._message_rings()
             messages.exchange(op, rings, self._group(group), listed, names)
             self._keep(key, rings, self._workspace_of(op, self._group(None), None))
 
-    def _launched_again(self, key: tuple | None) -> Workspace | None:
-        """Launch a known call again and return its workspace; None for a new one."""
-        known = self._rooted_calls.known.get(key) if key and self._ctx.agreement is None else None
-        if known is None:
-            return None
-        again, workspace = known
-        self._ctx.side.join()
-        return workspace if again() else None
-
-    def _keep(self, key: tuple | None, rings: Rings, workspace: Workspace) -> None:
+    def _keep(self, key: relaunch.Key | None, rings: Rings, workspace: Workspace) -> None:
         if key and (again := rings.again):
-            self._rooted_calls.keep(key, (again, workspace), None)
+            self._calls.keep(key, (again, None, workspace))
 
 
 def _at_most(slots: int) -> str:

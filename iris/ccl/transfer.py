@@ -1,12 +1,12 @@
 """One kernel that moves tensors from rank to rank: messages, and collectives with a root.
 
 Every rank has a *ring* of slots on its heap for each rank that sends to it. A sender puts a message into the next slots
-of its ring at the receiver, which copies it out, or sums it. Who sends and who takes need not call at the same time:
-the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds the
-next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
+of its ring at the receiver, which copies it out, or sums it. The sender and the receiver need not call at the same
+time: the sender goes on as soon as its message is on its way. Both count the slots that they have used. So each finds
+the next slot by itself, whatever calls the other one makes, and a call can be captured and replayed.
 
     small messages, sums   travel as Lamport values (`iris/device/lamport.py`), a unit in each slot: one hop, no flag
-    large messages         travel as they are. Where none of a unit's elements happens to be the sentinel, they are as
+    large messages travel unchanged. Where none of a unit's elements happens to be the sentinel, they are as
                            good as Lamport values. Else a flag follows the unit, and says that all of it has arrived.
 
 A slot is free when its values are the sentinel and its flag is 0; whoever takes a message leaves its slots so. At the
@@ -32,21 +32,21 @@ from ..device.waits import anyone_gone, deadline, is_late, keeps_waiting, report
 from .lamport import rounded
 
 SLOT = tl.constexpr(8192)  # bytes
-# `counts`, int32 [4, world]: slots that were sent to each rank, that it has said to have taken, that were taken of it,
-# that it was told of. They wrap; the slots of a ring are a power of two.
+# `counts`, int32 [4, world]: slots that were sent to each rank, that it reported as received, that were received from
+# it, that were reported to it. They wrap; the slots of a ring are a power of two.
 SENT, _CREDIT, TAKEN, _REPORTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.constexpr_function
 def word_type(dtype, REDUCE):
-    """What carries a Lamport value of this type."""
+    """Return the type that carries a Lamport value of `dtype`."""
     bits = dtype.primitive_bitwidth
     return tl.core.get_int_dtype(bits if REDUCE and dtype.is_floating() else 2 * bits, True)
 
 
 @triton.constexpr_function
 def has_words(dtype, REDUCE):
-    """Whether anything can: integers of 64 bits are sent as they are."""
+    """Return whether a Lamport type exists for `dtype`: integers of 64 bits are sent unchanged."""
     return dtype.primitive_bitwidth < 64 or (REDUCE and dtype.is_floating())
 
 
@@ -57,24 +57,24 @@ def in_a_slot(dtype):
 
 @device_function
 def _of(counts, ranks, rank):
-    """One rank's count."""
+    """Return one rank's count."""
     return tl.sum(tl.where(ranks == rank, counts, 0))
 
 
 @device_function
 def _field(table, message: tl.constexpr, field: tl.constexpr):
-    """Of a message in a table, whose numbers stand there as `in_table` has them."""
+    """Return a field of a message in a table, in the order of `in_table`."""
     return table[message][field] >> 4
 
 
 def in_table(x: int) -> int:
-    """Return a number as it stands in a table: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
+    """Return a number as a table stores it: Triton compiles anew for a 1 in a tuple, and for a multiple of 16."""
     return 16 * x + 3
 
 
 @device_function
 def _needed(table, ranks):
-    """How many slots the messages of a table take with each rank."""
+    """Return the number of slots that the messages of a table take with each rank."""
     counts = tl.zeros(ranks.shape, tl.int32)
     for i in tl.static_range(len(table)):
         counts += tl.where(ranks == _field(table, i, 2), _field(table, i, 4).to(tl.int32), 0)
@@ -91,7 +91,7 @@ def _items(table):
 
 @device_function
 def _message(table, item):
-    """The message that an item belongs to, without counts; at last, which of its units it is."""
+    """Return (the message that an item belongs to, without counts, the unit of it that the item is)."""
     address, n, peer, first = _field(table, 0, 0), _field(table, 0, 1), _field(table, 0, 2), _field(table, 0, 3)
     few, end, to, unit = _field(table, 0, 5), _field(table, 0, 6), _field(table, 0, 7), item
     for i in tl.static_range(1, len(table)):
@@ -109,7 +109,7 @@ def _message(table, item):
 
 @device_function
 def _at(address, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to element number `first` of what begins at an address."""
+    """Return a pointer to element number `first` of an array that begins at `address`."""
     nbytes: tl.constexpr = dtype.primitive_bitwidth // 8
     place = (tl.cast(address, tl.int64) + tl.cast(first, tl.int64) * nbytes).to(tl.pointer_type(dtype))
     return tl.multiple_of(place, 16) if ALIGNED else place
@@ -117,7 +117,7 @@ def _at(address, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @device_function
 def _slot(staging, source, position, slots):
-    """The address of the slot at a position in the ring of a source."""
+    """Return the address of the slot at a position in a source's message buffer."""
     return staging.to(tl.int64) + (tl.cast(source, tl.int64) * slots + (position & (slots - 1))) * SLOT
 
 
@@ -126,7 +126,7 @@ def _send(
     ctx, bases, staging, flags, slots, sent, ranks, table, item,
     ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """A unit of a message into its slot at the receiver, or, of what is to be copied here, to its place."""
+    """Send a unit of a message to its slot at the receiver, or copy it, if the message is local."""
     address, n, peer, first, few, to, unit = _message(table, item)
     dtype: tl.constexpr = staging.dtype.element_ty
     position = _of(sent, ranks, peer) + first + unit
@@ -143,7 +143,7 @@ def _send_few(
     ctx, bases, staging, slots, position, peer, address, n, unit,
     ALIGNED: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """As Lamport values."""
+    """Send a unit as Lamport values."""
     dtype: tl.constexpr = staging.dtype.element_ty
     word: tl.constexpr = word_type(dtype, REDUCE)
     BLOCK: tl.constexpr = in_a_slot(word)
@@ -156,7 +156,7 @@ def _send_few(
 
 @device_function
 def _send_whole(ctx, bases, staging, flags, slots, position, peer, address, n, unit, ALIGNED: tl.constexpr):
-    """As it is."""
+    """Send a unit unchanged, followed by a flag."""
     dtype: tl.constexpr = staging.dtype.element_ty
     BLOCK: tl.constexpr = in_a_slot(dtype)
     lane = tl.arange(0, BLOCK)
@@ -179,7 +179,7 @@ def _copy(address, to, n, unit, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @device_function
 def _left(n, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements from number `begin` on."""
+    """Return the number of elements from number `begin` on."""
     if ALIGNED:  # so are whole vectors, which the compiler sees by this
         vector: tl.constexpr = 128 // dtype.primitive_bitwidth
         n = n // vector * vector
@@ -199,7 +199,7 @@ def _take(
     ctx, staging, flags, slots, taken, ranks, table, item,
     ALIGNED: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """A unit of a message out of its slot, which is free then."""
+    """Receive a unit of a message, and free its slot."""
     address, n, peer, first, few, _, unit = _message(table, item)
     position = _of(taken, ranks, peer) + first + unit
     if few != 0:
@@ -237,7 +237,7 @@ def _sum(
     ctx, staging, flags, slots, taken, ranks, own, table, item,
     ALIGNED: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks, in their order, of a unit of which every rank sends its own; `own` begins this rank's."""
+    """Return the sum over ranks, in their order, of a unit that every rank sends; `own` begins this rank's."""
     address, n, _, _, few, _, unit = _message(table, item)
     dtype: tl.constexpr = staging.dtype.element_ty
     if few == 0:
@@ -277,7 +277,7 @@ def _sum_units(
 
 @device_function
 def _few(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.constexpr, WAITER: tl.constexpr):
-    """What the Lamport values of a slot mean, once they are here."""
+    """Wait for the Lamport values of a slot, and return what they encode."""
     dtype: tl.constexpr = staging.dtype.element_ty
     place = _at(_slot(staging, source, position, slots), 0, word_type(dtype, REDUCE), True)
     value, _ = take(ctx, place + lane, 0, mask, source, 1, WAITER, dtype, 1)
@@ -286,7 +286,7 @@ def _few(ctx, staging, slots, position, source, lane, mask, REDUCE: tl.constexpr
 
 @device_function
 def _whole(ctx, staging, flags, slots, position, source, lane, mask, WAITER: tl.constexpr):
-    """What stands in a slot, once it is here: no element is the sentinel, or else the flag is set."""
+    """Wait until no element of a slot is the sentinel, or its flag is set, and return its elements."""
     place = _at(_slot(staging, source, position, slots), 0, staging.dtype.element_ty, True) + lane
     flag = flags + tl.cast(source, tl.int64) * slots + (position & (slots - 1))
     value = arch.load_fresh(place, mask)
@@ -319,7 +319,7 @@ def _awaited(ctx, place, flag, value, mask, source, WAITER: tl.constexpr):
 
 @device_function
 def _arrive(sync):
-    """This program has read the counts."""
+    """Count this program as one that has read the counts."""
     tl.debug_barrier()
     tl.atomic_add(sync, 1, sem="relaxed", scope="gpu")
 
@@ -342,7 +342,7 @@ def transfer_kernel(
     WAITER: tl.constexpr,
 ):
     # staging: [source, slot, SLOT bytes]; flags: [source, slot]; sync: [programs that have read the counts].
-    # sends, takes: messages (address, elements, peer, first slot behind the counts, slots, whether as Lamport values,
+    # sends, takes: messages (address, elements, peer, first slot after the counts, slots, whether as Lamport values,
     # units, address to copy to or 0), each number `in_table`. own: of a sum, the address of what this rank adds.
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     ranks = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))

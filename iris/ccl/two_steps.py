@@ -9,8 +9,8 @@ So the root sends or takes the tensor once, and no other rank sends or takes mor
 pass one on, the next is on its way to them. Sums have the same bits as in one step, for an owner adds in rank order,
 and rounds once.
 
-No wait is circular. A launch takes what its peers send in launches of the same piece or earlier ones, and who sends
-waits for nothing but room: for what was taken in the same place of the round before, of which takers tell in their
+No wait is circular. A launch takes what its peers send in launches of the same piece or earlier ones, and a sender
+waits only for room: for what was taken in the same place of the round before, of which takers tell in their
 next launch. A tensor goes in one round if a ring may become large enough.
 """
 
@@ -46,7 +46,7 @@ def pieces(op: str, nbytes: int, world: int) -> int:
 
 
 def broadcast(rings: Rings, group: Group, buffer: WordBuffer, src: int, count: int) -> None:
-    """The bytes at `buffer` of rank `src` to everybody's, in `count` pieces."""
+    """Send the bytes at `buffer` of rank `src` to every rank's `buffer`, in `count` pieces."""
     owners = [rank for rank in range(group.size) if rank != src]
     peers = [rank for rank in owners if rank != group.rank]
     multiple = SLOT.value
@@ -69,7 +69,7 @@ def broadcast(rings: Rings, group: Group, buffer: WordBuffer, src: int, count: i
 def reduce(
     rings: Rings, group: Group, dtype: torch.dtype, own: int, n: int, out: int, dst: int, count: int
 ) -> None:  # fmt: skip
-    """The sums over ranks of `n` elements each, which begin at `own`, to rank `dst`, where they begin at `out`."""
+    """Store the sums over ranks of `n` elements, which begin at `own`, at `out` on rank `dst`."""
     size, device = dtype.itemsize, group.ctx.device
     owners = [rank for rank in range(group.size) if rank != dst]
 
@@ -101,7 +101,10 @@ def reduce(
 def _rounds(
     rings: Rings, length: int, owners: list[int], count: int, multiple: int, slots: Callable[[int], int]
 ) -> list[Shares]:
-    """The shares of each round. `slots`: how many of a ring a share takes; `multiple`: what shares are multiples of."""
+    """Return the shares of each round.
+
+    `slots` returns how many slots of a message buffer a share takes; shares are multiples of `multiple`.
+    """
     rounds, most = 1, rings.most_slots()
     while True:
         all_shares = [_shares(span, owners, count, multiple) for span in _equal((0, length), rounds, multiple)]
@@ -118,7 +121,7 @@ def _shares(span: Span, owners: list[int], count: int, multiple: int) -> Shares:
 
 
 def _equal(span: Span, count: int, multiple: int) -> list[Span]:
-    """`count` parts, multiples of `multiple` but for the last that is not empty."""
+    """Divide a span into `count` parts, multiples of `multiple` except for the last one that is not empty."""
     begin, length = span
     step = -(-length // (count * multiple)) * multiple
     return [(begin + min(i * step, length), max(0, min(step, length - i * step))) for i in range(count)]

@@ -19,7 +19,7 @@ FLAT, ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.constexpr_function
 def _value(x):
-    """Sizes and strides that the compiler knows, such as a stride of 1, stay known."""
+    """Return `x` as a constexpr if the compiler knows it, such as a stride of 1."""
     return tl.constexpr(x) if isinstance(x, int) else x
 
 
@@ -61,7 +61,7 @@ class View:
 
     @device_function
     def place(self, part, unit, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-        """Addresses of the elements of a part's unit, and which of them there are."""
+        """Return pointers to the elements of a part's unit, and which of them exist."""
         lane = tl.arange(0, BLOCK)
         if self.LAYOUT == TILES:
             tile = unit * WORLD_SIZE + part if self.INTERLEAVED else part * self.share + unit
@@ -86,7 +86,8 @@ class View:
 
     @device_function
     def _tile(self, tile, BLOCK: tl.constexpr):
-        """(row block, column block): GROUP_M row blocks at a time. Beyond the last tile: beyond the last row."""
+        """Return (row block, column block) of a tile, in groups of GROUP_M row blocks; beyond the last tile, beyond the
+        last row."""
         num_m = tl.cdiv(self.n // self.cols, BLOCK // self.TILE_N)
         num_n = tl.cdiv(self.cols, self.TILE_N)
         first = tile // (self.GROUP_M * num_n) * self.GROUP_M
@@ -107,7 +108,10 @@ def views(
     TILE_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """The views of `inp` and `out`, each given as a tuple of its first fields. ONE_OUT: `out` is this rank's part."""
+    """Return the views of `inp` and `out`, each given as a tuple of its first fields.
+
+    With ONE_OUT, `out` is this rank's part.
+    """
     source = View(*inp, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M)
     target = View(*out, OUT_LAYOUT, INTERLEAVED and not ONE_OUT, TILE_N, GROUP_M)
     return source, target

@@ -18,7 +18,7 @@ WHOLE = ("one_shot", "atomic", "spinlock")
 
 
 class Collective(Way):
-    """What a variant and a protocol accept and take."""
+    """A variant and a protocol, with what they accept and what they take."""
 
     variant: str
     protocol: str
@@ -89,7 +89,7 @@ class TwoShotFlags(Collective):
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
         enter = 0.0 if problem.reduces else machine.enter_us
-        # the sums of a reduce-scatter hide less behind the stores
+        # the sums of a reduce-scatter overlap less with the stores
         link_gbs = machine.link_gbs * (0.85 if problem.op == REDUCE_SCATTER else 1.0)
         return enter + self.hops(problem) * machine.signal_us + self.sent(problem) / (link_gbs * 1e3)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Area:
-    """What the calls of one kernel share. `sync`: [epoch, programs that finished]."""
+    """Memory that the calls of one kernel share. `sync`: [epoch, programs that finished]."""
 
     sync: torch.Tensor
     flags: torch.Tensor
@@ -29,7 +29,7 @@ class Area:
 class Workspace:
     """Staging memory of one group, for calls that follow each other in stream order. Made by all its ranks.
 
-    `for_groups`: whether calls of other groups may use it, each of which then has a workspace of its own in `parts`. A
+    `for_groups`: whether calls of other groups may use it, each of which then has a separate workspace in `parts`. A
     preamble without a group makes such a one, as ROCm/iris's preamble knows no groups.
     """
 

@@ -1,4 +1,4 @@
-"""Atomics on a peer's heap, inside `@triton.jit`: ranks count, swap and signal without a copy of their own.
+"""Atomics on a peer's heap, inside `@triton.jit`: ranks count, swap and signal without a separate copy.
 
 Arguments are as in `rma.py`, which turns the caller's address into the peer's. Only an atomic orders other accesses:
 `sem="release"` puts this thread's earlier stores before it, `sem="acquire"` its later loads after it. A program has
@@ -95,7 +95,7 @@ def atomic_xor(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Exclusive-or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply exclusive-or with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -114,7 +114,7 @@ def atomic_and(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """And `val` into `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply and with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_and", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -133,7 +133,7 @@ def atomic_or(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Or `val` into `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply or with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
     check("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_or", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)

@@ -159,7 +159,7 @@ def any_set(missing, LANES: tl.constexpr):
     """Return whether any of these is not zero; the same answer for all threads."""
     result = tl.max(missing)
     if LANES and missing.numel < _THREADS:
-        # Where a block is small, each warp loads all of it, at a time of its own. Reducing over more elements than
+        # Where a block is small, each warp loads all of it, at a separate time. Reducing over more elements than
         # threads makes all warps agree.
         result = tl.max(tl.zeros((2 * _THREADS,), tl.int32) + result)
     return result != 0

@@ -1,4 +1,4 @@
-"""Collectives on tiles, inside a kernel of one's own: ranks exchange blocks of values.
+"""Collectives on tiles, inside a user's kernel: ranks exchange blocks of values.
 
     @triton.jit
     def kernel(ctx_ptr, space, ..., RANK: tl.constexpr, WORLD: tl.constexpr):
@@ -8,13 +8,13 @@
             total = tiles.all_reduce(tile, number)  # fp32 [M, N], the same bits on every rank
         tiles.close()
 
-`reduce_scatter`, `all_gather` and `all_to_all` can replace `all_reduce`, or alternate with it. `send`
-and `sum` are the two halves of the reductions: a program that computes its next tile between them does not wait for a
-tile that is still on its way. `space` comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for so many tiles
-of so many elements. A tile's `number` selects the part of it that the tile uses, the same on all ranks. In one call of
-a kernel, each rank uses the same numbers, each once and at least one, in the same functions, by the same programs in
-the same order. All programs of the grid open and close, and the grid is at most as large as the chip, as of every
-kernel that waits.
+`reduce_scatter`, `all_gather` and `all_to_all` can replace `all_reduce`, or alternate with it. `send` and `sum` are the
+two halves of the reductions: a program that computes its next tile between them does not wait for a tile that is still
+on its way. `space` comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for `tiles` tiles of `elements`
+elements. A tile's `number` selects the part of it that the tile uses, the same on all ranks. In one call of a kernel,
+each rank uses the same numbers, each once and at least one, in the same functions, by the same programs in the same
+order. All programs of the grid open and close, and the grid is at most as large as the chip, as of every kernel that
+waits.
 
 In Gluon the functions are the same. Blocks bring their layouts and have no fewer elements than a program has threads;
 `ctx` is an `iris.DeviceContext`, for the number of ranks must be known when the kernel is compiled.
@@ -147,7 +147,7 @@ class Tiles:
         """Return the sum of all ranks' tiles `number`, fp32, as `all_reduce` does: the second half, which waits.
 
         `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
-        are not used. `dtype`: as in `send`, by default that of `like`. `parts`: the tile's rows are cut into so many
+        are not used. `dtype`: as in `send`, by default that of `like`. `parts`: the tile's rows are cut into `parts`
         equal parts and the result is number `part`, whose shape `like` and `mask` have. That takes fewer registers;
         each part is taken once. `found`: the result of `look` for this tile, without `owner` and `parts`.
         """

@@ -116,7 +116,7 @@ def deadline(ctx, patience: tl.constexpr = 1):
 
 @device_function
 def is_late(end, polls):
-    """Return whether it is past `end` by this thread's clock, after so many polls; let other ranks run first."""
+    """Return whether it is past `end` by this thread's clock, after `polls` polls; let other ranks run first."""
     arch.pause(polls)
     return arch.clock() > end
 

@@ -1,1 +1,1 @@
-"""What may still change: device contexts for other languages than Triton."""
+"""Interfaces that may still change: device contexts for other languages than Triton."""

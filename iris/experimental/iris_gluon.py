@@ -74,7 +74,8 @@ class IrisDeviceCtx(RemoteAccess):
     @staticmethod
     @device_function
     def initialize(context_tensor, tracing: tl.constexpr = False):
-        """From `Iris.get_device_context()`, which says which rank this is of how many."""
+        """Return the device context of the tensor from `Iris.get_device_context()`, which holds the rank and their
+        number."""
         rank = tl.load(context_tensor).to(tl.int32)
         world_size = tl.load(context_tensor + 1).to(tl.int32)
         return IrisDeviceCtx(rank, world_size, context_tensor, device_tracing(context_tensor, tracing))

@@ -1,7 +1,7 @@
 """Launch repeated calls of several kernels as one CUDA graph each.
 
 A launch, an event or a copy costs the host microseconds, and an op that overlaps a library's products with copies is a
-dozen of them. Such a call, once repeated, is captured into a graph of its own. An eager call is a replay from then on,
+dozen of them. Such a call, once repeated, is captured into a separate graph. An eager call is a replay from then on,
 in the current stream. It may alternate between the two: all counters live on the device, and each way begins after all
 work of the current stream and ends with all its lanes joined. So a rank need not know which way its peers go, and a
 capture concerns this rank alone. Where the user captures, the launches go into the user's graph one by one.
@@ -119,7 +119,7 @@ class Graphed:
 
 
 class Capturer:
-    """Captures in a stream of its own, into memory of its own."""
+    """Captures in a separate stream, into separate memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

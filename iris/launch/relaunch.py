@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -40,7 +39,7 @@ LAZY = {torch.float16, torch.float32, torch.float64, torch.complex32, torch.comp
 
 
 class Launch(NamedTuple):
-    """What was launched. `again()` launches the same once more, at a tenth of the host's time, or returns False.
+    """A launch that can be repeated. `again()` does so at a tenth of the host's time, or returns False.
 
     `moved(addresses)` returns such a function for other addresses in place of the `moving` ones of `launch`.
     """
@@ -49,52 +48,74 @@ class Launch(NamedTuple):
     moved: Callable[[Sequence[int]], Callable[[], bool] | None] | None = None
 
 
-class Calls:
-    """Earlier calls by their keys. A key is a tuple: the addresses of so many `tensors`, then all else that the call's
-    checks and launches depend on, last the workspace. No tensor of a caller's is held. `kernels`: those that the calls
-    launch, for `launch`.
-    """
+class Key(NamedTuple):
+    """The identity of a call: a call with the same key passes the same checks and launches the same."""
 
-    def __init__(self, tensors: int = 0, kernels: dict[tuple, object] | None = None) -> None:
-        self.known: dict[tuple | None, Any] = {}  # None is no key of a call
+    addresses: tuple[int, ...]
+    """Of its tensors, 0 for one that is not given."""
+    kind: tuple
+    """All else that checks and launches depend on, but the workspace."""
+    workspace: object
+
+
+class Calls:
+    """Earlier calls by their keys. No tensor of a caller's is held. `kernels`: those that they launch, for `launch`."""
+
+    def __init__(self, kernels: dict[tuple, object] | None = None) -> None:
+        self.known: dict[Key | None, Any] = {}  # None is no key of a call
         self.kernels: dict[tuple, object] = {} if kernels is None else kernels
-        self._tensors = tensors
         self._prepared: dict[tuple, Any] = {}
         self._moves: dict[tuple, Callable] = {}
 
-    def addresses(self, key: tuple | None) -> tuple[int, ...]:
-        return key[: self._tensors] if key else (0,) * self._tensors
+    def repeat(self, key: Key | None, rank: Any, out: torch.Tensor | None = None) -> Any:
+        """Launch a known call again and return its workspace; None where it must be made as a new one.
 
-    def prepared(self, key: tuple | None, prepare: Callable[[], Any], *place: object) -> Any:
+        It must if it is not known, if ranks compare their calls, or if somebody listens to launches. `rank`: the
+        `Rank` that calls. `out`: the result of a call whose kernels may write elsewhere.
+        """
+        known = self.known.get(key)
+        if known is None or rank.agreement is not None:
+            return None
+        again, target, workspace = known
+        rank.side.join()
+        if not again():
+            return None
+        if target is not None and out is not None:
+            out.copy_(target)
+        return workspace
+
+    def prepared(self, key: Key | None, prepare: Callable[[], Any], *place: object) -> Any:
         """Return the result of `prepare`, which runs once for all calls that differ in addresses and workspace only.
 
         `place`: what else it depends on.
         """
         if key is None:
             return prepare()
-        rest = (*key[self._tensors : -1], *place)  # a wrong workspace is refused later, and not remembered
-        result = self._prepared.get(rest)
+        kind = key.kind, place  # a wrong workspace is refused later, and not remembered
+        result = self._prepared.get(kind)
         if result is None:
             result = prepare()
             if len(self._prepared) >= _MOST:
                 self._prepared.clear()
-            self._prepared[rest] = result
+            self._prepared[kind] = result
         return result
 
-    def moved(self, key: tuple | None, *place: object) -> Callable[[], bool] | None:
+    def moved(self, key: Key | None, *place: object) -> Callable[[], bool] | None:
         """Return the launch of a remembered call that differs in its addresses only, moved to this call's; or None."""
-        move = self._moves.get((key[self._tensors :], place)) if key else None
-        return move(self.addresses(key)) if move else None
+        move = self._moves.get((*key[1:], place)) if key else None
+        return move(key.addresses) if key and move else None
 
-    def keep(self, key: tuple | None, call: Any, launch: Launch | None, *place: object) -> None:
-        """Remember a call. `place`: what its launch depends on in addition to its key."""
+    def keep(self, key: Key | None, call: Any, launch: Launch | None = None, *place: object) -> None:
+        """Remember a call: a function that launches it again and returns whether it did, the memory from which results
+        go to the caller's `out`, or None, and the workspace. `place`: what its launch depends on beside its key.
+        """
         if key is None:
             return
         if len(self.known) >= _MOST:
             self.forget()
         self.known[key] = call
         if launch is not None and launch.moved:
-            self._moves[key[self._tensors :], place] = launch.moved
+            self._moves[(*key[1:], place)] = launch.moved
 
     def forget(self) -> None:
         """Forget calls, but not what was prepared for them: kernels or memory that they use have changed."""
@@ -102,32 +123,36 @@ class Calls:
         self._moves.clear()
 
 
-def key_of(*parts: object) -> tuple | None:
-    """Return the key of a call with these tensors, and whatever else decides it; None if it cannot be known again.
+def key_of(tensors: Sequence[Any], kind: tuple, workspace: object = None) -> Key | None:
+    """Return the key of a call with `tensors`, or None if it cannot be known again.
 
-    A call with the same key passes the same checks and launches the same.
+    `kind`: whatever else decides the call.
     """
-    key: list[object] = []
-    differentiates, transforms_run = torch.is_grad_enabled(), transforms.are_under_way()
     try:
-        for part in parts:
-            if not isinstance(part, torch.Tensor):
-                key.append(part)
+        if transforms.are_under_way() and transforms.any_hides(*tensors):
+            return None
+        differentiates = torch.is_grad_enabled()
+        addresses: list[int] = []
+        kinds: list[object] = [kind]
+        for t in tensors:
+            if t is None:
+                addresses.append(0)
+                kinds.append(None)
                 continue
-            if differentiates and part.requires_grad or transforms_run and transforms.any_hides(part):
+            dtype = t.dtype
+            if differentiates and t.requires_grad or dtype in LAZY and (t.is_neg() or t.is_conj()):
                 return None
-            if part.dtype in LAZY and (part.is_neg() or part.is_conj()):
-                return None
-            key += (part.data_ptr(), part.shape, part.stride(), part.dtype, part.device)
-        hash(result := tuple(key))
-    except (RuntimeError, TypeError):  # a tensor without memory, a wrong argument: the checks will say so
+            addresses.append(t.data_ptr())
+            kinds += (t.shape, t.stride(), dtype, t.device)
+        hash(kind)
+        return Key(tuple(addresses), tuple(kinds), workspace)
+    except (AttributeError, RuntimeError, TypeError):  # a tensor without memory, a wrong argument: the checks say so
         return None
-    return result
 
 
-def device_of(device: torch.device) -> Callable[[torch.Tensor], Any]:
-    """Return the fastest test of a tensor's device: its index, but for CPUs, whose "meta" tensors share it."""
-    return attrgetter("device") if device.type == "cpu" else torch.Tensor.get_device
+def addresses_of(key: Key | None, tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Return where `tensors` begin, those of a call with this key; zeros if it has none."""
+    return key.addresses if key else (0,) * len(tensors)
 
 
 @overload

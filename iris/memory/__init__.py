@@ -1,1 +1,1 @@
-"""How a segment of memory becomes visible to every rank."""
+"""Make a segment of memory visible to every rank."""

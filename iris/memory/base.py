@@ -29,7 +29,7 @@ class Segment(Protocol):
 
     @property
     def span(self) -> int:
-        """Bytes of address space from a base on that belong to the heap: `local` and the imports after it."""
+        """Return the bytes of address space that the heap occupies from a base on: `local` and the imports after it."""
 
     def back(self, begin: int, end: int) -> None:
         """Map memory to these bytes of `local` where it is missing. Collective if any is."""

@@ -107,7 +107,7 @@ class CudaPages:
         self._call(self._driver.cuMemUnmap, address, size)
 
     def clear(self, address: int, size: int) -> None:
-        # on a stream of its own: the current one may wait for a peer that waits for this rank's host
+        # on a separate stream: the current one may wait for a peer that waits for this rank's host
         self._call(self._driver.cuMemsetD8Async, address, 0, size, self._stream)
         self._call(self._driver.cuStreamSynchronize, self._stream)
 

@@ -27,7 +27,7 @@ class Offsets:
 
     @property
     def longest(self) -> int:
-        """The most bytes that are free in one piece."""
+        """Return the size of the largest free block, in bytes."""
         return max([self.size - self.used, *(end - begin for begin, end in self._holes)])
 
     def take(self, nbytes: int, alignment: int) -> int | None:

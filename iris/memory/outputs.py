@@ -190,7 +190,7 @@ def _tensor(storage: Any, size: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 
 
 class _Blocks:
-    """A part of the region whose blocks are freed by those who took them."""
+    """A part of the region whose blocks are freed explicitly by the code that allocated them."""
 
     def __init__(self, heap: Heap, begin: int, nbytes: int) -> None:
         self.memory = heap.memory[begin : begin + nbytes]
@@ -226,7 +226,7 @@ class _Counted:
         offset = self._blocks.cut(nbytes)
         if offset is None:
             return None
-        # a storage of its own, which keeps the heap mapped
+        # a separate storage, which keeps the heap mapped
         storage = torch.from_numpy(self._blocks.memory[offset : offset + nbytes].numpy()).untyped_storage()
         self._live[offset], self._sizes[offset] = StorageWeakRef(storage), nbytes
         return _tensor(storage, size, dtype)

@@ -32,7 +32,7 @@ _BATCH = 32
 
 
 class _Report(NamedTuple):
-    """What a rank reports of a call."""
+    """The outcome of a call on one rank, which the ranks exchange."""
 
     numbers: tuple[int, ...]
     failure: str

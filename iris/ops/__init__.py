@@ -41,7 +41,7 @@ def matmul_all_reduce(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, async_op: bool = False,
     config: FusedConfig | None = None, workspace: FusedWorkspace | None = None, **options: Any,
 ) -> FusedWorkspace:  # fmt: skip
-    """`ctx.ops.matmul_all_reduce(out, A, B)`; `bias` by keyword."""
+    """Call `ctx.ops.matmul_all_reduce(out, A, B)`, with `bias` by keyword."""
     return ctx.ops.matmul_all_reduce(out, A, B, async_op=async_op, config=config, workspace=workspace, **options)
 
 
@@ -49,7 +49,7 @@ def matmul_all_reduce(
 def all_gather_matmul(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *bias_and_more: Any, **options: Any
 ) -> FusedWorkspace:
-    """`ctx.ops.all_gather_matmul(out, A, B, bias, async_op, config, workspace)`."""
+    """Call `ctx.ops.all_gather_matmul(out, A, B, bias, async_op, config, workspace)`."""
     return ctx.ops.all_gather_matmul(out, A, B, *bias_and_more, **options)
 
 
@@ -57,7 +57,7 @@ def all_gather_matmul(
 def matmul_all_gather(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *bias_and_more: Any, **options: Any
 ) -> FusedWorkspace:
-    """`ctx.ops.matmul_all_gather(out, A, B, bias, async_op, config, workspace)`."""
+    """Call `ctx.ops.matmul_all_gather(out, A, B, bias, async_op, config, workspace)`."""
     return ctx.ops.matmul_all_gather(out, A, B, *bias_and_more, **options)
 
 
@@ -65,7 +65,7 @@ def matmul_all_gather(
 def matmul_reduce_scatter(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *bias_and_more: Any, **options: Any
 ) -> FusedWorkspace:
-    """`ctx.ops.matmul_reduce_scatter(out, A, B, bias, async_op, config, workspace)`."""
+    """Call `ctx.ops.matmul_reduce_scatter(out, A, B, bias, async_op, config, workspace)`."""
     return ctx.ops.matmul_reduce_scatter(out, A, B, *bias_and_more, **options)
 
 
@@ -74,7 +74,7 @@ def matmul_all_reduce_preamble(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
     workspace: FusedWorkspace | None = None,
 ) -> FusedWorkspace:  # fmt: skip
-    """`ctx.ops.preamble("matmul_all_reduce", out, A, B, config, workspace)`."""
+    """Call `ctx.ops.preamble("matmul_all_reduce", out, A, B, config, workspace)`."""
     return ctx.ops.preamble("matmul_all_reduce", out, A, B, config, workspace)
 
 
@@ -83,7 +83,7 @@ def all_gather_matmul_preamble(
     ctx: Iris, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
     workspace: FusedWorkspace | None = None,
 ) -> FusedWorkspace:  # fmt: skip
-    """`ctx.ops.preamble("all_gather_matmul", out, A, B, config, workspace)`, for A [M,K/w]."""
+    """Call `ctx.ops.preamble("all_gather_matmul", out, A, B, config, workspace)` for A [M,K/w]."""
     out = A.new_empty(A.shape[0], B.shape[1])
     return ctx.ops.preamble("all_gather_matmul", out, A, B, config, workspace)
 
@@ -93,12 +93,12 @@ def matmul_reduce_scatter_preamble(
     ctx: Iris, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
     workspace: FusedWorkspace | None = None,
 ) -> FusedWorkspace:  # fmt: skip
-    """`ctx.ops.preamble("matmul_reduce_scatter", out, A, B, config, workspace)`."""
+    """Call `ctx.ops.preamble("matmul_reduce_scatter", out, A, B, config, workspace)`."""
     return ctx.ops.preamble("matmul_reduce_scatter", out, A, B, config, workspace)
 
 
 def __getattr__(name: str) -> Any:
-    """What stands in `iris_ops`, which imports this package, is looked up there when it is asked for."""
+    """Look up `name` in `iris_ops` on first use, because `iris_ops` imports this package."""
     if name == "FusedConfig":
         from iris_ops.config import FusedConfig
 

@@ -1,1 +1,1 @@
-"""What does one program do? Each module has a kernel, and below it the launcher that names its arguments."""
+"""The kernels of fused ops. Each module has a kernel, and below it the launcher that names its arguments."""

@@ -1,6 +1,6 @@
-"""What kernels are given, in groups: constants as frozen dataclasses, values of one call as named tuples.
+"""Arguments of kernels, in groups: constants as frozen dataclasses, values of one call as named tuples.
 
-A kernel gives a field of a constant a name of its own (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
+A kernel assigns a field of a constant to a name (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
 tuple, such as a shape, to `static_range` or to `warp_specialize`: the field alone is a plain number there.
 
 Triton compiles a kernel once for each set of constants. Integers in a named tuple are specialised as arguments of their
@@ -30,7 +30,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks take part, who waits (`iris.device.waits.WAITERS`), and whether the kernel records events."""
+    """The number of ranks, who waits (`iris.device.waits.WAITERS`), and whether the kernel records events."""
 
     WORLD_SIZE: int
     WAITER: int
@@ -49,7 +49,7 @@ class Strides(NamedTuple):
 
 
 class TileEpilogue(NamedTuple):
-    """What ends a tile; None for each step that there is not.
+    """Operations that end a tile; None for each step that does not apply.
 
     `bias` [N]. `a_scales` [M], `b_scales` [N]: of rounded operands. `residual`, `weight`, `scaled`, `squares`: of
     an all-reduce that ends with the first half of an RMSNorm (`rmsnorm_epilogue.py`).
@@ -74,7 +74,7 @@ class LamportMemory(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Where owners' tiles are staged and signalled, and how the result is divided (`tile_orders.OwnedTiles`).
+    """Memory where owners' tiles are staged and signalled, and how the result is divided (`tile_orders.OwnedTiles`).
 
     At each owner `staging` is [source rank, owned tile, BLOCK_M, BLOCK_N], `flags` [source rank, owned tile].
     """
@@ -103,7 +103,7 @@ class TreeSums:
 
 
 class Tree(NamedTuple):
-    """Where a rank puts the sums of its leaves: `sums` [programs, OWN, BLOCK_M * BLOCK_N], its own memory.
+    """A rank's memory for the sums of its leaves: `sums` [programs, OWN, BLOCK_M * BLOCK_N].
 
     All ranks' K has `blocks` blocks in `leaves` leaves.
     """
@@ -115,7 +115,8 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True)
 class LamportForm:
-    """Who gets a tile (`lamport_matmul.py`), whether ranks divide columns, and the order of sums: None, by ranks.
+    """The form of a Lamport kernel: who gets a tile (`lamport_matmul.py`), whether ranks divide columns, and the order
+    of sums (None: by ranks).
 
     ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
     """
@@ -127,7 +128,7 @@ class LamportForm:
 
 
 class Gathered(NamedTuple):
-    """Where all ranks' parts of A meet: `data` [rank, part_rows, part_cols], rows `ld` apart.
+    """The buffer that gathers all ranks' parts of A: `data` [rank, part_rows, part_cols], rows `ld` apart.
 
     This rank's part is a_rows x a_cols.
     """
@@ -142,7 +143,7 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """How A is gathered: along K or by rows, by the grid's first PROGRAMS, PIECES for each of its row blocks.
+    """How the grid's first PROGRAMS gather A, along K or by rows, in PIECES for each row block.
 
     SPLITS: parts along K of the tiles that fill no wave (`stream_k.unit_tile`).
     """
@@ -154,7 +155,7 @@ class Moves:
 
 
 class Rows(NamedTuple):
-    """A matrix whose rows stand `ld` elements apart."""
+    """A matrix whose rows lie `ld` elements apart."""
 
     data: Any
     ld: Any
@@ -162,7 +163,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """How A is gathered before it is multiplied: in pieces PIECE_M x PIECE_K, along K or by rows."""
+    """The pieces, PIECE_M x PIECE_K, in which A is gathered before it is multiplied, along K or by rows."""
 
     PIECE_M: int
     PIECE_K: int
@@ -171,11 +172,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StreamForm:
-    """How a program streams weights that it widens (`quantised/weight_stream.py`): T tiles at a time.
+    """How a program streams the weights that it widens (`quantised/weight_stream.py`), T tiles at a time.
 
     BLOCK_M rows are loaded, and BLOCKS blocks of ROWS rows multiplied. COLUMN_WARPS: of the WARPS, those that divide a
-    tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. BRANCHES: whether loads beyond
-    the last are skipped by a branch. LATER: what sums are multiplied by. TAKE: which thread takes what of
+    tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. BRANCHES: whether
+    loads beyond the last are skipped by a branch. LATER: what sums are multiplied by. TAKE: which thread takes what of
     [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of the sums of squares, a power of
     two at least as many.
     """
@@ -197,7 +198,7 @@ class StreamForm:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a warp-specialised program lays out its tile (`hopper/operands.layouts`), and what its warps have.
+    """The layouts of a warp-specialised program's tile (`hopper/operands.layouts`), and the sizes of its pipeline.
 
     STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
     thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
@@ -214,7 +215,7 @@ class Pipeline:
 
 
 class SharedTiles(NamedTuple):
-    """Where programs leave the sums of tiles that they share: fp32 `parts` of tiles, and `left`, a flag for each."""
+    """Memory for the sums of tiles that programs share: fp32 `parts` of tiles, and `left`, a flag for each."""
 
     parts: Any
     left: Any
@@ -222,7 +223,8 @@ class SharedTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ReduceForm:
-    """Who gets the owners' sums, whether owners have columns, and whether programs share tiles along K."""
+    """The form of a reduction: who gets the owners' sums, whether owners have columns, and whether programs share tiles
+    along K."""
 
     ALL_REDUCE: bool
     BY_COLS: bool
@@ -230,7 +232,7 @@ class ReduceForm:
 
 
 class PartStep(NamedTuple):
-    """From one rank's part of a gathered matrix to the next rank's."""
+    """The distance from one rank's part of a gathered matrix to the next rank's."""
 
     rows: Any
     cols: Any

@@ -1,4 +1,4 @@
-"""Which tensors TMA can load by tiles, and how a kernel is given those that it cannot.
+"""Describe tensors that TMA can load by tiles, and pass the others as pointers with strides.
 
 TMA loads a tile by one instruction of one thread, but needs rows that begin at multiples of 16 bytes. A tensor whose
 rows do not is given as a pointer with strides, and the kernel masks its edges.
@@ -11,17 +11,17 @@ import torch
 
 from ..problem import TMA_ALIGNMENT
 
-# Rows of a tile beyond a matrix's end that cost little to ask for.
+# Rows of a tile beyond a matrix's end that cost little to load.
 _BEYOND = 16
 
 
 def as_stored(B: torch.Tensor) -> torch.Tensor:
-    """B as it lies in memory: [K, N], or [N, K] as `nn.Linear` has its weight."""
+    """Return B as it lies in memory: [K, N], or [N, K] as `nn.Linear` stores its weight."""
     return B.t() if B.stride(0) == 1 and B.stride(1) != 1 else B
 
 
 def of_whole_vectors(t: torch.Tensor, step: int = 0) -> bool:
-    """Whether TMA can read `t`: rows, and parts of rows, which begin at multiples of `step`, begin at whole vectors."""
+    """Return whether TMA can read `t`: rows, and parts of rows at multiples of `step`, must begin at whole vectors."""
     granule = TMA_ALIGNMENT // t.element_size()
     rows = t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % granule == 0 and step % granule == 0
     return t.numel() > 0 and rows and t.data_ptr() % TMA_ALIGNMENT == 0
@@ -33,7 +33,7 @@ def in_whole_vectors(t: torch.Tensor) -> torch.Tensor:
 
 
 def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[object, bool]:
-    """`t` as a tensor descriptor with tiles of `block` where the hardware can, else as it is; and which of the two.
+    """Return `t` as a tensor descriptor with tiles of `block` where the hardware can read it so, else `t`; and which.
 
     Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
     """
@@ -42,9 +42,9 @@ def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[obj
 
 
 def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:
-    """As `operand`, of A [M, K], where a tile may have rows beyond the last; see `tiles.first_row`.
+    """Return A [M, K] as `operand` does, where a tile may have rows beyond the last (`tiles.first_row`).
 
-    `folds`: whether the kernel knows of folded rows. A that is too low to be folded is given as it is.
+    `folds` says whether the kernel supports folded rows. If A has too few rows to fold, it is returned unchanged.
     """
     rows, high = A.shape[0], block[0]
     described, tma = operand(A, block)
@@ -56,6 +56,6 @@ def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) ->
 
 
 def folded(A: torch.Tensor, high: int) -> tuple[list[int], list[int]]:
-    """Return (shape, strides) of A as two halves of a tile of so many rows: A's first rows, and its last."""
+    """Return (shape, strides) of A as two halves of a tile of `high` rows: A's first rows, and its last."""
     half, stride = high // 2, A.stride(0)
     return [2, half, A.shape[1]], [(A.shape[0] - half) * stride, stride, 1]

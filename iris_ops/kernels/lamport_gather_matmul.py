@@ -45,7 +45,7 @@ _PIECE_K = 512
 def _send_piece(
     exchange, own, whole, piece_m, piece_k, PIECE_M: tl.constexpr, PIECE_K: tl.constexpr, BY_K: tl.constexpr
 ):
-    """A piece of this rank's part of A to every peer, and to its place in the `whole`."""
+    """Send a piece of this rank's part of A to every peer, and store it in `whole`."""
     dtype: tl.constexpr = whole.data.dtype.element_ty
     tracing, rank, buffer = exchange.ctx.tracing, exchange.ctx.rank, exchange.buffer
     row, col = piece_m * PIECE_M, piece_k * PIECE_K

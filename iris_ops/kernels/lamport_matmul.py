@@ -58,7 +58,7 @@ _EXCHANGES = {ALL_REDUCE: "all", REDUCE_SCATTER: "scatter", MATMUL_GATHER: "gath
 
 @device_function
 def _store_own(exchange, product, C, r, c, own_row, BY_COLS: tl.constexpr):
-    """A tile of this rank's part to its place in the gathered matrix."""
+    """Store a tile of this rank's part at its place in the gathered matrix."""
     above, before = exchange.corner(exchange.ctx.rank, BY_COLS)
     target, mask = C.until(above + C.rows, before + C.cols).places(above + r, before + c)
     tl.store(target, arch.round_to(product, C.data.dtype.element_ty), mask=mask & own_row[:, None])
@@ -105,7 +105,10 @@ def sum_own_part(
 
 @device_function
 def _sum_tile(exchange, order, kept, bias, C, r, c, tile_m, tile_n, mask):
-    """The sum of a tile that all ranks have sent to all. `kept`: this rank's own values, or None where it sent them."""
+    """Return the sum of a tile that all ranks have sent to all.
+
+    `kept` holds this rank's own values, or None if it sent them to itself.
+    """
     ctx = exchange.ctx
     dtype: tl.constexpr = C.data.dtype.element_ty
     span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.buffer, tile_m, tile_n, nbytes=0)
@@ -121,13 +124,13 @@ def _sum_tile(exchange, order, kept, bias, C, r, c, tile_m, tile_n, mask):
 def _finish_tile(
     exchange, order, kept, epilogue, C, tile_m, tile_n, tile: tl.constexpr, TWO_SHOT: tl.constexpr, FOLDED: tl.constexpr
 ):
-    """The sum of a tile, with the norm where the epilogue has one, to `out`."""
+    """Store the sum of a tile in `out`, after the norm if the epilogue has one."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
     dtype: tl.constexpr = C.data.dtype.element_ty
     r, c = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    if kept is not None:  # whose rows stand as they were loaded; those that are nobody's are beyond the end
+    if kept is not None:  # whose rows lie as they were loaded; those that are nobody's are beyond the end
         first = first_row(row, C.rows, BLOCK_M)
         r, own_row = rows_from(first, row, C.rows, tl.arange(0, BLOCK_M), BLOCK_M, FOLDED)
         r = tl.where(own_row, r, C.rows)
@@ -146,7 +149,7 @@ def _finish_tile(
 
 @device_function
 def _order_of(tree, first_leaf, first_root, tile: tl.constexpr, SUMS: tl.constexpr):
-    """The policy of sums that a kernel is compiled for."""
+    """Return the policy of sums that a kernel is compiled for."""
     if SUMS is None:
         return RankOrder()
     else:

@@ -1,4 +1,4 @@
-"""The steps of kernels whose ranks exchange Lamport values: where values stand, who sends them, who takes them.
+"""Steps of kernels whose ranks exchange Lamport values: where values lie, and how ranks send and receive them.
 
 A Lamport value shows by itself whether it has arrived (`iris/device/lamport.py`). Every rank has two buffers for them,
 and the parity of the epoch says which one a call uses. All ranks lay a buffer out alike:
@@ -30,7 +30,7 @@ from .tiles import known
 
 @device_function
 def part_at(whole, part, rank):
-    """How much of `whole` belongs to `rank`, when parts have `part` but for the last ones."""
+    """Return how much of `whole` belongs to `rank`, when parts have the size `part` except for the last ones."""
     return max(0, min(part, whole - rank * part))
 
 
@@ -65,22 +65,22 @@ class Exchange:
 
     @device_function
     def own_sums(self):
-        """Where the sums that this rank sends begin, in every rank's buffer."""
+        """Return where the sums that this rank sends begin, in every rank's buffer."""
         return self.after_blocks + (self.ctx.rank * self.part_rows).to(tl.int64) * self.ld
 
     @device_function
     def places(self, r, c):
-        """Offsets of rows r and columns c in a block."""
+        """Return the offsets of rows r and columns c in a block."""
         return (r.to(tl.int64) * self.ld)[:, None] + c[None, :]
 
     @device_function
     def pointers(self, source, r, c):
-        """Rows r and columns c of the block of `source`."""
+        """Return pointers to rows r and columns c of the block of `source`."""
         return self.buffer + source * self.step + (r.to(tl.int64) * self.ld)[:, None] + c[None, :]
 
     @device_function
     def corner(self, rank, BY_COLS: tl.constexpr):
-        """(first row, first column) of a rank's part in the whole."""
+        """Return (first row, first column) of a rank's part in the whole."""
         if BY_COLS:
             return 0, rank * self.part_cols
         else:
@@ -88,24 +88,25 @@ class Exchange:
 
     @device_function
     def send_to_all(self, values, place, mask, TO_SELF: tl.constexpr):
-        """Values to the same place on every rank, the next one first."""
+        """Send values to the same place on every rank, starting with the next rank."""
         for i in tl.static_range(1, self.ctx.world_size + TO_SELF):
             put(self.ctx, place, values, mask, self.bases, (self.ctx.rank + i) % self.ctx.world_size)
 
     @device_function
     def send_tile(self, values, r, c, own_row, N, TO_SELF: tl.constexpr):
-        """A tile of rows r and columns c of this rank's part, which has N columns, to every rank.
+        """Send a tile of rows r and columns c of this rank's part, which has N columns, to every rank.
 
-        `own_row`: which rows are the tile's; others were loaded with it and are another's, or none.
+        `own_row` marks the tile's own rows; other rows were loaded with it and belong to another tile or to none.
         """
         mask = own_row[:, None] & (c < tl.where(N > 0, self.ld, 0))[None, :]
         self.send_to_all(values, self.own_block + self.places(r, c), mask, TO_SELF)
 
     @device_function
     def send_to_owners(self, values, r, c, own_row, M, N, BY_COLS: tl.constexpr):
-        """A tile of rows r and columns c of an M by N product: to each rank what it owns. `own_row`: as in `send_tile`.
+        """Send to each rank the rows that it owns of a tile (rows r, columns c) of an M by N product.
 
-        This rank sends itself its own, too: so it sums its own values rounded, as it sums its peers'.
+        `own_row` is as in `send_tile`. This rank sends its own rows to itself, so that it sums them rounded, like its
+        peers'.
         """
         for i in tl.static_range(1, self.ctx.world_size + 1):
             owner = (self.ctx.rank + i) % self.ctx.world_size
@@ -122,16 +123,16 @@ class Exchange:
 
     @device_function
     def sum_all(self, place, mask, dtype: tl.constexpr, own=None):
-        """(the sum, in rank order, of what all ranks have sent to `place`, whether all came in time).
+        """Return (the sum, in rank order, of what all ranks have sent to `place`, whether all of it came in time).
 
-        `own`: this rank's own values, where it has not sent them to itself.
+        `own` holds this rank's values, if it has not sent them to itself.
         """
         first = self.buffer + place
         return take(self.ctx, first, self.step, mask, 0, self.epoch, self.WAITER, dtype, self.ctx.world_size, own)
 
     @device_function
     def take_sums(self, r, c, mask, dtype: tl.constexpr):
-        """Rows r and columns c of what the rows' owners have summed and sent to all."""
+        """Receive rows r and columns c of the sums that their owners have sent to all."""
         place, owner = self.after_blocks + self.places(r, c), (r // self.part_rows)[:, None]
         total, _ = take(self.ctx, place, self.step, mask, owner, self.epoch, self.WAITER, dtype, 1, patience=2)
         return total
@@ -165,7 +166,7 @@ class Exchange:
 
     @device_function
     def tell_peers(self):
-        """A value to each peer, from the first program of the grid."""
+        """Send a value to each peer, from the first program of the grid."""
         ranks = tl.arange(0, triton.next_power_of_2(self.ctx.world_size))
         if tl.program_id(0) == 0:
             here = tl.zeros(ranks.shape, self.buffer.dtype.element_ty)
@@ -185,7 +186,7 @@ class Exchange:
 
 @device_function
 def exchange_of(ctx, bases, epoch, lamport, part_rows, WAITER: tl.constexpr):
-    """The `Exchange` of call number `epoch`, in which every rank has a block; `lamport`: a `LamportMemory`."""
+    """Return the `Exchange` of call number `epoch`, in which every rank has a block of the `LamportMemory`."""
     buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
     own_block = buffer + (ctx.rank * part_rows).to(tl.int64) * lamport.ld
     step = tl.cast(part_rows, tl.int64) * lamport.ld
@@ -197,7 +198,7 @@ def exchange_of(ctx, bases, epoch, lamport, part_rows, WAITER: tl.constexpr):
 
 @device_function
 def block_exchange(ctx, bases, epoch, lamport, part_rows, number, count, WAITER: tl.constexpr):
-    """The `Exchange` of call `epoch` in which this rank sends block `number` of `count`."""
+    """Return the `Exchange` of call `epoch` in which this rank sends block `number` of `count`."""
     buffer = lamport.staging + tl.cast(epoch & 1, tl.int64) * lamport.half_elements
     step = tl.cast(part_rows, tl.int64) * lamport.ld
     own_block, after_blocks = buffer + number * step, buffer + count * step

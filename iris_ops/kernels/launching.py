@@ -1,6 +1,6 @@
-"""What launchers share: the grid, and the arguments that several kernels are given.
+"""Code that launchers share: the grid, and arguments of several kernels.
 
-Each kernel's own launcher stands below it, in its module. It names the kernel's arguments and says on which grid it
+Each kernel's own launcher is defined below it, in its module. It names the kernel's arguments and says on which grid it
 runs: `launcher(rank, workspace, problem, config, tensors) -> (kernel, grid, arguments)`.
 """
 
@@ -29,7 +29,8 @@ Launch = tuple[triton.JITFunction, tuple[int, int, int], dict]
 
 
 def grid_of(device: torch.device, config: FusedConfig, units: int) -> tuple[int, int, int]:
-    """At most one program a multiprocessor: all of them are resident, so they may wait for peers."""
+    """Return a grid of at most one program a multiprocessor, so that all programs are resident and may wait for
+    peers."""
     limit = platform.num_programs(device)
     return max(1, min(units, config.num_programs or limit, limit)), 1, 1
 
@@ -57,7 +58,7 @@ def product_arguments(
 
 
 def parts_memory(workspace: Workspace, problem: Problem, config: FusedConfig, count: int) -> torch.Tensor:
-    """Return where `count` parts of tiles meet: float32, behind what the ranks stage for each other."""
+    """Return the float32 memory of `count` parts of tiles, after the ranks' staged tiles."""
     first = staged(problem, config)[1]
     return workspace.staging[first : first + count * config.block_m * config.block_n * 4].view(torch.float32)
 
@@ -69,6 +70,6 @@ def shared_arguments(rank: Rank, sync: torch.Tensor, problem: Problem, out: torc
 
 
 def lamport_memory(workspace: Workspace, dtype: torch.dtype, cols: int) -> LamportMemory:
-    """Return the workspace's two buffers of Lamport values, of parts of so many columns."""
+    """Return the workspace's two buffers of Lamport values, of parts of `cols` columns."""
     values = workspace.exchange.view(torch.int32 if dtype == torch.float32 else torch.int16)
     return LamportMemory(values, values.numel() // 2, cols, exchange_ld(cols))

@@ -1,4 +1,4 @@
-"""`out = gather over ranks of (A @ B + bias)` by rows or columns: each tile goes to every rank as it is finished.
+"""`out = gather over ranks of (A @ B + bias)` by rows or columns: each finished tile goes to every rank.
 
 Nobody consumes a tile inside the kernel, so no tile is signalled: the last program of a rank vouches for all of them,
 and the kernel ends when every rank's last program has done so.
@@ -41,7 +41,7 @@ def matmul_gather_kernel(
     a, b, epilogue, out, sync, ctx_ptr, M, N, K, strides, step, stagger, tile: tl.constexpr,
     world: tl.constexpr,
 ):  # fmt: skip
-    # M, N: this rank's part, which stands at (rank * step.rows, rank * step.cols) in out
+    # M, N: this rank's part, which lies at (rank * step.rows, rank * step.cols) in out
     row_step, col_step = step.rows, step.cols
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N

@@ -1,13 +1,13 @@
-"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owner, who sums them.
+"""`out = this rank's part of sum over ranks of A @ B (+ bias)`: tiles travel to their owners, which sum them.
 
 Each rank computes the tiles of all owners and pushes those of others into the owner's staging memory. It signals a tile
 one tile later, when the stores have long landed. The owner rounds its own tile as its peers round theirs, adds what
 arrived in fp32, in rank order, and stores the part. So the sum of a row has the same bits whoever owns it. A rank's own
-tiles come last, or, behind the first `early` tiles of each other owner, between the others' (`tile_orders.turn`). A
+tiles come last, or, after the first `early` tiles of each other owner, between the others' (`tile_orders.turn`). A
 wait looks at tiles that come earlier in the same order on the peers, so no wait can be circular, with any number of
 programs.
 
-`matmul_all_reduce` in two shots is this kernel with owners who send their sums to everyone.
+`matmul_all_reduce` in two shots is this kernel with owners that send their sums to everyone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @device_function
 def _sum_in_rank_order(ctx, own, staging, index, owned, down, own_row):
-    """`own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
+    """Sum `own`, this rank's tile, and what peers have staged for it in `index` of `owned`, in fp32 from rank 0 on."""
     BLOCK_M: tl.constexpr = own.shape[0]
     BLOCK_N: tl.constexpr = own.shape[1]
     if ctx.world_size == 2:  # two add up to the same in either order

@@ -35,22 +35,22 @@ OP = NORM
 # Of a call, beside those of an all-reduce.
 EPILOGUE_NAMES = ("residual", "weight", "scaled", "squares")
 Epilogue = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# Rows of a program behind an all-reduce without such an end; the interpreter is quicker with large blocks.
+# Rows of a program after an all-reduce without this epilogue; the interpreter is quicker with large blocks.
 _BLOCK_M = {"cuda": 16, "cpu": 256}
 
 
 @device_function
 def add_residual(residual, weight, r, c, M, N):
-    """The tile of `residual` at rows r and columns c, and the weights of its columns, on their way."""
+    """Load the tile of `residual` at rows r and columns c, and the weights of its columns."""
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
     return tl.load(residual + place, mask=inside, other=0.0), tl.load(weight + c, mask=c < N, other=0.0)
 
 
 @device_function
 def norm_first_half(total, epilogue, scaled, squares, r, c, col, M, N, BLOCK_N: tl.constexpr):
-    """`residual + total`, rounded, in fp32; leaves `scaled` and `squares` of it. `ahead`: what `add_residual` gave.
+    """Return `residual + total`, rounded, in fp32, and store `scaled` and `squares` of it.
 
-    `total` is a tile of rows r and of BLOCK_N columns c, from `col` on.
+    `ahead` is the result of `add_residual`. `total` is a tile of rows r and of BLOCK_N columns c, from `col` on.
     """
     residual, weight = epilogue
     place, inside = (r.to(tl.int64) * N)[:, None] + c[None, :], (r < M)[:, None] & (c < N)[None, :]
@@ -74,12 +74,15 @@ def first_half(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, tor
     columns = h.shape[-1]
     padded = F.pad(h.float().square(), (0, spans(columns) * SPAN.value - columns))
     squares = _halved(padded.view(-1, spans(columns), SPAN.value))
-    # with the strides of what a kernel makes, of one span too: compiled code asks for them
+    # with the strides of what a kernel makes, of one span too: compiled code checks them
     return h * weight, squares.t().clone(memory_format=torch.contiguous_format)
 
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, a power of two: neighbours first. torch's order goes by the number of rows."""
+    """Sum over the last dimension, a power of two, adding neighbours first.
+
+    torch's own order depends on the number of rows.
+    """
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
     return x[..., 0]
@@ -96,7 +99,7 @@ def second_half(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
 def first_half_kernel(
     out, residual, weight, scaled, squares, M, N, stride_om, stride_on, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`out` += residual, and `scaled` and `squares` of it."""
+    """Add the residual to `out`, and store `scaled` and `squares` of the sum."""
     arch.follow()
     across = tl.cdiv(N, BLOCK_N)
     col = tl.program_id(0) % across * BLOCK_N
@@ -113,7 +116,7 @@ def first_half_kernel(
 def finish(
     out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor
 ) -> None:
-    """What `norm_first_half` does, of `out` without the residual, where the kernel that made it has no such end."""
+    """Compute what `norm_first_half` does, from `out` without the residual, after a kernel without this epilogue."""
     M, N = out.shape
     block_m = _BLOCK_M[out.device.type]
     first_half_kernel[triton.cdiv(M, block_m) * spans(N),](

@@ -5,7 +5,7 @@ programs share those tiles. Each takes some steps of a tile along K, leaves its 
 program that takes a tile's last steps adds up what the others have left. What it waits for stands earlier in the order
 of units, and its maker waits for nobody. So it is right with any number of programs.
 
-    unit_tile, join_parts   portable kernels, whose programs take units from a common count: behind whole tiles, each
+    unit_tile, join_parts   portable kernels, whose programs take units from a common count: after whole tiles, each
                             shared tile is split in SPLITS equal parts
     Units                   warp-specialised kernels, whose programs know their units beforehand: shared tiles come
                             first, and programs take unequal numbers of steps, so that they end in turn
@@ -22,7 +22,7 @@ from .tiles import known, packed_rows
 
 @device_function
 def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
-    """(tile, first, depth) of a unit: which tile, and which part of its depth.
+    """Return (tile, first, depth) of a unit: its tile, and where its part of K begins and how long it is.
 
     Units are the first `rounded` tiles, which fill waves, then SPLITS parts of each of the others.
     """
@@ -38,9 +38,10 @@ def unit_tile(unit, rounded, K, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
 
 @device_function
 def join_parts(ctx, acc, parts, arrived, unit, rounded, epoch, SPLITS: tl.constexpr, waiter: tl.constexpr):
-    """(the whole tile's product, whether this unit is the one that has it, whether no wait failed).
+    """Return (the whole tile's product, whether this unit computed it last, whether no wait failed).
 
-    `parts`: fp32 [tile beyond `rounded`, SPLITS - 1, rows, columns]; `arrived`: a flag for each, both this rank's own.
+    `parts` is fp32 [tile beyond `rounded`, SPLITS - 1, rows, columns]; `arrived` has a flag for each. Both are this
+    rank's own.
     """
     whole = True
     ok = True
@@ -89,7 +90,7 @@ class Units:
 
     @device_function
     def count(self, programs):
-        """Units of `programs` programs together."""
+        """Return the number of units of `programs` programs together."""
         if self.SHARED:
             return self.tiles - self.shared + 2 * programs
         else:
@@ -97,13 +98,14 @@ class Units:
 
     @device_function
     def begin(self, p):
-        """The first of all the shared tiles' steps that program p takes; of program `sharers`, their number."""
+        """Return the first step of the shared tiles that program p takes; for program `sharers`, the number of
+        steps."""
         p = tl.minimum(p, self.sharers)
         return (2 * p * self.shared * self.steps - self.skew * p * (self.sharers - p)) // (2 * self.sharers)
 
     @device_function
     def at(self, unit, programs):
-        """(tile, first step, number of steps, whether with them the tile is complete) of a unit."""
+        """Return (tile, first step, number of steps, whether they complete the tile) of a unit."""
         if not self.SHARED:
             return unit, 0, self.steps, True
         else:

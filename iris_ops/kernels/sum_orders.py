@@ -1,6 +1,6 @@
-"""In which order a rank's products along K, and all ranks' sums, are added: policies of `lamport_matmul.py`.
+"""Policies of `lamport_matmul.py`: the order in which a rank's products along K, and all ranks' sums, are added.
 
-A kernel makes one of these and asks it for all that an order decides:
+A kernel creates one of these policies, which decides all that depends on the order:
 
     RankOrder    a rank sums its K at once; then all ranks' sums are added in rank order
     TreeOrder    a rank sums leaves of `iris_ops/sum_tree.py`; then all ranks' roots are joined in the tree's order
@@ -38,7 +38,7 @@ _BLOCK = tl.constexpr(sum_tree.BLOCK)
 
 @triton.constexpr_function
 def length(text):
-    """How many numbers a list has."""
+    """Return the number of items in a list."""
     text = getattr(text, "value", text)
     return text.count(",") + 1 if text else 0
 
@@ -56,14 +56,14 @@ def list_at(text, i):
 
 @triton.constexpr_function
 def leaves_before(text, i):
-    """How many leaves the roots before number i have."""
+    """Return the number of leaves of the roots before number i."""
     text, i = getattr(text, "value", text), getattr(i, "value", i)
     return sum(each.count(",") + 1 for each in text.split(";")[:i])
 
 
 @device_function
 def joined(value, waiting, JOINS: tl.constexpr):
-    """What waits once `value` has come, the last one first: it is added to JOINS of those that wait, each rounded."""
+    """Add `value` to JOINS of the waiting sums, the last one first, rounding each; return those that still wait."""
     for _ in tl.static_range(JOINS):
         value = arch.round_to(waiting[0].to(tl.float32) + value.to(tl.float32), value.dtype)
         waiting = waiting[1:]
@@ -72,7 +72,7 @@ def joined(value, waiting, JOINS: tl.constexpr):
 
 @device_function
 def _places(sums, leaf, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Where the sum of a leaf stands."""
+    """Return pointers to the sum of a leaf."""
     return sums + leaf * (HIGH * WIDE) + tl.arange(0, HIGH)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
 
 
@@ -88,7 +88,7 @@ class RankOrder:
 
     @device_function
     def multiply(self, A, B, row, col, dtype: tl.constexpr, tile: tl.constexpr):
-        """The tile of `A @ B` at (row, col), transposed, in fp32."""
+        """Return the tile of `A @ B` at (row, col), transposed, in fp32."""
         return multiply_transposed(A, B, row, col, A.cols, tile)
 
     @device_function
@@ -101,7 +101,10 @@ class RankOrder:
 
     @device_function
     def sum(self, exchange, place, mask, dtype: tl.constexpr, own=None):
-        """(the sum in fp32, whether all came in time). `own`: this rank's values, where it has sent itself none."""
+        """Return (the sum in fp32, whether all values came in time).
+
+        `own` holds this rank's values, if it has not sent them to itself.
+        """
         return exchange.sum_all(place, mask, dtype, own)
 
 
@@ -136,10 +139,10 @@ class TreeOrder:
 
     @device_function
     def multiply(self, A, B, row, col, dtype: tl.constexpr, tile: tl.constexpr):
-        """The sum of this rank's last leaf, rounded. Those of the OWN - 1 before it go to `sums`, one after the other.
+        """Return the sum of this rank's last leaf, rounded, and store those of the OWN - 1 leaves before it in `sums`.
 
-        As [BLOCK_N, BLOCK_M]: the tensor cores' rows are full however few rows A has. Columns that do not fill them are
-        not their rows (`tiles.multiply_transposed`): then as [BLOCK_M, BLOCK_N].
+        The sum is [BLOCK_N, BLOCK_M], which fills the tensor cores' rows however few rows A has. If the columns do not
+        fill them (`tiles.multiply_transposed`), it is [BLOCK_M, BLOCK_N].
         """
         ACROSS: tl.constexpr = tile.BLOCK_N >= 64
         HIGH: tl.constexpr = tile.BLOCK_N if ACROSS else tile.BLOCK_M
@@ -164,13 +167,13 @@ class TreeOrder:
 
     @device_function
     def leaf_end(self, leaf, begin):
-        """Where along this rank's K its leaf number `leaf` ends: nowhere if it is the last one (`sum_tree.border`)."""
+        """Return where leaf number `leaf` ends along this rank's K; the last leaf has no end (`sum_tree.border`)."""
         end = ((self.first_leaf + leaf + 1) * self.blocks // self.leaves - begin) * _BLOCK
         return tl.where(leaf < self.OWN - 1, end, -1)
 
     @device_function
     def block(self, last, number: tl.constexpr, tile: tl.constexpr):
-        """The root `number` of this rank, in fp32. `last`: the sum of its last leaf."""
+        """Return root number `number` of this rank, in fp32. `last` is the sum of its last leaf."""
         JOINS: tl.constexpr = list_at(self.OWN_ROOTS, number)
         FIRST: tl.constexpr = leaves_before(self.OWN_ROOTS, number)
         waiting = ()
@@ -190,10 +193,10 @@ class TreeOrder:
 
     @device_function
     def sum(self, exchange, place, mask, dtype: tl.constexpr, own=None):
-        """(the sum of all ranks' roots, rounded, in fp32; whether all came in time).
+        """Return (the sum of all ranks' roots, rounded, in fp32, whether all came in time).
 
-        `own`: this rank's root, where it has sent itself none. Where one or two ranks have a root each (`PAIR`), both
-        are looked at together.
+        `own` holds this rank's root, if it has not sent it to itself. If one or two ranks have a root each (`PAIR`),
+        both are polled together.
         """
         if self.PAIR:
             total, ok = exchange.sum_all(place, mask, dtype, own)

@@ -11,7 +11,7 @@ whose numbers follow each other, at about the same time.
     sources_in_turn           gathers, portable            own rows, then others' as they arrive, some columns at a time
     SourceTiles               gathers by copy engines      own rows, then others' as they arrive
 
-A wait must look at tiles that stand earlier in the peers' order, or two ranks could wait for each other. Each kernel
+A wait must look at tiles that lie earlier in the peers' order, or two ranks could wait for each other. Each kernel
 says why its waits do.
 """
 
@@ -25,19 +25,19 @@ from .tiles import known
 
 @device_function
 def by_columns(t, num_m):
-    """(row block, column block) of number t, column by column of num_m blocks.
+    """Return (row block, column block) of tile number t, column by column of num_m blocks.
 
-    Where rows are few, B is what a product reads: so programs side by side read the same columns of it.
+    With few rows, a product mostly reads B; in this order, programs side by side read the same columns of it.
     """
     return t % num_m, t // num_m
 
 
 @device_function
 def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """(row block, column block) of a tile: some GROUP_M row blocks at a time, column by column.
+    """Return (row block, column block) of a tile, in groups of about GROUP_M row blocks, each column by column.
 
-    So programs side by side read few rows of A and few columns of B, which they share in L2. Groups are about equally
-    high: one of a row block or two would read all of B for little.
+    Programs side by side then read few rows of A and few columns of B, which they share in L2. Groups are about equally
+    high: a group of one or two row blocks would read all of B for little.
     """
     group_m = tl.cdiv(num_m, tl.cdiv(num_m, GROUP_M))
     per_group = group_m * num_n
@@ -49,7 +49,7 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @aggregate
 class PartTiles:
-    """Where the tiles of a matrix, or of this rank's part of one, stand in it, num_m by num_n of them."""
+    """The positions of the num_m by num_n tiles of a matrix, or of this rank's part of one."""
 
     num_m: base_value
     num_n: base_value
@@ -64,7 +64,7 @@ class PartTiles:
 
     @device_function
     def place(self, tile):
-        """(first row, first column, True: every rank adds the bias) of a tile."""
+        """Return (first row, first column, True) of a tile; the True means that every rank adds the bias."""
         tile_m, tile_n = grouped(tile, self.num_m, self.num_n, self.GROUP_M)
         return tile_m * self.BLOCK_M, tile_n * self.BLOCK_N, True
 
@@ -104,28 +104,26 @@ class OwnedTiles:
 
     @device_function
     def owned(self):
-        """Tiles of each owner, counted alike though the last parts may be short."""
+        """Return the number of tiles of each owner, counted alike though the last parts may be short."""
         return tl.cdiv(self.part_rows, self.BLOCK_M) * tl.cdiv(self.part_cols, self.BLOCK_N)
 
     @device_function
     def count(self):
-        """Tiles of all owners."""
+        """Return the number of tiles of all owners."""
         return self.owned() * self.WORLD_SIZE
 
     @device_function
     def place(self, t):
-        """(first row, first column, whether this rank owns it) of number t."""
+        """Return (first row, first column, whether this rank owns it) of tile number t."""
         owner, _, _, _, row, col, _, _ = self.at(t)
         return row, col, owner == self.rank
 
     @device_function
     def at(self, t):
-        """Where tile number t lies.
+        """Return where tile number t lies: (owner, index at the owner, block row and column in the owner's part, first
+        row and column, where the owner's rows and columns end).
 
-        (owner, index at the owner, block row and column in the owner's part, first row and column, where the owner's
-        rows and columns end).
-
-        A tile whose first row or column lies beyond the owner's is none: short parts have fewer.
+        A tile that begins beyond the owner's last row or column is empty, because short parts have fewer tiles.
         """
         num_m = tl.cdiv(self.part_rows, self.BLOCK_M)
         num_n = tl.cdiv(self.part_cols, self.BLOCK_N)
@@ -143,11 +141,11 @@ class OwnedTiles:
 
 @device_function
 def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
-    """(how many ranks on the owner is, the number of its tile) of the tile that is computed as number `t`.
+    """Return (how many ranks on the owner is, the number of its tile) of the tile that is computed as number `t`.
 
-    With `early == owned` owner by owner, the next rank first and the own one last. Else tile by tile: `early` tiles of
-    each other owner, then in each group of WORLD_SIZE tiles one of each owner; the last `early` are own ones. Own tiles
-    take longer, so from round to round of `programs` another place in the group is the own one's.
+    With `early == owned`, tiles go owner by owner, the next rank first and this rank last. Otherwise `early` tiles of
+    each peer come first, then groups of WORLD_SIZE tiles, one of each owner; the last `early` tiles are this rank's.
+    Own tiles take longer, so their place in the group changes with each wave of `programs`.
     """
     if WORLD_SIZE == 1:
         return 0, t
@@ -169,7 +167,7 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 class OthersFirst:
     """The order of num_m by num_n tiles between two ranks: those with rows of the peer's come first.
 
-    Those travel while this rank multiplies its own, and behind its last tile it has nothing to send. `group` columns of
+    Those travel while this rank multiplies its own, and after its last tile it has nothing to send. `group` columns of
     tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which
     read the same columns of B, best from L2.
     """
@@ -190,7 +188,7 @@ class OthersFirst:
 
     @device_function
     def place(self, t):
-        """(first row, first column, True) of number t."""
+        """Return (first row, first column, True) of tile number t."""
         before = t // (self.num_m * self.group) * self.group
         t -= before * self.num_m
         others = self.num_m - self.own
@@ -205,7 +203,7 @@ class OthersFirst:
 
 @device_function
 def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
-    """(number of the first row block, how many) of those that have nothing but the `rows` rows from `first` on."""
+    """Return (number of the first row block, how many) of the blocks that have only the `rows` rows from `first` on."""
     begin, end = tl.cdiv(first, BLOCK_M), first + rows
     behind = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
     return begin, tl.maximum(behind - begin, 0)
@@ -215,11 +213,12 @@ def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
 def sources_in_turn(
     t, rank, num_m, num_n, columns, sources, GROUP_M: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    """(whose rows, row block of these, column block) of number t, of `sources` ranks' num_m by num_n tiles each.
+    """Return (owner of the rows, row block in them, column block) of tile number t, of `sources` ranks' num_m by num_n
+    tiles.
 
-    This rank's rows come first, which are there; then those of the rank before it and so on, which push to this rank
-    in that order. All ranks' rows are multiplied with some `columns` of tiles, then with the next: where a rank has few
-    rows, a wave of programs reads these columns of B once for all ranks.
+    This rank's rows come first, because they are local; then those of the rank before it and so on, in the order in
+    which they are pushed here. All ranks' rows are multiplied by some `columns` of tiles, then by the next. If a rank
+    has few rows, a wave of programs thus reads these columns of B once for all ranks.
     """
     group = t // (num_m * columns * sources)
     width = min(columns, num_n - group * columns)
@@ -258,7 +257,7 @@ class SourceTiles:
 
     @device_function
     def place(self, tile):
-        """(first row, first column, True: every rank adds the bias) of a tile."""
+        """Return (first row, first column, True) of a tile; the True means that every rank adds the bias."""
         each = self.num_m * self.num_n
         source = (self.rank + tile // each) % self.WORLD_SIZE
         tile_m, tile_n = grouped(tile % each, self.num_m, self.num_n, self.GROUP_M)

@@ -1,4 +1,5 @@
-"""What all fused kernels share: matrices read by tiles, the product of one tile, and packed tiles in staging memory.
+"""Code that all fused kernels share: matrices read by tiles, the product of one tile, and packed tiles in staging
+memory.
 
 There is one K loop for all portable kernels. A matrix is a tensor descriptor where the hardware can load it so, else a
 pointer with two strides; a kernel does not see which.
@@ -13,7 +14,10 @@ import triton.language as tl
 
 @triton.constexpr_function
 def known(x):
-    """Sizes, strides and flags that the compiler knows, such as a stride of 1, stay known in an aggregate."""
+    """Return `x` as a constexpr if the compiler knows it, so that it stays known in an aggregate.
+
+    Sizes, flags and a stride of 1 are such values.
+    """
     x = getattr(x, "value", x)
     return tl.constexpr(x) if isinstance(x, int) else x
 
@@ -50,7 +54,7 @@ class Matrix:
 
     @device_function
     def load(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """The tile [ROWS, COLS] at (row, col)."""
+        """Load the tile [ROWS, COLS] at (row, col)."""
         if self.TMA:
             if self.FOLDED:
                 return tl.reshape(self.data.load([0, 0, col]), (ROWS, COLS))
@@ -66,18 +70,18 @@ class Matrix:
 
     @device_function
     def pointers(self, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """Addresses of the tile at (row, col), and which of them lie inside; not for descriptors."""
+        """Return pointers to the tile at (row, col), and which of them lie inside; not for descriptors."""
         return self.places(row + tl.arange(0, ROWS), col + tl.arange(0, COLS))
 
     @device_function
     def places(self, r, c):
-        """The same of rows r and columns c."""
+        """Return pointers to rows r and columns c, and which of them lie inside."""
         addresses = self.data + (r.to(tl.int64) * self.stride_row)[:, None] + (c.to(tl.int64) * self.stride_col)
         return addresses, (r < self.rows)[:, None] & (c < self.cols)[None, :]
 
     @device_function
     def until(self, rows, cols):
-        """The same matrix, which ends at other edges; not for descriptors."""
+        """Return the same matrix with other edges; not for descriptors."""
         return Matrix(self.data, rows, cols, self.stride_row, self.stride_col)
 
 
@@ -89,13 +93,14 @@ class Matrix:
 
 @device_function
 def first_row(row, rows, BLOCK_M: tl.constexpr):
-    """The first row that is loaded for a tile from `row` on, in a matrix of so many rows."""
+    """Return the first row to load for a tile from `row` on, in a matrix of `rows` rows."""
     return tl.minimum(row, tl.maximum(rows - BLOCK_M, 0))
 
 
 @device_function
 def rows_from(first, row, rows, i, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
-    """(which rows of the matrix those numbered `i` of a loaded tile are, whether they are its own); see `first_row`."""
+    """Return (rows of the matrix, whether they belong to the tile) for the rows `i` of a loaded tile; see
+    `first_row`."""
     if FOLDED:
         half: tl.constexpr = BLOCK_M // 2
         r = i + (i >= half).to(tl.int32) * (rows - BLOCK_M)
@@ -107,7 +112,7 @@ def rows_from(first, row, rows, i, BLOCK_M: tl.constexpr, FOLDED: tl.constexpr):
 
 @device_function
 def multiply(a, b, row, col, a_first, b_first, depth, acc, tile: tl.constexpr):
-    """`acc + a[row:, a_first:a_first+depth] @ b[b_first:b_first+depth, col:]` for one tile, in fp32."""
+    """Return `acc + a[row:, a_first:a_first+depth] @ b[b_first:b_first+depth, col:]` for one tile, in fp32."""
     for k in range(0, depth, tile.BLOCK_K):
         x = a.load(row, a_first + k, tile.BLOCK_M, tile.BLOCK_K)
         y = b.load(b_first + k, col, tile.BLOCK_K, tile.BLOCK_N)
@@ -117,9 +122,9 @@ def multiply(a, b, row, col, a_first, b_first, depth, acc, tile: tl.constexpr):
 
 @device_function
 def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
-    """`(a[row:] @ b[:, col:]).T` for one tile, in fp32: the tensor cores' rows are full however few rows A has.
+    """Return `(a[row:] @ b[:, col:]).T` for one tile, in fp32, which fills the tensor cores' rows however few A has.
 
-    Columns that do not fill them are not their rows: A's are.
+    If the columns do not fill those rows, A's rows take their place.
     """
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
@@ -138,9 +143,9 @@ def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
 
 @device_function
 def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
-    """What `multiply_transposed` gives of rounded operands, times the scales of A's rows `r` and B's columns.
+    """Multiply the result of `multiply_transposed` by the scales of A's rows `r` and of B's columns.
 
-    A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order is one of bits.
+    A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order affects bits.
     """
     c = col + tl.arange(0, acc.shape[0])
     acc *= tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
@@ -158,16 +163,16 @@ def start_in_turn(stagger):
 
 @device_function
 def add_bias(acc, bias, col, cols, BLOCK_N: tl.constexpr):
-    """`acc + bias[col:]`, columns beyond `cols` as zero."""
+    """Return `acc + bias[col:]`, with zero for columns from `cols` on."""
     c = col + tl.arange(0, BLOCK_N)
     return acc + tl.load(bias + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
 
 
 @device_function
 def packed_rows(staging, index, r, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Addresses of the rows r of staged tile number `index`.
+    """Return pointers to rows r of staged tile number `index`.
 
-    A staged tile is [ROWS, COLS] contiguous: always aligned, whatever the shape of the matrix it belongs to.
+    A staged tile is [ROWS, COLS], contiguous, hence aligned whatever the shape of the matrix.
     """
     start = staging + index.to(tl.int64) * (ROWS * COLS)
     return start + (r * COLS)[:, None] + tl.arange(0, COLS)[None, :]

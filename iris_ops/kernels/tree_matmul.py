@@ -5,7 +5,7 @@
 `lamport_matmul.py`, with `sum_orders.TreeOrder` in place of the ranks' order. A program multiplies a tile from the
 first product of its rank's K to the last. Where a leaf ends, it puts the leaf's sum by, rounded, and begins the next
 from zero. After the last leaf it takes them back and adds them in the tree's order. A sum whose other half another rank
-has is a root. Roots travel as Lamport values, each in a block of its own. The receiver joins all ranks' roots. Then
+has is a root. Roots travel as Lamport values, each in a separate block. The receiver joins all ranks' roots. Then
 comes the bias.
 
 A rank without leaves sends no root, so there peers tell each other that they have begun.

@@ -5,7 +5,7 @@ however little is filled. Here each program takes a split of the cache for one k
 It reads from the first place that the mask shows to the last. A second kernel combines the splits. Sums are kept in
 fp32. Where there are enough short caches, a split is a whole one, and there is no second kernel.
 
-With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, behind
+With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, after
 its padding: so a row attends in one order among any others (`docs/concepts/determinism.md`).
 
 `layers/serving/attention.py` has the models of transformers attend by it.
@@ -32,13 +32,13 @@ _MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
 _HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
 _SPLIT = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
-# blocks a program could read before its first one and behind its last one, or while a second kernel combines.
+# blocks a program could read before its first one and after its last one, or while a second kernel combines.
 _RESIDENT, _SATURATING, _BESIDES = 5, 1.6, 3
 
 
 @device_function
 def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
-    """Elements [rows, COLUMNS], zero where a row is not `there` and beyond `columns`."""
+    """Load elements [rows, COLUMNS]: zero in rows where `there` is false and in columns from `columns` on."""
     c = tl.arange(0, COLUMNS)
     at = base + rows.to(tl.int64)[:, None] * stride_row + c[None, :]
     return tl.load(at, mask=there[:, None] & (c < columns)[None, :], other=0.0)
@@ -46,7 +46,7 @@ def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
 
 @device_function
 def _first_seen(mask, length, SCAN: tl.constexpr):
-    """The first column that a row's mask shows."""
+    """Return the first column that a row's mask shows."""
     n = 0
     found = length
     while (n < length) & (found == length):
@@ -73,7 +73,8 @@ class CacheStrides(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitForm:
-    """What a program of `split_kernel` has: one split is all (`WHOLE`), query heads and columns, as powers of two.
+    """The form of `split_kernel`: whether one split is all (`WHOLE`), and its query heads and columns, as powers of
+    two.
 
     BLOCK rows of keys are multiplied together, SCAN of the mask are looked at. `FROM_FIRST`: splits begin with the
     first column that the mask shows, not with the cache.
@@ -91,9 +92,10 @@ class SplitForm:
 def split_kernel(
     q, k, v, mask, out, weights, scale, length, groups, dim, kv_heads, split, strides, form: tl.constexpr
 ):  # fmt: skip
-    """Over one split: out [B*H, parts, D] fp32, not yet divided; weights [B*H, parts, 2]: the maximum and the sum.
+    """Attend over one split of the keys.
 
-    Where one is all, out [B*H, D] is the attention, and weights are left alone.
+    Store `out` [B*H, parts, D] fp32, not yet divided, and `weights` [B*H, parts, 2]: the maximum and the sum. With a
+    single split, store the attention itself as `out` [B*H, D] and leave `weights` alone.
     """
     arch.follow()
     GROUPS: tl.constexpr = form.GROUPS
@@ -150,7 +152,7 @@ def split_kernel(
 
 @device_function
 def _in_pairs(x, COUNT: tl.constexpr):
-    """The sums of the rows of x [rows, COUNT], neighbours first."""
+    """Return the sums of the rows of x [rows, COUNT], adding neighbours first."""
     for _i in tl.static_range(COUNT.bit_length() - 1):
         first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         x = first + second
@@ -161,9 +163,9 @@ def _in_pairs(x, COUNT: tl.constexpr):
 def combine_kernel(
     splits, weights, out, num_parts, dim, PARTS: tl.constexpr, COLUMNS: tl.constexpr, IN_PAIRS: tl.constexpr = False
 ):
-    """out [B*H, D] from all splits of a head, `COLUMNS` of it a program.
+    """Combine all splits of a head into `out` [B*H, D]; a program computes `COLUMNS` of its columns.
 
-    `IN_PAIRS`: neighbours are added first, so that it does not matter how many empty ones are behind the last.
+    `IN_PAIRS` adds neighbours first, so that empty splits after the last full one do not change the order of the sum.
     """
     arch.follow()
     head, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
@@ -184,9 +186,10 @@ def combine_kernel(
 
 @cache
 def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:
-    """Rows of keys that are multiplied together, and the stages of their loads, as shared memory has room for.
+    """Return the rows of keys to multiply together, and the stages of their loads, that fit in shared memory.
 
-    A stage less one holds a block of keys and one of values; queries and what warps tell each other lie beside them.
+    Each stage but one holds a block of keys and one of values. Queries and the warps' partial reductions take space,
+    too.
     """
     for rows, stages in ((_BLOCK, _STAGES), (_BLOCK // 2, _STAGES), (_BLOCK // 2, 2)):
         if (2 * (stages - 1) * rows + 2 * groups) * row_bytes + _TOLD_BYTES <= shared_bytes:
@@ -206,9 +209,9 @@ def splits_of(pairs: int, length: int, block: int, multiprocessors: int) -> tupl
 
 @lru_cache(1024)
 def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
-    """Reckoned in what a program takes for a block.
+    """Return the number of splits that takes the least time, counted in blocks that a program reads.
 
-    As many programs as find room run at once, then the next ones; the memory is as fast as a few of them.
+    As many programs as fit run at once, then the next ones. A few of them saturate the memory.
     """
     at_once = _RESIDENT * multiprocessors
 
@@ -224,9 +227,10 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
 def decode_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, invariant: bool = False
 ) -> torch.Tensor:
-    """[B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D], where mask [B, L] is true: somewhere in each row.
+    """Return the attention [B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D] where mask [B, L] is true.
 
-    `invariant`: a row has the same bits whatever the batch, its padding and the length of the cache.
+    Every row of the mask must show at least one column. With `invariant`, a row has the same bits whatever the batch,
+    its padding and the length of the cache.
     """
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]

@@ -1,7 +1,7 @@
 """A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
 Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
-behind it. With `ctx.invariant` the product is `matmul.py`'s.
+after it. With `ctx.invariant` the product is `matmul.py`'s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
 
 
-FEW = 256  # rows: of so many, tiles of 128 leave most multiprocessors of a narrow product without work
+FEW = 256  # rows: from this number on, tiles of 128 leave most multiprocessors of a narrow product without work
 
 
 @lru_cache(maxsize=4096)
@@ -66,10 +66,10 @@ def check(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
 
 
 def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(C[:, :N/2]) * C[:, N/2:] of C = A [M,K] @ B [K,N] + bias [N], all of one dtype on the context's device.
+    """Return silu(C[:, :N/2]) * C[:, N/2:] [M, N/2] for C = A [M, K] @ B [K, N] + bias [N].
 
-    A new tensor [M,N/2]. This rank's affair alone. Raises `ShapeError`, `DtypeError` or `DeviceError` where these do
-    not fit, and `ArgumentError` for a gradient.
+    All operands have one dtype and lie on the context's device. No peer takes part. Raises `ShapeError`, `DtypeError`
+    or `DeviceError` where operands do not match, and `ArgumentError` for a gradient.
     """
     check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)

@@ -21,7 +21,7 @@ _BLOCK = {"cuda": (4, 1024), "cpu": (64, 256)}
 
 @triton.jit
 def gate_kernel(both, out, rows, N, stride_bm, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out [rows, N] = silu(both[:, :N]) * both[:, N:], columns side by side."""
+    """Compute `out` [rows, N] = silu(both[:, :N]) * both[:, N:], whose factors lie side by side."""
     arch.follow()
     across = tl.cdiv(N, BLOCK_N)
     r = (tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -36,7 +36,7 @@ def gate_kernel(both, out, rows, N, stride_bm, stride_om, BLOCK_M: tl.constexpr,
 
 
 def gate(out: torch.Tensor, both: torch.Tensor) -> None:
-    """`out` [rows, N] of `both` [rows, 2 N], contiguous rows."""
+    """Gate `both` [rows, 2 N], with contiguous rows, into `out` [rows, N]."""
     rows, N = out.shape
     if out.stride(1) != 1 and N > 1:
         fresh = out.new_empty(rows, N)
@@ -54,7 +54,8 @@ def gate(out: torch.Tensor, both: torch.Tensor) -> None:
 def multiply(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> None:
-    """`out` = silu(A @ first + ...) * (A @ second + ...), with torch's product; `scale` as there."""
+    """Store silu(A @ first + ...) * (A @ second + ...) in `out`, computed by torch; `scale` is as in
+    `matmul.multiply`."""
     both = A.new_empty(A.shape[0], B.shape[1])
     torch_matmul.multiply(both, A, B, bias, scale)
     gate(out, both)

@@ -46,7 +46,10 @@ def multiply(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` [M, N] = A [M, K] @ B [K, N] + bias; with `scale`, float32 [N], B is in another format."""
+    """Store A [M, K] @ B [K, N] + bias in `out` [M, N].
+
+    With `scale`, float32 [N], B is stored in another format.
+    """
     if out.numel() == 0:
         return
     if scale is not None:
@@ -67,7 +70,7 @@ def multiply(
 def _in_16_bits(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, gated: bool
 ) -> None:
-    """On a GPU, by one kernel: the product, or a gated one, each half of which it rounds as it does a product."""
+    """Multiply on a GPU in one kernel, gated or not. A gated product rounds each half as an ungated one would."""
     machine = machine_of(A.device)
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated)
     config = specialised(problem, machine)
@@ -95,9 +98,9 @@ def gated(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` [M, N/2] = silu of the first half of the product's columns, times the second half.
+    """Store silu of the first half of the product's columns, times the second half, in `out` [M, N/2].
 
-    Each way to compute it rounds both halves before it gates them.
+    Every implementation rounds both halves before it gates them.
     """
     if out.numel() and scale is None and A.device.type == "cuda" and A.dtype.itemsize == 2:
         _in_16_bits(ctx, out, A, B, bias, True)
@@ -110,7 +113,10 @@ def gated(
 def linear(
     ctx: Rank, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] times the transpose of the weight [N, K], plus bias [N]: a new tensor [..., N], compiled or not."""
+    """Return x [..., K] times the transpose of the weight [N, K], plus bias [N], as a new tensor [..., N].
+
+    It works in eager and in compiled code.
+    """
     if is_recording():
         return torch.ops.iris_ops.invariant_linear(x, weight, bias, scale, ctx.group_name)
     return _linear(ctx, x, weight, bias, scale)

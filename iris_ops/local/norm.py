@@ -35,7 +35,11 @@ def rms_norm_kernel(
     x, residual, weight, total, out, rows, eps, OFFSET: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] of x [rows, N]; with `residual`, of their sum, which goes to `total`. Both are None, or neither."""
+    """Normalise x [rows, N] into `out` [rows, N].
+
+    With `residual`, store x + residual in `total` and normalise that sum. `residual` and `total` are both None, or
+    neither.
+    """
     arch.follow()
     r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
@@ -55,7 +59,10 @@ def rms_norm_kernel(
 def normed(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, offset: float = 0.0
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(total, out) by the kernel; total is None without `residual`. x, residual [..., N] and weight [N] of a dtype."""
+    """Return (total, out) computed by the kernel; total is None without `residual`.
+
+    x and residual [..., N] and weight [N] have one dtype.
+    """
     N, cuda = weight.shape[0], x.device.type == "cuda"
     x, residual = _in_place(x), None if residual is None else _in_place(residual)
     out = torch.empty_like(x)

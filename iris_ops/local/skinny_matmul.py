@@ -12,7 +12,7 @@ Beyond 16 rows shared memory, at 128 bytes a cycle, limits the product more than
   Where each program would have 32 of 64 rows, it has half as many outputs instead, and the tensor cores multiply rows x
   outputs.
 
-Weights in fp8 have a kernel of their own (`skinny_stream.py`). A launch from Python keeps the host busy longer
+Quantised weights have a separate kernel (`skinny_stream.py`). A launch from Python keeps the host busy longer
 than torch's product, so this serves only what is compiled or captured.
 """
 
@@ -56,11 +56,10 @@ def skinny_matmul_kernel(
     a, b, epilogue, out, M, N, K, spans, eps, stride_am, stride_bn, tile: tl.constexpr, GATED: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a [M, K] @ b [N, K].T + bias [N]. A program computes BLOCK_M rows of BLOCK_N columns.
+    """Compute out [M, N] = a [M, K] @ b [N, K].T + bias [N]; a program computes BLOCK_M by BLOCK_N elements.
 
-    `GATED`: b and bias have N rows for the gate, then N more; out is silu(gate) times the others.
-    squares [spans, M]: a is the first half of a norm, of which the product's rows get the factors
-    (`rmsnorm_epilogue.py`).
+    With `GATED`, b and bias have N rows for the gate, then N more; out is silu(gate) times the others. With squares
+    [spans, M], `a` comes from the first half of an RMSNorm, and the kernel scales its rows (`rmsnorm_epilogue.py`).
     """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
@@ -100,7 +99,7 @@ def skinny_matmul_kernel(
 
 @device_function
 def _finished(acc, bias, col, N, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
-    """The product [rows, BLOCK_N] of a transposed sum, with its bias, rounded."""
+    """Return the product [rows, BLOCK_N] of a transposed sum, with its bias, rounded."""
     product = acc.T
     if bias is not None:
         product = add_bias(product, bias, col, N, BLOCK_N)
@@ -114,11 +113,11 @@ def is_faster(
     gated: bool = False,
     scale: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `skinny_matmul` is the faster one for these arguments now; x [..., K], weight [N, K], rows together.
+    """Return whether `skinny_matmul` is faster than torch for these arguments now.
 
-    With `scale`, of fp8, on a device that `streams` them.
-
-    An eager call of a kind has its kernel loaded, which a driver may refuse while a graph is captured.
+    x is [..., K], the weight [N, K], and all rows of x count together. With `scale`, the weight is in fp8, on a device
+    that `streams` it. An eager call loads the kernel of its kind, because a driver may refuse that while a graph is
+    captured.
     """
     if not _is_eligible(x, weight, scale, gated):
         return False
@@ -156,11 +155,11 @@ def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
 
 
 def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -> int:
-    """The most rows of a product of so many outputs that is served here, with a weight that is not in fp8.
+    """Return the most rows of a product with `outputs` columns that `skinny_matmul` computes, with 16-bit weights.
 
-    As measured on an H200: up to 64 rows; where half of the multiprocessors at most have a program for each block of
-    rows, two blocks' worth; where less than a sixth have one, 32 in `compiled` code, of whose products norms become
-    part, else 16.
+    The limits were measured on an H200. They allow up to 64 rows. If each block of rows occupies at most half of the
+    multiprocessors, the limit is two blocks' worth. Below a sixth, it is 32 in `compiled` code, which fuses norms with
+    the product, and 16 elsewhere.
     """
     if device.type != "cuda":
         return 0
@@ -175,7 +174,7 @@ def most_rows(outputs: int, gated: bool, compiled: bool, device: torch.device) -
 
 
 def block_of(rows: int, programs: int, room: int, least: int = _LEAST_ROWS) -> int:
-    """Into blocks of how many rows they are divided, if each takes so many programs and `room` run at once."""
+    """Return the rows of a block, if each block needs `programs` programs and `room` of them run at once."""
     single = min(max(least, triton.next_power_of_2(rows)), _BLOCKS[-1])
     blocks = (block for block in _BLOCKS if block >= least)
     return next(block for block in blocks if block == single or -(-rows // block) * programs <= room)
@@ -210,9 +209,10 @@ def is_eligible(x: torch.Tensor, rows: int) -> bool:
 
 
 def has_few_rows(x: torch.Tensor, most: int) -> bool:
-    """Whether there are 1 to `most`. Not so for a compiler to which their number is open, if a cache has room for more.
+    """Return whether x has 1 to `most` rows.
 
-    To ask that would compile everything twice, and with 8 rows to a token leave 2 as the only length of the one half.
+    Return False in a compiler that leaves the number of rows open, if a cache can hold more. A guard on that number
+    would compile everything twice; with 8 rows a token, it would specialise one half for length 2.
     """
     rows = row_count(x)
     return not torch.jit.is_tracing() and statically_known_true(rows <= most) and rows > 0
@@ -220,7 +220,7 @@ def has_few_rows(x: torch.Tensor, most: int) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """How `skinny_matmul` launches its kernel.
+    """Options with which `skinny_matmul` launches its kernel.
 
     `runs`: whether it runs; else it is compiled and loaded only, and the result is not filled. `least_rows`: of a
     block, at least. `out`: contiguous; is filled and returned in place of a new tensor.
@@ -238,11 +238,12 @@ def skinny_matmul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None,
     gated: bool = False, squares: torch.Tensor | None = None, eps: float = 0.0, launch: Launch = _RUN,
 ) -> torch.Tensor:  # fmt: skip
-    """x [..., K] @ weight [N, K].T + bias [N], in fp32 sums, for at most `MOST_ROWS` rows; a new tensor [..., N].
+    """Return x [..., K] @ weight [N, K].T + bias [N], summed in fp32, as a new tensor [..., N]; x has at most
+    `MOST_ROWS` rows.
 
-    `scale`: the weight is quantised, as `iris_ops/quantised/packing.py` stores it; x is in bf16 then, and the format's
-    `streamable` must hold. `gated`: silu of the first half of its columns, times the second half; [..., N/2].
-    `squares` [spans, rows]: rows are scaled by `1 / sqrt(squares.sum(0) / K + eps)` before the bias.
+    With `scale`, the weight is quantised as `iris_ops/quantised/packing.py` stores it. x must then be bf16, and the
+    format must be `streamable`. With `gated`, return silu of the first half of the columns, times the second half:
+    [..., N/2]. With `squares` [spans, rows], scale rows by `1 / sqrt(squares.sum(0) / K + eps)` before the bias.
     """
     rows = x.reshape(row_count(x), x.shape[-1])
     (M, K), N = rows.shape, _width(weight, gated)
@@ -276,7 +277,8 @@ def _width(weight: torch.Tensor, gated: bool) -> int:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by `skinny_matmul` where that is faster. `scale`: the weight is in fp8."""
+    """Compute `torch.nn.functional.linear`, by `skinny_matmul` where that is faster. With `scale`, the weight is in
+    fp8."""
     if is_faster(x, weight, bias, False, scale):
         return _called(x, weight, bias, scale, False)
     return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)
@@ -285,7 +287,7 @@ def linear(
 def gated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`skinny_matmul` of both halves of `weight`, where it serves, as something that compilers know."""
+    """Multiply by both halves of `weight` and gate, by an operator that compilers can trace."""
     return _called(x, weight, bias, scale, True)
 
 

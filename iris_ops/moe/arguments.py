@@ -1,4 +1,4 @@
-"""What the kernels of a mixture are given, in groups; see `iris_ops/kernels/arguments.py`."""
+"""Arguments of a mixture's kernels, in groups; see `iris_ops/kernels/arguments.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ExpertScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """How codes of a weight lie (`coded.py`): PACKED in an element, GROUP along K for each scale; 0: one for a column.
+    """The layout of a weight's codes (`coded.py`): PACKED in an element, GROUP along K for each scale (0: one for a
+    column).
 
     LINES: elements hold entries of whole lines, else those that lie there in K's order.
     """
@@ -59,7 +60,7 @@ class ExpertBias(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """How a token's pairs are added up: `weights` [tokens, TOP_K], and `shared` [tokens, N] or None."""
+    """Terms of a token's sum over its pairs: `weights` [tokens, TOP_K], and `shared` [tokens, N] or None."""
 
     weights: Any
     stride_wt: Any
@@ -69,7 +70,8 @@ class Combine(NamedTuple):
 
 
 class Between(NamedTuple):
-    """What programs of a rank leave to each other: `products` [pairs, ld]; `counts`, zero, one a block of columns."""
+    """Memory that programs of a rank share: `products` [pairs, ld]; `counts`, initially zero, one a block of
+    columns."""
 
     products: Any
     counts: Any
@@ -77,7 +79,7 @@ class Between(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """Which rows a program multiplies, and what becomes of the product.
+    """The rows that a program multiplies, and the epilogue of its product.
 
     SORTED: by order and offsets; else by chosen. SEARCHED: experts or pairs, as a power of two. GATE: "halves", "turns"
     or None. TOGETHER: a tile's columns of gate and of up, in halves, are loaded as one.
@@ -105,7 +107,7 @@ class DownForm:
 
 @dataclass(frozen=True)
 class TokenForm:
-    """How a program sums a token's TOP_K experts: CHOICES, a power of two, of BLOCK_N columns, BLOCK_K at a time."""
+    """How a program sums a token's TOP_K experts: CHOICES, a power of two, for BLOCK_N columns, BLOCK_K at a time."""
 
     TOP_K: int
     CHOICES: int
@@ -115,7 +117,7 @@ class TokenForm:
 
 
 def choice_of(where: torch.Tensor | Routing) -> Choice:
-    """`where`: experts as they were chosen, or sorted."""
+    """Return the `Choice` of `where`: experts as they were chosen, or sorted."""
     if isinstance(where, torch.Tensor):
         return Choice(where, where, where)
     return Choice(where.chosen, where.rows, where.offsets)

@@ -1,4 +1,4 @@
-"""Which tensors the ops of a mixture take, and the `MoeProblem` that they are. Each check names the argument."""
+"""Check the tensors of a mixture's ops, and describe them as a `Problem`. Each error names the argument."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 
 from ..checks import check_kind
 from ..config import FusedConfig
-from ..planning.moe_problem import DOWN_REDUCE_SCATTER, GATE_UP, MOST_CHOSEN, MOST_EXPERTS, MoeProblem
+from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
+from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
+from ..planning.sums import promised
 from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
-from ..problem import DTYPES, part_of
+from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
+from .activation import activation_of
+from .operands import Down, GateUp
 from .routing import Routing
 from .weights import is_transposed
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-    from .operands import Down, GateUp
 
 _DIMENSIONS = {"B": 3, "weights": 2, "bias": 2, "shared": 2, "A": 2, "out": 2, "experts": 2}
 
@@ -47,7 +49,10 @@ def check_count(op: str, experts: object) -> None:
 
 
 def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
-    """Looks at the indices themselves, which waits for the device: with IRIS_DEBUG=1 only."""
+    """Raise `ExpertError` for an index out of range.
+
+    Reading the indices waits for the device, so this runs only with IRIS_DEBUG=1.
+    """
     wrong = chosen[(chosen < 0) | (chosen >= experts)]
     if wrong.numel():
         raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")
@@ -117,10 +122,13 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     return format
 
 
-def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
-    """Return the problem of a call of `moe_gate_up`. Raises a typed error where its tensors do not fit."""
-    op, device = GATE_UP, ctx.device
-    out, A, B, experts, bias, _, _, scale = tensors
+def describe(op: str, ctx: Rank, tensors: GateUp | Down) -> Problem:
+    """Return the problem of a call of `op`. Raises a typed error where its arguments do not fit."""
+    return _describe_gate_up(op, ctx, tensors) if isinstance(tensors, GateUp) else _describe_down(op, ctx, tensors)
+
+
+def _describe_gate_up(op: str, ctx: Rank, tensors: GateUp) -> Problem:
+    device, (out, A, B, experts, bias, activation, interleaved, scale) = ctx.device, tensors
     _tensors(op, device, A, {"A": A, "B": B, "bias": bias, "out": out}, scale is not None)
     format = _weight(op, B, scale, A.shape[1], device)
     count, H, columns = B.shape
@@ -137,15 +145,13 @@ def describe_gate_up(ctx: Rank, tensors: GateUp) -> MoeProblem:
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
-    sizes = tokens, k, count, out.shape[1], H
-    in_rows = format is PLAIN and not is_transposed(B)
-    return MoeProblem(
-        op, *sizes, ctx.num_ranks, A.dtype, gated, ctx.invariant, in_rows=in_rows, weights=format
-    )  # fmt: skip
+    activation_of(activation)
+    if type(interleaved) is not bool or interleaved and not gated and columns:
+        raise ArgumentError(f"{op}: interleaved is {interleaved!r}; expected a bool, False without gates")
+    return _problem(ctx, op, (tokens, columns, H), k, tensors, format, gated)
 
 
-def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
-    """Return the problem of a call of a `moe_down_*`. Raises a typed error where its tensors do not fit."""
+def _describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
     device, (out, A, B, experts, weights, bias, shared, scale) = ctx.device, tensors
     given = {"A": A, "B": B, "weights": weights, "bias": bias, "shared": shared, "out": out}
     _tensors(op, device, A, given, scale is not None)
@@ -167,11 +173,20 @@ def describe_down(op: str, ctx: Rank, tensors: Down) -> MoeProblem:
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
     _check_places(op, out, {**given, "experts": chosen, "scale": scale})
-    sizes = tokens, k, count, H, width
-    in_rows = format is PLAIN and not is_transposed(B)
-    return MoeProblem(
-        op, *sizes, ctx.num_ranks, A.dtype, False, ctx.invariant, in_rows=in_rows, weights=format
+    return _problem(ctx, op, (tokens, H, width), k, tensors, format)
+
+
+def _problem(
+    ctx: Rank, op: str, sizes: tuple[int, int, int], top_k: int, tensors: GateUp | Down, format: WeightFormat,
+    gated: bool = False,
+) -> Problem:  # fmt: skip
+    """Return the problem of checked tensors."""
+    operation, B = BY_NAME[op], tensors.B
+    problem = Problem(
+        op, operation.forms[0], *sizes, ctx.num_ranks, tensors.A.dtype, format,
+        operation.epilogue if gated else None, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
     )  # fmt: skip
+    return promised(problem, ctx.invariant, None)
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

@@ -23,7 +23,7 @@ _WORDS = tl.constexpr(16)  # of a line, of eight codes each
 
 @device_function
 def widen_e4m3(codes, dtype: tl.constexpr):
-    """The numbers of bytes e4m3."""
+    """Widen e4m3 bytes to numbers of `dtype`."""
     if arch.is_hip():  # whose e4m3 is another one: the bits go where fp32 has them, but for the exponent's bias
         bits = codes.to(tl.int32)
         return ((((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
@@ -33,7 +33,7 @@ def widen_e4m3(codes, dtype: tl.constexpr):
 
 @device_function
 def widen_turned_e4m3(codes, dtype: tl.constexpr):
-    """The same where byte i of word j of a line is entry 32 i + j."""
+    """Widen e4m3 bytes to numbers of `dtype`, where byte i of word j of a line is entry 32 i + j."""
     ROWS: tl.constexpr = codes.shape[0]
     COLS: tl.constexpr = codes.shape[1]
     lines = tl.reshape(codes, (ROWS, COLS // LINE, 32, 4))
@@ -42,7 +42,7 @@ def widen_turned_e4m3(codes, dtype: tl.constexpr):
 
 @device_function
 def widen_int4(words, dtype: tl.constexpr):
-    """The integers from -8 to 7 of eight codes in a word."""
+    """Widen the eight codes of a word to integers from -8 to 7."""
     if arch.is_cuda() and dtype == tl.bfloat16:
         # a nibble in the last bits of the bf16 128 makes 128 + code; less 136 that is the weight
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -78,13 +78,13 @@ def widen_int4(words, dtype: tl.constexpr):
 
 @device_function
 def _int4(words, place: tl.constexpr, dtype: tl.constexpr):
-    """Two integers of a word, whose codes begin at bit `place` of each half."""
+    """Widen two codes of a word, which begin at bit `place` of each half, to integers."""
     return tl.join((((words >> place) & 15) - 8).to(dtype), (((words >> (place + 16)) & 15) - 8).to(dtype))
 
 
 @device_function
 def widen_e2m1(words, dtype: tl.constexpr):
-    """The numbers of eight codes e2m1 in a word: their bits go where bf16 or fp32 has them, but for the bias."""
+    """Widen the eight e2m1 codes of a word: shift their bits to where bf16 or fp32 has them, without the bias."""
     if arch.is_cuda() and dtype == tl.bfloat16:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             """{
@@ -123,7 +123,7 @@ def widen_e2m1(words, dtype: tl.constexpr):
 
 @device_function
 def _e2m1(words, place: tl.constexpr, sign: tl.constexpr, dtype: tl.constexpr):
-    """Two numbers of a word: exponent and mantissa at bit `place` of each half, the sign at bit `sign`."""
+    """Widen two codes of a word: exponent and mantissa at bit `place` of each half, the sign at bit `sign`."""
     low = (((words >> sign) & 1) << 31) | (((words >> place) & 7) << 22)
     high = (((words >> (sign + 16)) & 1) << 31) | (((words >> (place + 16)) & 7) << 22)
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
@@ -132,9 +132,10 @@ def _e2m1(words, place: tl.constexpr, sign: tl.constexpr, dtype: tl.constexpr):
 
 @device_function
 def _in_order(first, second, third, fourth):
-    """Entries in K's order, [rows, 8 words], of four products: each [rows, words, 2], the low and the high halves.
+    """Return the entries of four products in K's order, [rows, 8 words].
 
-    Word 2 m + h of a line holds entries 2 m and 2 m + 1 of products 4 h to 4 h + 3, of 16 entries each.
+    Each product is [rows, words, 2]: the low and the high halves. Word 2 m + h of a line holds entries 2 m and 2 m + 1
+    of products 4 h to 4 h + 3, which have 16 entries each.
     """
     ROWS: tl.constexpr = first.shape[0]
     LINES: tl.constexpr = first.shape[1] // _WORDS
@@ -145,7 +146,7 @@ def _in_order(first, second, third, fourth):
 
 @device_function
 def scales_as_numbers(scales):
-    """Scales in fp32; a byte is the exponent of a power of two."""
+    """Return scales in fp32; a byte is the exponent of a power of two."""
     if scales.dtype.is_int():
         exponent = scales.to(tl.int32)
         return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
@@ -155,7 +156,7 @@ def scales_as_numbers(scales):
 
 @device_function
 def _scales_in_bf16(scales):
-    """Scales that bf16 has: its own, or powers of two."""
+    """Return scales in bf16, which represents them exactly: they are bf16 already, or powers of two."""
     if scales.dtype.is_int():
         exponent = scales.to(tl.int16)
         return tl.where(exponent == 0, 0x40, exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -165,7 +166,8 @@ def _scales_in_bf16(scales):
 
 @aggregate
 class CodedExperts:
-    """As `Experts`, of codes: tiles come as numbers of DTYPE. Weights lie [experts, N, K / PACKED] in memory.
+    """Weights as `Experts`, stored as codes: tiles are loaded as numbers of DTYPE. In memory they are [experts, N, K /
+    PACKED].
 
     `data` is a tensor descriptor of blocks [1, N, K / PACKED], of `halves` [1, 2, N, K / PACKED], or a pointer.
     """
@@ -198,7 +200,7 @@ class CodedExperts:
 
     @device_function
     def load(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """The tile [ROWS, COLS] at (k, n) of one expert's weight."""
+        """Load the tile [ROWS, COLS] at (k, n) of one expert's weight."""
         c = n + tl.arange(0, COLS)
         if self.TMA:
             codes = tl.reshape(self.data.load([expert, n, k // self.PACKED]), (COLS, ROWS // self.PACKED))
@@ -208,7 +210,8 @@ class CodedExperts:
 
     @device_function
     def halves(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """[ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, and beside it the one of up."""
+        """Load [ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, followed by the tile of the up
+        projection."""
         i, width = tl.arange(0, 2 * COLS), self.N // 2
         c, inside = n + i % COLS + i // COLS * width, n + i % COLS < width
         if self.TMA:
@@ -219,7 +222,7 @@ class CodedExperts:
 
     @device_function
     def finished(self, product, expert, c):
-        """A product [rows, columns c] in fp32, times the columns' scales."""
+        """Multiply a product [rows, columns c] in fp32 by the columns' scales."""
         if self.GROUP:
             return product
         else:
@@ -228,7 +231,8 @@ class CodedExperts:
 
     @device_function
     def _codes(self, expert, k, c, inside, ROWS: tl.constexpr):
-        """Elements of columns c from k on. Where they hold entries of whole lines, the last line is padded."""
+        """Load the codes of columns c from k on. If an element holds entries of whole lines, the last line is
+        padded."""
         w = k // self.PACKED + tl.arange(0, ROWS // self.PACKED)
         held = tl.cdiv(self.K, LINE) * LINE // self.PACKED if self.LINES else self.K
         first = self.data + expert.to(tl.int64) * self.stride_e
@@ -237,7 +241,7 @@ class CodedExperts:
 
     @device_function
     def _widened(self, codes, expert, k, c, inside, ROWS: tl.constexpr):
-        """Columns c from k on, [columns, ROWS], times the scales of their groups."""
+        """Return columns c from k on, [columns, ROWS], times the scales of their groups."""
         if self.GROUP:
             GROUPS: tl.constexpr = max(1, ROWS // self.GROUP)
             first = self.scale + expert.to(tl.int64) * self.scale_e
@@ -271,7 +275,10 @@ class CodedExperts:
 @device_function
 def experts_of(b, scale, K, N, strides, TRANSPOSED: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr,
                dtype: tl.constexpr):  # fmt: skip
-    """The weights b, read by tiles. scale: `ExpertScales`, codes: `Codes`; None of weights in `dtype`."""
+    """Return the weights b, to be read by tiles.
+
+    `scale` is an `ExpertScales` and `codes` a `Codes`; both are None for weights in `dtype`.
+    """
     if scale is None:
         return Experts(b, K, N, strides.be, strides.bk, strides.bn, TRANSPOSED)
     else:

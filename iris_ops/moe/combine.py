@@ -1,4 +1,4 @@
-"""What a token's experts give, added up: the weighted sum of its pairs' products, and a shared expert's part."""
+"""Combine a token's experts: the weighted sum of its pairs' products, and a shared expert's part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from .arguments import combine_of
 
 if TYPE_CHECKING:
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from .steps import Steps
 
 # Tokens and columns of a program; the interpreter is quicker with large blocks.
@@ -22,9 +22,10 @@ _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
 
 @device_function
 def combined(products, combine, t, c, tokens, N, ld, TOP_K: tl.constexpr):
-    """Tokens t, columns c: the sum over j of weights [t, j] * products [t * TOP_K + j], in order, and shared; fp32.
+    """Return, in fp32, tokens t and columns c of the combined result: weights [t, j] * products [t * TOP_K + j], summed
+    over j in order, plus `shared`.
 
-    `products`: [pairs, N], rows `ld` apart, which other programs may have written: they are not read through L1.
+    `products` is [pairs, N], with rows `ld` apart. Other programs may have written it, so it is not read through L1.
     """
     inside = (t < tokens)[:, None] & (c < N)[None, :]
     total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
@@ -46,7 +47,7 @@ def moe_combine_kernel(
     products, combine, out, tokens, N, ld, stride_om, stride_on, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, N]: `combined`, rounded."""
+    """Store `combined`, rounded, in out [tokens, N]."""
     arch.follow()
     across = tl.cdiv(N, BLOCK_N)
     t = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,14 +59,14 @@ def moe_combine_kernel(
 
 
 def launch(
-    steps: Steps, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
+    steps: Steps, problem: Problem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
     block_m, block_n = _BLOCK[steps.ctx.device.type]
     args = dict(
-        products=products, combine=combine_of(weights, shared), out=out, tokens=problem.tokens, N=problem.N,
-        ld=products.stride(0), stride_om=out.stride(0), stride_on=out.stride(1), TOP_K=problem.top_k, BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        products=products, combine=combine_of(weights, shared), out=out, tokens=problem.M, N=problem.N,
+        ld=products.stride(0), stride_om=out.stride(0), stride_on=out.stride(1), TOP_K=problem.experts.top_k,
+        BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
-    grid = (triton.cdiv(problem.tokens, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
+    grid = (triton.cdiv(problem.M, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
     steps.launch(moe_combine_kernel, grid, args, num_warps=4, num_stages=1)

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..kernels.tiles import known
 from .routing import report_experts
 
-# Experts of one token, at most: `moe_problem.MOST_CHOSEN`.
+# Experts of one token, at most: `planning/experts.py`.
 LEAST_PAIRS = tl.constexpr(64)
 
 
@@ -50,7 +50,7 @@ class Experts:
 
     @device_function
     def load(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """The tile [ROWS, COLS] at (k, n) of one expert's weight."""
+        """Load the tile [ROWS, COLS] at (k, n) of one expert's weight."""
         if self.TMA:
             if self.TRANSPOSED:
                 return tl.reshape(self.data.load([expert, n, k]), (COLS, ROWS)).T
@@ -64,7 +64,8 @@ class Experts:
 
     @device_function
     def halves(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """[ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, and beside it the one of up."""
+        """Load [ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, followed by the tile of the up
+        projection."""
         if self.TMA:
             if self.TRANSPOSED:
                 return tl.reshape(self.data.load([expert, 0, n, k]), (2 * COLS, ROWS)).T
@@ -80,13 +81,14 @@ class Experts:
 
     @device_function
     def finished(self, product, expert, c):
-        """A product [rows, columns c] as the weight's own: there are no scales."""
+        """Return a product [rows, columns c] unchanged, because there are no scales."""
         return product
 
 
 @device_function
 def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """(expert, pairs [BLOCK_M], which of these there are) of a block; there is no such block if `expert >= experts`."""
+    """Return (expert, pairs [BLOCK_M], which pairs exist) of a block; the block does not exist if `expert >=
+    experts`."""
     e = tl.arange(0, EXPERTS)
     begins = tl.load(offsets + e, mask=e < experts, other=0)
     ends = tl.load(offsets + e + 1, mask=e < experts, other=0)
@@ -102,10 +104,10 @@ def sorted_block(order, offsets, block, experts, BLOCK_M: tl.constexpr, EXPERTS:
 
 @device_function
 def same_expert(chosen, pair, pairs, experts, PAIRS: tl.constexpr):
-    """(the expert of `pair`, how many pairs have it, which of all do); none do where a program has nothing to multiply.
+    """Return (the expert of `pair`, how many pairs have it, which pairs have it).
 
-    That is where an earlier pair has the expert, or there is no such expert. PAIRS is 1 where there is one token, whose
-    pairs are taken one by one.
+    The number is 0 where a program has nothing to multiply: an earlier pair has the expert, or there is no such expert.
+    PAIRS is 1 for a single token, whose pairs are taken one by one.
     """
     expert = tl.load(chosen + pair)
     valid = (expert >= 0) & (expert < experts)
@@ -120,7 +122,7 @@ def same_expert(chosen, pair, pairs, experts, PAIRS: tl.constexpr):
 
 @device_function
 def check_pairs(ctx_ptr, chosen, pairs, experts, PAIRS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr):
-    """The first program looks for experts that are out of range."""
+    """Report experts that are out of range, in the first program."""
     if tl.program_id(0) == 0:
         q = tl.arange(0, PAIRS if PAIRS > 1 else LEAST_PAIRS)
         expert = tl.load(chosen + q, mask=q < pairs, other=0)
@@ -130,9 +132,9 @@ def check_pairs(ctx_ptr, chosen, pairs, experts, PAIRS: tl.constexpr, WORLD_SIZE
 
 @device_function
 def pair_block(same, pair, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
-    """(pairs [BLOCK_M], which of these there are) of those where `same` holds, from number `first` on.
+    """Return (pairs [BLOCK_M], which pairs exist) of the pairs where `same` holds, from number `first` on.
 
-    `pair`: the one whose expert it is.
+    `pair` is the one that determined the expert.
     """
     i = first + tl.arange(0, BLOCK_M)
     if PAIRS == 1:
@@ -161,7 +163,7 @@ class PairRows:
 
     @device_function
     def load(self, k, K, BLOCK_K: tl.constexpr):
-        """From column k on; zero where they are not the program's own, or beyond K."""
+        """Load columns from k on; rows that are not the program's own and columns beyond K read as zero."""
         c = k + tl.arange(0, BLOCK_K)
         across = (c.to(tl.int64) * self.stride_col)[None, :]
         places = self.data + (self.r.to(tl.int64) * self.stride_row)[:, None] + across
@@ -170,7 +172,7 @@ class PairRows:
 
 @device_function
 def product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`rows` by columns from `col` on of an expert's weight: [BLOCK_M, BLOCK_N] in fp32."""
+    """Multiply `rows` by columns from `col` on of an expert's weight: [BLOCK_M, BLOCK_N] in fp32."""
     BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64 and BLOCK_N >= 64:  # the tensor cores' rows are full however few rows A has
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -188,7 +190,7 @@ def product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @device_function
 def halves_product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(gate, up) of columns from `col` on, both of which one instruction multiplies."""
+    """Return (gate, up) of columns from `col` on; one instruction multiplies both."""
     BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64:
         acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -208,7 +210,8 @@ def halves_product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.cons
 
 @device_function
 def two_products(rows, B, expert, col, up_col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As `product`, by columns from `col` on and by those from `up_col` on: both read each block of rows once."""
+    """Return two results of `product`, for columns from `col` on and from `up_col` on, reading each block of rows
+    once."""
     BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64 and BLOCK_N >= 64:
         gate, up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -229,13 +232,13 @@ def two_products(rows, B, expert, col, up_col, BLOCK_N: tl.constexpr, BLOCK_K: t
 
 @device_function
 def bias_of(bias, expert, c, cols, first=0):
-    """An expert's bias of columns c from `first` on, in fp32; zero beyond `cols`."""
+    """Load an expert's bias of columns c from `first` on, in fp32; zero beyond `cols`."""
     return tl.load(bias.data + first + expert.to(tl.int64) * bias.stride + c, mask=c < cols, other=0.0).to(tl.float32)
 
 
 @device_function
 def activated(x, activation: tl.constexpr):
-    """`Activation.kind` of fp32 x."""
+    """Apply the function that `Activation.kind` names to fp32 x."""
     if activation.kind == "silu":
         return x / (1.0 + tl.exp(-activation.alpha * x))
     elif activation.kind == "gelu":
@@ -250,7 +253,7 @@ def activated(x, activation: tl.constexpr):
 
 @device_function
 def gated(gate, up, activation: tl.constexpr):
-    """`Activation` of both halves, in fp32. NaN stays NaN."""
+    """Apply an `Activation` to both halves, in fp32. NaN stays NaN."""
     if activation.limit is not None:
         gate = tl.minimum(gate, activation.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -activation.limit, activation.limit, propagate_nan=tl.PropagateNan.ALL)
@@ -259,7 +262,7 @@ def gated(gate, up, activation: tl.constexpr):
 
 @device_function
 def ungated(x, activation: tl.constexpr):
-    """`Activation` where experts have no gate, in fp32."""
+    """Apply an `Activation` where experts have no gate, in fp32."""
     if activation.limit is not None:
         x = tl.minimum(x, activation.limit, propagate_nan=tl.PropagateNan.ALL)
     return activated(x, activation)

@@ -1,7 +1,7 @@
 """Grouped products: each pair's row by its expert's weight, with the activation of `moe_gate_up` in the epilogue.
 
     moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
-    moe_down      a pair has a row of its own, the result is the product rounded, with the bias where one is given
+    moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
 The result's row is the pair's, so what follows needs no order of its own. `grouped.py` has the steps. A program has one
 tile, or with few pairs one expert's rows in all; none waits for another.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.arguments import Tile, World
+from ..planning.needs import GATE
 from .arguments import GroupedForm, choice_of, strides_of
 from .arguments import bias_of as expert_bias
 from .coded import experts_of
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
+    from ..workspace import Workspace
     from .operands import GateUp
     from .steps import Steps
 
@@ -52,7 +54,7 @@ def _tile(
     rows, B, bias, out, expert, pair, col, N, stride_om, stride_on, tile: tl.constexpr, form: tl.constexpr,
     activation: tl.constexpr,
 ):  # fmt: skip
-    """One block of an expert's pairs, columns of the result from `col` on."""
+    """Compute one block of an expert's pairs, columns of the result from `col` on."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     BLOCK_K: tl.constexpr = tile.BLOCK_K
@@ -87,11 +89,11 @@ def moe_matmul_kernel(
     a, b, scale, bias, choice, out, ctx_ptr, pairs, experts, divisor, blocks, N, K, strides, tile: tl.constexpr,
     form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, activation: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] + bias, for each pair.
+    """Compute, for each pair, out [pairs, N] = the activation of a [pairs // divisor, K] @ b [experts, K, N or 2 N] +
+    bias.
 
-    scale, codes, widen: of a weight of codes (`coded.py`), else None.
-
-    `blocks`: of rows, at most, where pairs are sorted. `activation`: an `Activation`, or None for the product.
+    scale, codes, widen: of a quantised weight (`coded.py`), else None. `blocks`: the most blocks of rows, where pairs
+    are sorted. `activation`: an `Activation`, or None for the product.
     """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
@@ -123,35 +125,35 @@ def moe_matmul_kernel(
 
 
 def arguments(
-    ctx: Rank, problem: MoeProblem, config: FusedConfig, tensors: GateUp
+    ctx: Rank, problem: Problem, config: FusedConfig, tensors: GateUp
 ) -> tuple[tuple[int, int, int], dict]:  # fmt: skip
     """Return the grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
     out, A, _, routing, bias, activation, interleaved, _ = tensors
     weight = stored(tensors.B, tensors.scale)
-    B = weight.B
+    B, N, count, gated = weight.B, problem.out_cols, problem.experts.count, problem.epilogue is GATE
     by_sorting = not isinstance(routing, torch.Tensor)
-    block_n = config.block_n // 2 if problem.gated else config.block_n  # the tile of the product is `config`'s
-    blocks = problem.blocks(config.block_m) if by_sorting else problem.pairs
-    gate = None if not problem.gated else "turns" if interleaved else "halves"
+    block_n = config.block_n // 2 if gated else config.block_n  # the tile of the product is `config`'s
+    blocks = problem.experts.blocks(problem.pairs, config.block_m) if by_sorting else problem.pairs
+    gate = None if not gated else "turns" if interleaved else "halves"
     width = 2 * block_n if gate == "turns" else block_n
-    halves = problem.N if gate == "halves" else 0
+    halves = N if gate == "halves" else 0
     together = bool(halves) and _together(config.block_m, block_n, B, halves)
     b, _, transposed = weights_operand(B, width, config.block_k // weight.packed, halves, together)
     if by_sorting:
-        searched = max(16, triton.next_power_of_2(problem.experts))
-    elif problem.tokens == 1:
+        searched = max(16, triton.next_power_of_2(count))
+    elif problem.M == 1:
         searched = 1
     else:
         searched = max(LEAST_PAIRS.value, triton.next_power_of_2(problem.pairs))
     args = dict(
         a=A, b=b, bias=expert_bias(bias), choice=choice_of(routing), out=out, ctx_ptr=ctx.get_device_context(),
-        pairs=problem.pairs, experts=problem.experts, divisor=1 if problem.reduces else problem.top_k, blocks=blocks,
-        N=problem.N, K=problem.K, strides=strides_of(A, B, out),
+        pairs=problem.pairs, experts=count, divisor=1 if problem.operation.sums else problem.experts.top_k,
+        blocks=blocks, N=N, K=problem.K, strides=strides_of(A, B, out),
         tile=Tile(config.block_m, block_n, config.block_k, config.group_m, transposed),
         form=GroupedForm(by_sorting, searched, gate, together), activation=activation, **weight.arguments,
         world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
-    return (blocks * triton.cdiv(problem.N, block_n), 1, 1), args
+    return (blocks * triton.cdiv(N, block_n), 1, 1), args
 
 
 def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
@@ -165,7 +167,7 @@ def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     return is_transposed(B) and can_be_described(B, n_step)
 
 
-def launch(steps: Steps, problem: MoeProblem, config: FusedConfig, tensors: GateUp) -> None:
-    """Launch `moe_matmul_kernel`."""
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+    """Launch `moe_matmul_kernel`, which needs no workspace."""
     grid, args = arguments(steps.ctx, problem, config, tensors)
     steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -1,5 +1,5 @@
-"""What follows the grouped product of many tokens, in one kernel: each token's sum, which travels at once, and the sum
-over the ranks. `lamport_down.py` is for few tokens; `sequential.py` for what has no room here.
+"""Finish a mixture of many tokens in one kernel: each token's sum, which is sent at once, and the sum over the ranks.
+`lamport_down.py` is for few tokens, `sequential.py` for what is too large for this kernel.
 
     EXCHANGE    a rank's sums go to    then
     "all"       every rank             each adds everyone's, in rank order
@@ -34,13 +34,14 @@ from ..kernels.launching import lamport_memory
 from ..kernels.sum_orders import RankOrder
 from ..kernels.tiles import Matrix
 from ..planning.moe_ways import exchange_form, tokens_at_once
+from ..planning.operations import DOWN_REDUCE_SCATTER
 from . import grouped_matmul
 from .arguments import combine_of
 from .combine import combined
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from ..workspace import Workspace
     from .operands import Down
     from .steps import Steps
@@ -55,7 +56,10 @@ def moe_lamport_combine_kernel(
     products, combine, out, lamport, sync, ctx_ptr, tokens, N, stride_pm, stride_om, stride_on, part_rows,
     TOP_K: tl.constexpr, EXCHANGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """products [tokens * TOP_K, N]; lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
+    """Combine products [tokens * TOP_K, N], and all-reduce or reduce-scatter them as Lamport values.
+
+    lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
+    """
     arch.follow()
     dtype: tl.constexpr = out.dtype.element_ty
     TO_OWNERS: tl.constexpr = EXCHANGE != "all"
@@ -99,26 +103,26 @@ def moe_lamport_combine_kernel(
         exchange.wait_for_peers(dtype)
 
 
-def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch product and sums. The workspace has room in its exchange area."""
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(steps, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    grouped_matmul.launch(steps, workspace, problem, config, tensors.product(products, steps.ctx.cur_rank))
     out, weights, shared = tensors.out, tensors.weights, tensors.shared
-    at_once, k = tokens_at_once(problem), problem.top_k
-    for begin in range(0, problem.tokens, at_once):
+    at_once, k = tokens_at_once(problem), problem.experts.top_k
+    for begin in range(0, problem.M, at_once):
         some = slice(begin, begin + at_once)
         _launch_sums(
-            steps, workspace, problem, out if problem.scatters else out[some],
+            steps, workspace, problem, out if problem.op == DOWN_REDUCE_SCATTER else out[some],
             products[begin * k : (begin + at_once) * k], weights[some], None if shared is None else shared[some],
         )  # fmt: skip
 
 
 def _launch_sums(
-    steps: Steps, workspace: Workspace, problem: MoeProblem, out: torch.Tensor, products: torch.Tensor,
+    steps: Steps, workspace: Workspace, problem: Problem, out: torch.Tensor, products: torch.Tensor,
     weights: torch.Tensor, shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Of the tokens that have `weights`."""
+    """Launch the kernel that combines and sums the tokens that have `weights`."""
     device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
     block_m, block_n, at_once = _BLOCK[device.type]
     args = dict(
@@ -126,8 +130,9 @@ def _launch_sums(
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
         ctx_ptr=steps.ctx.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
         stride_om=out.stride(0), stride_on=out.stride(1),
-        part_rows=tokens if form == "all" else -(-tokens // problem.world_size), TOP_K=problem.top_k, EXCHANGE=form,
-        BLOCK_M=block_m, BLOCK_N=block_n, world=World(problem.world_size, WAITERS.index(problem.op)),
+        part_rows=tokens if form == "all" else -(-tokens // problem.world_size),
+        TOP_K=problem.experts.top_k, EXCHANGE=form, BLOCK_M=block_m, BLOCK_N=block_n,
+        world=World(problem.world_size, WAITERS.index(problem.op)),
     )  # fmt: skip
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
     grid = (min(tiles, at_once * platform.num_programs(device)), 1, 1)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from ..workspace import Workspace
     from .operands import Down
     from .steps import Steps
@@ -55,7 +55,10 @@ def moe_lamport_down_kernel(
     a, b, scale, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K,
     strides, tile: tl.constexpr, form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    """`blocks`: of rows, at most. lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished]."""
+    """Multiply by the down projection, combine each token's products, and exchange the sums as Lamport values.
+
+    `blocks`: the most blocks of rows. lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
+    """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
@@ -116,7 +119,7 @@ def moe_lamport_down_kernel(
             tl.store(places, arch.round_to(total, dtype), mask=(t < tokens)[:, None] & (c < N)[None, :])
 
 
-def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
     ctx: Rank = workspace.ctx
     ld, size = exchange_ld(problem.N), problem.dtype.itemsize
@@ -127,10 +130,10 @@ def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: Fuse
         between=Between(products, workspace.local("moe counts", 4 * across).view(torch.int32)),
         combine=combine_of(tensors.weights, tensors.shared), out=tensors.out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
-        tokens=problem.tokens,
+        tokens=problem.M,
         strides=known["strides"]._replace(om=tensors.out.stride(0), on=tensors.out.stride(1)),
         form=DownForm(
-            known["form"].SORTED, known["form"].SEARCHED, problem.top_k, problem.tokens <= _TOKENS, _TOKENS
+            known["form"].SORTED, known["form"].SEARCHED, problem.experts.top_k, problem.M <= _TOKENS, _TOKENS
         ),
     )  # fmt: skip
     args = {name: known[name] for name in moe_lamport_down_kernel.arg_names}

@@ -34,7 +34,7 @@ from .grouped import check_pairs
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
-    from ..planning.moe_problem import MoeProblem
+    from ..problem import Problem
     from ..workspace import Workspace
     from .operands import Down
     from .steps import Steps
@@ -45,9 +45,10 @@ def moe_lamport_token_kernel(
     a, b, bias, chosen, combine, out, lamport, sync, ctx_ptr, experts, N, K, strides, form: tl.constexpr,
     world: tl.constexpr,
 ):  # fmt: skip
-    """out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) + shared.
+    """Compute out [1, N] = the sum over ranks and j of weights [1, TOP_K] * (a [TOP_K, K] @ b [experts, K, N] + bias) +
+    shared.
 
-    lamport: two buffers as `lamport_steps.py` says; sync: [epoch, finished].
+    lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
     """
     arch.follow()
     TOP_K: tl.constexpr = form.TOP_K
@@ -101,18 +102,16 @@ def moe_lamport_token_kernel(
     tl.store(places, arch.round_to(total, dtype), mask=(c < N)[None, :])
 
 
-def launch(steps: Steps, workspace: Workspace, problem: MoeProblem, config: FusedConfig, tensors: Down) -> None:
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
     ctx, (out, A, B, where, weights, bias, shared, _) = steps.ctx, tensors
-    once = bias if ctx.cur_rank == 0 else None
+    once, k = (bias if ctx.cur_rank == 0 else None), problem.experts.top_k
     args = dict(
         a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
-        ctx_ptr=ctx.get_device_context(), experts=problem.experts, N=problem.N, K=problem.K,
+        ctx_ptr=ctx.get_device_context(), experts=problem.experts.count, N=problem.N, K=problem.K,
         strides=strides_of(A, B, out),
-        form=TokenForm(
-            problem.top_k, triton.next_power_of_2(problem.top_k), config.block_n, config.block_k, config.num_stages
-        ),
+        form=TokenForm(k, triton.next_power_of_2(k), config.block_n, config.block_k, config.num_stages),
         world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = (triton.cdiv(problem.N, config.block_n), 1, 1)

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .activation import activation_of
+from .routing import Routing
+
 if TYPE_CHECKING:
-    from .routing import Routing
+    from collections.abc import Callable
+
+    Together = Callable[[torch.Tensor | None], torch.Tensor | None]
 
 
 class GateUp(NamedTuple):
-    """Of a grouped product. `where`: experts as they were chosen, or sorted.
+    """Operands of `moe_gate_up`. `where`: experts as they were chosen, or sorted.
 
     `activation`: an `Activation` or its name; None of a plain product.
     """
@@ -25,9 +30,19 @@ class GateUp(NamedTuple):
     interleaved: bool = False
     scale: torch.Tensor | None = None
 
+    @property
+    def key(self) -> tuple[tuple, tuple]:
+        """Return what decides the call, its tensors and the rest."""
+        rest = self.activation, self.interleaved
+        return (self.out, self.A, self.B, *parts_of(self.where), self.bias, self.scale), rest
+
+    def ready(self, together: Together) -> GateUp:
+        """Return the tensors as kernels take them."""
+        return self._replace(bias=together(self.bias), activation=activation_of(self.activation))
+
 
 class Down(NamedTuple):
-    """Of `moe_down_*`. `where`: experts as they were chosen, or sorted."""
+    """Operands of `moe_down_*`. `where`: experts as they were chosen, or sorted."""
 
     out: torch.Tensor
     A: torch.Tensor
@@ -38,6 +53,23 @@ class Down(NamedTuple):
     shared: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
+    @property
+    def key(self) -> tuple[tuple, tuple]:
+        """Return what decides the call, its tensors and the rest."""
+        given = self.out, self.A, self.B, *parts_of(self.where), self.weights, self.bias, self.shared, self.scale
+        return given, ()
+
+    def ready(self, together: Together) -> Down:
+        """Return the tensors as kernels take them."""
+        weights = together(self.weights)
+        assert weights is not None
+        return self._replace(weights=weights, bias=together(self.bias))
+
     def product(self, out: torch.Tensor, rank: int) -> GateUp:
         """Return the tensors of its grouped product to `out`. Rank 0 adds the bias."""
         return GateUp(out, self.A, self.B, self.where, self.bias if rank == 0 else None, scale=self.scale)
+
+
+def parts_of(where: torch.Tensor | Routing) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that say which rows an expert has."""
+    return (where.chosen, where.rows, where.offsets) if isinstance(where, Routing) else (where,)

@@ -1,6 +1,6 @@
 """The part of `ctx.ops` that mixtures of experts call: their arguments, and what the ops promise.
 
-`Mixture` does the work. These methods see to the context and the workspace first, as `Ops` does for its own.
+`Mixture` does the work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..calls import Calls
-from ..planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
+from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
 from .operands import Down, GateUp
 from .routing import Routing
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class MixtureOps:
-    """What `Ops` inherits. It gives the workspace that calls share, and refuses those of other contexts."""
+    """The ops of mixtures, which `Ops` inherits."""
 
     _ctx: Rank
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._calls = Calls(ctx)
-        self._mixture = Mixture(ctx, self._calls.of_mixtures)
+        self._mixture = Mixture(ctx, self._calls)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
@@ -48,39 +48,40 @@ class MixtureOps:
         bias: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, e = experts[t,j], of tokens A [T,H].
+        """Compute `out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, with e = experts[t,j] and
+        tokens A [T,H].
 
         B [E,H,2I] has gate columns, then up columns, or both in turn (`interleaved`), and may be the transpose of a
-        contiguous [E,2I,H]; or [E,H,I], of experts without a gate. bias [E,2I]. `experts` [T,k] as in `moe_route`, or
-        what that returned. `activation`: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2", "gpt_oss".
-        Sums, bias and activation are in fp32 and rounded once. I, this rank's part, may differ by rank.
+        contiguous [E,2I,H]. Experts without a gate have B [E,H,I]. bias is [E,2I]. `experts` is [T,k] as in
+        `moe_route`, or its result. `activation` is an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2" or
+        "gpt_oss". Sums, bias and activation are computed in fp32 and rounded once. I, this rank's part, may differ by
+        rank.
 
         With `scale` [E,2I], or [E,2I,ceil(H/g)] for groups of g, a power of two, B holds codes (`iris_ops.moe`), which
-        are widened on the way into the product: B is the transpose of a contiguous [E,2I,H] in `torch.float8_e4m3fn`,
+        the product widens as it reads them. B is then the transpose of a contiguous [E,2I,H] in `torch.float8_e4m3fn`,
         or [E,2I,H/2] in `torch.uint8`.
         """
-        workspace = self._mixture_workspace(GATE_UP, workspace)
-        self._mixture.gate_up(workspace, GateUp(out, A, B, experts, bias, activation, interleaved, scale), config)
-        self._ctx.check()
-        return workspace
+        tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
+        return self._mixture.run(GATE_UP, tensors, config, workspace)
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [T,H]`: of each token the sum over ranks and over its k experts, `weights [T,k] * (A @ B[e] + bias[e])`.
+        """Compute `out [T,H]`: for each token, `weights [T,k] * (A @ B[e] + bias[e])`, summed over its k experts and
+        all ranks.
 
-        A [T*k,I] as `moe_gate_up` leaves it, B [E,I,H] or the transpose of a contiguous [E,H,I]; weights in float32 or
-        A's dtype; bias [E,H], the same on all ranks, is added once; shared [T,H], this rank's part of what a shared
-        expert gives, is added before the sum over ranks. `experts` as in `moe_gate_up`. I may differ by rank, and be 0.
-        Products are rounded to the tensors' dtype, as is what ranks exchange; they are added in fp32, experts in the
-        order of j, then ranks in order. `scale` [E,H], or [E,H,ceil(I/g)]: as in `moe_gate_up`.
+        A [T*k,I] is the result of `moe_gate_up`; B is [E,I,H] or the transpose of a contiguous [E,H,I]; weights are
+        float32 or of A's dtype. bias [E,H], the same on all ranks, is added once. shared [T,H] is this rank's part of a
+        shared expert's result and is added before the sum over ranks. `experts` is as in `moe_gate_up`. I may differ by
+        rank, and be 0.
+
+        Products, and what ranks exchange, are rounded to the tensors' dtype; they are added in fp32, experts in the
+        order of j, then ranks in order. `scale` [E,H], or [E,H,ceil(I/g)], is as in `moe_gate_up`.
         """
-        workspace = self._mixture_workspace(DOWN_ALL_REDUCE, workspace)
-        self._mixture.down(DOWN_ALL_REDUCE, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config)
-        self._ctx.check()
-        return workspace
+        tensors = Down(out, A, B, experts, weights, bias, shared, scale)
+        return self._mixture.run(DOWN_ALL_REDUCE, tensors, config, workspace)
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -88,16 +89,5 @@ class MixtureOps:
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """Return this rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
-        workspace = self._mixture_workspace(DOWN_REDUCE_SCATTER, workspace)
-        self._mixture.down(
-            DOWN_REDUCE_SCATTER, workspace, Down(out, A, B, experts, weights, bias, shared, scale), config
-        )
-        self._ctx.check()
-        return workspace
-
-    def _mixture_workspace(self, op: str, workspace: Workspace | None) -> Workspace:
-        self._ctx.check()
-        if workspace is not None:
-            self._calls.check_workspace(op, workspace)
-        self._ctx.side.join()
-        return workspace or self._calls.own_workspace()
+        tensors = Down(out, A, B, experts, weights, bias, shared, scale)
+        return self._mixture.run(DOWN_REDUCE_SCATTER, tensors, config, workspace)

@@ -1,6 +1,6 @@
-"""Which rows go to which expert, found on the device: `Routing`, by a stable counting sort.
+"""Sort rows by expert on the device: `Routing`, by a stable counting sort.
 
-A program places the pairs (token, number of its expert) of one block behind all pairs of lower experts, and behind
+A program places the pairs (token, number of its expert) of one block after all pairs of lower experts, and after
 those of the same expert in earlier blocks. Up to some thousand pairs, each program counts them all by itself: one
 launch, and no program waits for another. More pairs are counted by a kernel ahead, block by block. torch's sort and
 search take five launches.
@@ -30,7 +30,7 @@ _WAITER = WAITERS.index("moe_route")
 
 @device_function
 def report_experts(ctx, expert, wrong, experts, waiter: tl.constexpr):
-    """For experts that are out of range, those where `wrong` holds: the rank's next call raises."""
+    """Report the experts for which `wrong` holds, so that the rank's next call raises."""
     if tl.max(wrong.to(tl.int32)) > 0:
         seen = tl.max(tl.where(wrong, expert.to(tl.int64), -(1 << 62)))
         report_difference(ctx, waiter, experts, ctx.rank, seen, BAD_EXPERT)
@@ -38,7 +38,7 @@ def report_experts(ctx, expert, wrong, experts, waiter: tl.constexpr):
 
 @device_function
 def _chosen(chosen, p, pairs, experts):
-    """(the experts of pairs p as they stand there, in range, whether there are such)."""
+    """Return (the experts of pairs p, whether each is in range)."""
     expert = tl.load(chosen + p, mask=p < pairs, other=-1)
     valid = (expert >= 0) & (expert < experts)
     return expert, tl.where(valid, expert, 0).to(tl.int32), valid
@@ -46,7 +46,7 @@ def _chosen(chosen, p, pairs, experts):
 
 @triton.jit(do_not_specialize=["pairs", "experts"])
 def moe_count_kernel(chosen, counts, pairs, experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """counts [programs, BINS]: how many of each program's pairs have each expert."""
+    """Count each program's pairs by expert: counts [programs, BINS]."""
     arch.follow()
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, expert, valid = _chosen(chosen, p, pairs, experts)
@@ -60,9 +60,10 @@ def moe_route_kernel(
     chosen, counts, order, offsets, ctx_ptr, pairs, experts, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     SCANNED: tl.constexpr, BINS: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    """chosen [pairs]: experts. order [pairs]: pairs by expert, in order; offsets [experts + 1]: where each begins.
+    """Sort pairs by expert: order [pairs] holds them, offsets [experts + 1] where each expert's pairs begin.
 
-    SCANNED: pairs at most, which each program counts; 0: `counts` has those of each program's BLOCKS blocks.
+    chosen [pairs] holds experts. SCANNED is the most pairs, if each program counts all of them; if it is 0, `counts`
+    holds the counts of each program's BLOCKS blocks.
     """
     arch.follow()
     first, e = tl.program_id(0) * (BLOCK * BLOCKS), tl.arange(0, BINS)
@@ -114,7 +115,7 @@ class Routing:
 
 
 def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Fills `rows` and `offsets` of a `Routing`."""
+    """Fill `rows` and `offsets` of a `Routing`."""
     ctx, pairs, experts = steps.ctx, chosen.numel(), offsets.shape[0] - 1
     if pairs == 0:
         offsets.zero_()

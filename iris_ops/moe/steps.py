@@ -28,7 +28,10 @@ class Steps:
         self._rooms: list[torch.Tensor] = []
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Memory of this rank for what one launch leaves to the next; what was too small stays, for captured graphs."""
+        """Return this rank's memory for what one launch leaves to the next.
+
+        Memory that became too small is kept, for captured graphs.
+        """
         if not self._rooms or self._rooms[-1].nbytes < nbytes:
             refuse_capture(self.ctx)
             size = 1 << max(12, (nbytes - 1).bit_length())
@@ -45,7 +48,7 @@ class Steps:
         return launches
 
     def together(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        """Return `t`, or a copy if elements of its rows stand apart, with which the call cannot be made again."""
+        """Return `t`, or a copy if elements of its rows lie apart, with which the call cannot be made again."""
         if t is None or t.stride(1) == 1:
             return t
         self._now = None

@@ -5,8 +5,8 @@
     torch.ops.iris_ops.moe_down(A, B, experts, weights, bias, shared, scatter, group, scale)
                                 -> Tensor [T,H] or [T/w,H]
     torch.ops.iris_ops.moe_experts(A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, activation,
-                                   interleaved, scatter, group, gate_up_scale, down_scale, width) -> Tensor [T,H] or
-                                   [T/w,H]
+                                   interleaved, scatter, gate_up_scale, down_scale, width, group)
+                                   -> Tensor [T,H] or [T/w,H]
 
 The last one is both, with the tokens sorted once. `width`: this rank's part of the experts' intermediate size.
 `activation`: as `as_text` writes it. `scatter`: each rank gets its tokens only. All are functional and have no
@@ -15,7 +15,7 @@ gradient. `mixture` is what layers call, compiled or not.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from iris import registry
 import torch
@@ -30,28 +30,68 @@ from .activation import Activation, activation_of
 from .routing import Routing
 
 
-def mixture(
-    ctx: Context, A: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: torch.Tensor,
-    weights: torch.Tensor, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-    shared: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
-    scatter: bool = False, gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None,
-    width: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return what all experts together make of tokens A [T,H]: `moe_gate_up`, then `moe_down_all_reduce`; a new [T,H].
+class MixtureCall(NamedTuple):
+    """Tokens A [T,H], the experts of each with their weights [T,k], and what the experts multiply by.
 
-    gate_up [E,H,2I] and down [E,I,H], or transposes of contiguous tensors; experts, weights [T,k]; shared [T,H]; and
-    the scales of both, as the ops have them. `scatter`: by `moe_down_reduce_scatter`, a new [T/w,H]. `width`: I, which
-    down has with padding where it holds codes.
+    gate_up [E,H,2I] and down [E,I,H], or transposes of contiguous tensors; shared [T,H]; biases and scales as the ops
+    take them. `scatter`: by `moe_down_reduce_scatter`. `width`: I, which down has with padding where it holds codes.
     """
+
+    A: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    shared: torch.Tensor | None = None
+    activation: str | Activation = "silu"
+    interleaved: bool = False
+    scatter: bool = False
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    width: int | None = None
+
+
+class _GateUp(NamedTuple):
+    A: torch.Tensor
+    B: torch.Tensor
+    experts: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str
+    interleaved: bool
+    width: int
+    group: str
+    scale: torch.Tensor | None = None
+
+
+class _Down(NamedTuple):
+    A: torch.Tensor
+    B: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    bias: torch.Tensor | None
+    shared: torch.Tensor | None
+    scatter: bool
+    group: str
+    scale: torch.Tensor | None = None
+
+
+def mixture(ctx: Context, call: MixtureCall) -> torch.Tensor:
+    """Return the sum over each token's experts, by `moe_gate_up` and a `moe_down_*`: a new [T,H] or [T/w,H]."""
     if is_recording():
-        return torch.ops.iris_ops.moe_experts(
-            A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, as_text(activation), interleaved,
-            scatter, ctx.group_name, gate_up_scale, down_scale, width,
-        )  # fmt: skip
-    return _experts(
-        A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, activation, interleaved, scatter, ctx,
-        gate_up_scale, down_scale, width,
-    )  # fmt: skip
+        return torch.ops.iris_ops.moe_experts(*call._replace(activation=as_text(call.activation)), ctx.group_name)
+    A, experts, count = call.A, call.experts, call.gate_up.shape[0]
+    routing: torch.Tensor | Routing = experts
+    if need_sorting(experts.numel(), count):
+        routing = ctx.ops.moe_route(experts, count)
+    middle = A.new_empty(experts.numel(), call.down.shape[1] if call.width is None else call.width)
+    gates = call.gate_up_bias, call.activation, call.interleaved
+    ctx.ops.moe_gate_up(middle, A, call.gate_up, routing, *gates, scale=call.gate_up_scale)
+    out = _new_result(ctx, A, call.down, experts, call.scatter)
+    reduce = ctx.ops.moe_down_reduce_scatter if call.scatter else ctx.ops.moe_down_all_reduce
+    reduce(out, middle, call.down, routing, call.weights, call.down_bias, call.shared, scale=call.down_scale)
+    return out
 
 
 def as_text(activation: str | Activation) -> str:
@@ -65,106 +105,72 @@ def _from_text(text: str) -> Activation:
     return Activation(kind, float(alpha), None if limit == "None" else float(limit), float(shift))
 
 
-def _rows(ctx: Context, tokens: int, scatter: bool) -> int:
-    return part_of(tokens, ctx.num_ranks, ctx.cur_rank) if scatter else tokens
-
-
-def _gate_up(
-    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, activation: str,
-    interleaved: bool, width: int, group: str, scale: torch.Tensor | None = None,
+def _new_result(
+    ctx: Context, like: torch.Tensor, down: torch.Tensor, experts: torch.Tensor, scatter: bool
 ) -> torch.Tensor:  # fmt: skip
-    out = A.new_empty(experts.numel(), width)
-    ctx = registry.find(group)
-    ctx.ops.moe_gate_up(out, A, B, experts, bias, _from_text(activation), interleaved, scale=scale)
-    return out
+    tokens = experts.shape[0]
+    rows = part_of(tokens, ctx.num_ranks, ctx.cur_rank) if scatter else tokens
+    return like.new_empty(rows, down.shape[2])
 
 
-def _down(
-    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None, scatter: bool, group: str, scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    ctx = registry.find(group)
-    out = A.new_empty(_rows(ctx, experts.shape[0], scatter), B.shape[2])
-    down = ctx.ops.moe_down_reduce_scatter if scatter else ctx.ops.moe_down_all_reduce
-    down(out, A, B, experts, weights, bias, shared, scale=scale)
-    return out
-
-
-def _experts(
-    A: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, shared: torch.Tensor | None,
-    activation: str | Activation, interleaved: bool, scatter: bool, ctx: Context,
-    gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None, width: int | None,
-) -> torch.Tensor:  # fmt: skip
-    routing: torch.Tensor | Routing = experts
-    if need_sorting(experts.numel(), gate_up.shape[0]):
-        routing = ctx.ops.moe_route(experts, gate_up.shape[0])
-    middle = A.new_empty(experts.numel(), down.shape[1] if width is None else width)
-    ctx.ops.moe_gate_up(middle, A, gate_up, routing, gate_up_bias, activation, interleaved, scale=gate_up_scale)
-    out = A.new_empty(_rows(ctx, A.shape[0], scatter), down.shape[2])
-    reduce = ctx.ops.moe_down_reduce_scatter if scatter else ctx.ops.moe_down_all_reduce
-    reduce(out, middle, down, routing, weights, down_bias, shared, scale=down_scale)
-    return out
-
-
-def _experts_of_group(
-    A: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, shared: torch.Tensor | None, activation: str,
-    interleaved: bool, scatter: bool, group: str, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, width: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return _experts(
-        A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, _from_text(activation), interleaved,
-        scatter, registry.find(group), gate_up_scale, down_scale, width,
+def _gate_up(*given: Any, **named: Any) -> torch.Tensor:
+    call = _GateUp(*given, **named)
+    out, activation = call.A.new_empty(call.experts.numel(), call.width), _from_text(call.activation)
+    ctx = registry.find(call.group)
+    ctx.ops.moe_gate_up(
+        out, call.A, call.B, call.experts, call.bias, activation, call.interleaved, scale=call.scale
     )  # fmt: skip
+    return out
 
 
-def _fake_gate_up(
-    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, activation: str,
-    interleaved: bool, width: int, group: str, scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    check_gradients("moe_gate_up", A=A, B=B, bias=bias)
-    return A.new_empty(experts.shape[0] * experts.shape[1], width)
+def _fake_gate_up(*given: Any, **named: Any) -> torch.Tensor:
+    call = _GateUp(*given, **named)
+    check_gradients("moe_gate_up", A=call.A, B=call.B, bias=call.bias)
+    return call.A.new_empty(call.experts.shape[0] * call.experts.shape[1], call.width)
 
 
-def _fake_down(
-    A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
-    shared: torch.Tensor | None, scatter: bool, group: str, scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    check_gradients("moe_down", A=A, B=B, weights=weights, bias=bias, shared=shared)
-    return A.new_empty(_rows(registry.find(group), experts.shape[0], scatter), B.shape[2])
+def _down(*given: Any, **named: Any) -> torch.Tensor:
+    call = _Down(*given, **named)
+    ctx = registry.find(call.group)
+    out = _new_result(ctx, call.A, call.B, call.experts, call.scatter)
+    reduce = ctx.ops.moe_down_reduce_scatter if call.scatter else ctx.ops.moe_down_all_reduce
+    reduce(out, call.A, call.B, call.experts, call.weights, call.bias, call.shared, scale=call.scale)
+    return out
 
 
-def _fake_experts(
-    A: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, shared: torch.Tensor | None, activation: str,
-    interleaved: bool, scatter: bool, group: str, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, width: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    tensors = dict(A=A, gate_up=gate_up, down=down, weights=weights, shared=shared)
-    check_gradients("moe_experts", **tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
-    return A.new_empty(_rows(registry.find(group), experts.shape[0], scatter), down.shape[2])
+def _fake_down(*given: Any, **named: Any) -> torch.Tensor:
+    call = _Down(*given, **named)
+    check_gradients("moe_down", A=call.A, B=call.B, weights=call.weights, bias=call.bias, shared=call.shared)
+    return _new_result(registry.find(call.group), call.A, call.B, call.experts, call.scatter)
 
 
-_SCHEMAS: dict[str, tuple[str, Any, Any]] = {
-    "moe_gate_up": (
-        "(Tensor A, Tensor B, Tensor experts, Tensor? bias, str activation, bool interleaved, SymInt width, str group, "
-        "Tensor? scale=None) "
-        "-> Tensor",
-        _gate_up, _fake_gate_up,
-    ),
-    "moe_down": (
-        "(Tensor A, Tensor B, Tensor experts, Tensor weights, Tensor? bias, Tensor? shared, bool scatter, str group, "
-        "Tensor? scale=None) "
-        "-> Tensor",
-        _down, _fake_down,
-    ),
-    "moe_experts": (
-        "(Tensor A, Tensor gate_up, Tensor down, Tensor experts, Tensor weights, Tensor? gate_up_bias, "
-        "Tensor? down_bias, Tensor? shared, str activation, bool interleaved, bool scatter, str group, "
-        "Tensor? gate_up_scale=None, Tensor? down_scale=None, SymInt? width=None) -> Tensor",
-        _experts_of_group, _fake_experts,
-    ),
-}  # fmt: skip
-for _name, (_schema, _kernel, _fake) in _SCHEMAS.items():
-    OPERATORS.add(_name + _schema, _kernel, _fake)
+def _experts(*given: Any) -> torch.Tensor:
+    *rest, group = given
+    call = MixtureCall(*rest)
+    return mixture(registry.find(group), call._replace(activation=_from_text(str(call.activation))))
+
+
+def _fake_experts(*given: Any) -> torch.Tensor:
+    *rest, group = given
+    call = MixtureCall(*rest)
+    tensors = dict(A=call.A, gate_up=call.gate_up, down=call.down, weights=call.weights, shared=call.shared)
+    check_gradients("moe_experts", **tensors, gate_up_bias=call.gate_up_bias, down_bias=call.down_bias)
+    return _new_result(registry.find(group), call.A, call.down, call.experts, call.scatter)
+
+
+OPERATORS.add(
+    "moe_gate_up(Tensor A, Tensor B, Tensor experts, Tensor? bias, str activation, bool interleaved, SymInt width, "
+    "str group, Tensor? scale=None) -> Tensor",
+    _gate_up, _fake_gate_up,
+)  # fmt: skip
+OPERATORS.add(
+    "moe_down(Tensor A, Tensor B, Tensor experts, Tensor weights, Tensor? bias, Tensor? shared, bool scatter, "
+    "str group, Tensor? scale=None) -> Tensor",
+    _down, _fake_down,
+)  # fmt: skip
+OPERATORS.add(
+    "moe_experts(Tensor A, Tensor gate_up, Tensor down, Tensor experts, Tensor weights, Tensor? gate_up_bias, "
+    "Tensor? down_bias, Tensor? shared, str activation, bool interleaved, bool scatter, Tensor? gate_up_scale, "
+    "Tensor? down_scale, SymInt? width, str group) -> Tensor",
+    _experts, _fake_experts,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""How grouped kernels are given the weights of all experts: by a tensor descriptor where the hardware can, or not."""
+"""Pass the weights of all experts to grouped kernels: as a tensor descriptor where the hardware can read them so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from iris.triton_private import TensorDescriptor
 import torch
 
-from ..planning.moe_problem import lies_by_lines
+from ..planning.experts import lies_by_lines
 from ..planning.weights import format_of
 from ..problem import TMA_ALIGNMENT
 from ..quantised.packing import PACKINGS
@@ -16,7 +16,7 @@ from .arguments import Codes, ExpertScales
 
 
 def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
-    """Whether a tensor descriptor can read B [E,K,N], and so can tiles that begin `n_step` columns further on."""
+    """Return whether a tensor descriptor can read B [E,K,N], including tiles that begin `n_step` columns further on."""
     transposed = is_transposed(B)
     *strides, last = (B.transpose(1, 2) if transposed else B).stride()
     granule = TMA_ALIGNMENT // B.element_size()
@@ -71,10 +71,11 @@ def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
 def weights_operand(
     B: torch.Tensor, block_n: int, block_k: int, n_step: int = 0, together: bool = False
 ) -> tuple[object, bool, bool]:
-    """B [E,K,N] for tiles of block_k by block_n: (a descriptor or B, whether it is one, whether B is transposed).
+    """Return B [E,K,N] for tiles of block_k by block_n: (a descriptor or B, whether it is one, whether B is
+    transposed).
 
-    `n_step`: where in a row a second half begins, if one does; tiles begin at whole vectors. `together`: a tile has
-    block_n columns of each half, and the descriptor one more dimension, which tells them apart.
+    `n_step` is where in a row a second half begins, if there is one; tiles begin at whole vectors. With `together`, a
+    tile has block_n columns of each half, and the descriptor has one more dimension to select the half.
     """
     transposed = is_transposed(B)
     if not can_be_described(B, n_step):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from iris.machines import INTERPRETER, Machine
 
-from .moe_problem import MoeProblem
+from ..problem import Problem
 from .needs import PLAIN
+from .operations import DOWN_REDUCE_SCATTER
 from .workspace_size import exchange_ld
 
 FEW_PAIRS = 256  # that a program looks through by itself
@@ -53,58 +54,63 @@ def need_sorting(pairs: int, experts: int) -> bool:
     return pairs > min(FEW_PAIRS, 4 * experts)
 
 
-def one_token(problem: MoeProblem) -> str | None:
+def one_token(problem: Problem) -> str | None:
     """Return why `lamport_token.py` cannot serve a problem, or None."""
-    if problem.tokens != 1:
+    if problem.M != 1:
         return "it serves one token"
     if problem.weights is not PLAIN:
         return "it reads weights in the tokens' dtype"
-    if problem.in_rows:
+    if problem.experts.in_rows:
         return "its columns would be read in pieces too short"
     return None if not problem.sums.promised else "it adds otherwise than what serves more tokens"
 
 
-def waits_too_wide(problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+def waits_too_wide(problem: Problem, block_n: int, machine: Machine) -> str | None:
     """Return why columns in blocks of so many would have too many programs wait at once, if they would."""
     if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
         return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
     return None
 
 
-def exchange_form(problem: MoeProblem) -> str:
+def exchange_form(problem: Problem) -> str:
     """To whom a rank's sums of many tokens go (`lamport_combine.py`)."""
-    if problem.scatters:
+    if problem.op == DOWN_REDUCE_SCATTER:
         return "scatter"
-    few = problem.world_size == 2 or problem.tokens * problem.N <= _MOST_TO_ALL
+    few = problem.world_size == 2 or problem.M * problem.N <= _MOST_TO_ALL
     return "all" if few else "owners"
 
 
-def tokens_at_once(problem: MoeProblem) -> int:
+def tokens_at_once(problem: Problem) -> int:
     """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
-    if problem.scatters:  # whose parts are of all tokens
-        return problem.tokens
+    if problem.op == DOWN_REDUCE_SCATTER:  # whose parts are of all tokens
+        return problem.M
     token_bytes = sums_bytes(problem, problem.world_size) // problem.world_size
-    return min(problem.tokens, max(1, MOST_EXCHANGED // max(1, token_bytes)))
+    return min(problem.M, max(1, MOST_EXCHANGED // max(1, token_bytes)))
 
 
-def sums_bytes(problem: MoeProblem, tokens: int) -> int:
+def sums_bytes(problem: Problem, tokens: int) -> int:
     w, ld = problem.world_size, exchange_ld(problem.N)
     elements = w * tokens * ld
     if exchange_form(problem) != "all":
         rows = -(-tokens // w) * w
-        elements = rows * ld + (exchange_ld(w) if problem.scatters else rows * ld)
+        elements = rows * ld + (exchange_ld(w) if problem.op == DOWN_REDUCE_SCATTER else rows * ld)
     return 2 * elements * problem.dtype.itemsize
 
 
-def link_us(problem: MoeProblem, machine: Machine) -> float:
-    w = problem.world_size
-    copies = (1 if problem.scatters else 2) * (w - 1) / w
-    return copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+def link_us(problem: Problem, machine: Machine) -> float:
+    return problem.link_bytes / (machine.link_gbs * 1e3)
 
 
-def tiles_of(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
+def weight_bytes(problem: Problem) -> float:
+    """Return the bytes of a number of an expert's weight in memory."""
+    if problem.weights is PLAIN:
+        return problem.dtype.itemsize
+    return problem.weights.nbytes(1, problem.K) / max(1, problem.K)
+
+
+def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
     """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
-    few = not need_sorting(problem.pairs, problem.experts)
+    few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
     least = 32 if machine.name.startswith("AMD") else 16  # an instruction has 32 rows and columns there, or 16
@@ -112,18 +118,19 @@ def tiles_of(problem: MoeProblem, machine: Machine) -> Sequence[tuple]:
     return tiles[:1] if few else tiles
 
 
-def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine) -> float:
+def product_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -> float:
     """In tiles of `_TILES`."""
     if not problem.pairs:
         return 0.0
-    size, columns = problem.dtype.itemsize, problem.columns
-    to_an_expert = problem.pairs / problem.touched
-    blocks = problem.touched * max(1.0, to_an_expert / block_m + 0.5)
+    size, columns = problem.dtype.itemsize, problem.N
+    touched = problem.experts.touched(problem.pairs)
+    to_an_expert = problem.pairs / touched
+    blocks = touched * max(1.0, to_an_expert / block_m + 0.5)
     flops = 2.0 * blocks * block_m * columns * problem.K
     rate, ends = next((rate, ends) for m, n, *_, rate, ends in _TILES if (m, n) == (block_m, block_n))
     rate *= (1.0 if size == 2 else 0.06) * problem.K / (problem.K + ends) if problem.K else 1.0
-    streamed = problem.touched * columns * problem.K * problem.weight_bytes
-    passed = problem.pairs * (problem.K * -(-columns // (4 * block_n)) + problem.N) * size
+    streamed = touched * columns * problem.K * weight_bytes(problem)
+    passed = problem.pairs * (problem.K * -(-columns // (4 * block_n)) + problem.out_cols) * size
     programs = max(1.0, blocks * columns / block_n)
     waves = max(1.0, machine.num_programs / programs)
     drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
@@ -133,7 +140,7 @@ def product_us(problem: MoeProblem, block_m: int, block_n: int, machine: Machine
     return max(memory, math) + 0.25 * min(memory, math)
 
 
-def _widening_us(problem: MoeProblem, block_n: int, programs: float, machine: Machine) -> float:
+def _widening_us(problem: Problem, block_n: int, programs: float, machine: Machine) -> float:
     """Return the microseconds in which programs widen the codes of their tiles; 0 for experts in the tokens' dtype."""
     if problem.weights is PLAIN or machine.name == INTERPRETER:
         return 0.0
@@ -141,6 +148,6 @@ def _widening_us(problem: MoeProblem, block_n: int, programs: float, machine: Ma
     return max(alone / _ALONE, alone * programs / machine.num_programs / _SHARED)
 
 
-def sort_us(problem: MoeProblem) -> float:
+def sort_us(problem: Problem) -> float:
     """Return the microseconds of a kernel that sorts the tokens, where they are many."""
-    return SORT_US if need_sorting(problem.pairs, problem.experts) else 0.0
+    return SORT_US if need_sorting(problem.pairs, problem.experts.count) else 0.0

@@ -44,7 +44,9 @@ class WeightFormat:
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
     streamed_rows: int = 16
-    """Rows of A at most that are multiplied by a stream of weights."""
+    """Rows of A at most that a launch multiplies by a stream of weights."""
+    streams_again: int = 1
+    """Launches at most, one after the other, for more rows."""
     convertible: bool = False
     """Whether a plan compares ways that multiply the format with those for a B that each call converts."""
     by_rank: bool = True
@@ -91,9 +93,10 @@ class WeightFormat:
         """Return the bytes of a stored weight and its scales."""
         return N * K
 
-    def streamable(self, rows: int, K: int) -> bool:
-        """Return whether the stream of weights serves products of such shapes, on Hopper."""
-        return 0 < rows <= self.streamed_rows and self.granule > 0 and K > 0 and K % self.granule == 0
+    def streamable(self, rows: int, K: int, launches: int = 1) -> bool:
+        """Return whether so many launches of the stream of weights serve products of such shapes, on Hopper."""
+        few = 0 < rows <= launches * self.streamed_rows
+        return few and self.granule > 0 and K > 0 and K % self.granule == 0
 
     def local_rows(self, gated: bool) -> int:
         """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
@@ -141,7 +144,9 @@ class Epilogue:
     name: str
     apart: str
     """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    halves: bool = False
+    """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
 
-GATE = Epilogue("gate", "steps:gate_apart")
+GATE = Epilogue("gate", "steps:gate_apart", halves=True)
 NORM = Epilogue("norm", "steps:norm_apart")

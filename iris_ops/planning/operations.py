@@ -22,6 +22,14 @@ NORM = "matmul_all_reduce_norm"
 # `all_gather_matmul` by rows, of whose result the first half gates the second: to plan and launch, the same problem.
 GATED = "all_gather_matmul_gated"
 
+# The ops of a mixture: a sort by experts, gate and up of each token's experts, and
+# the way back, summed over experts and ranks.
+ROUTE = "moe_route"
+GATE_UP = "moe_gate_up"
+DOWN_ALL_REDUCE = "moe_down_all_reduce"
+DOWN_REDUCE_SCATTER = "moe_down_reduce_scatter"
+MOE_OPS = (GATE_UP, DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER)
+
 Size = tuple[int, ...]
 
 
@@ -51,6 +59,16 @@ class Operation:
     epilogue: Epilogue | None = None
     expected: str
     """The shapes, in words."""
+    mixes: bool = False
+    """Whether each row has experts of its own."""
+    widens: bool = False
+    """Whether kernels widen all weights to A's dtype on the way into the product."""
+    portable: bool = True
+    """Whether sums can be the same on any number of ranks."""
+    one_order: str = ""
+    """By what all ways sum, where that does not depend on the tile."""
+    counted: str = "rows"
+    """Of what M is the number."""
 
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
         """Return M, N and K if the shapes are those of `form`."""
@@ -70,6 +88,10 @@ class Operation:
     def single(self, M: int, N: int, K: int) -> bool:
         """Return whether one element at most is gathered or scattered."""
         return M == N == 1
+
+    def text(self, problem: Any) -> str:
+        """Return the sizes of a problem in the words of a plan's first line."""
+        return f"{problem.form} M={problem.M} N={problem.N} K={problem.K}"
 
     def expects(self, shapes: Shapes) -> str:
         """Return the shapes that an error names, given those of a call."""
@@ -139,6 +161,10 @@ class ReduceScatter(Operation):
         own = (part(m), n) if form == "rows" else (m, part(n))
         return (m, n, k) if kb == k and out == own else None
 
+    def text(self, problem: Any) -> str:
+        """Return the sizes of a problem in the words of a plan's first line."""
+        return f"{problem.form} M={problem.M} N={problem.N} K={problem.K}"
+
     def expects(self, shapes: Shapes) -> str:
         if shapes.out != (shapes.A[0], shapes.B[1]):
             return self.expected
@@ -162,8 +188,42 @@ class Gated(GatherMatmul):
         return "expected an even number, the columns of gate and up together" if N % 2 else None
 
 
+class _Mixture(Operation):
+    """An op of a mixture, whose rows are pairs of a token and an expert. `moe/checks.py` describes its tensors."""
+
+    forms, mixes, widens, portable = ("",), True, True, False
+    one_order, counted = "tiles of one instruction", "tokens"
+
+    def product(self, problem: Any) -> tuple[int, int, int]:
+        return problem.pairs, problem.N, problem.K
+
+    def text(self, problem: Any) -> str:
+        experts = problem.experts
+        sizes = f"T={problem.M} k={experts.top_k} E={experts.count}"
+        return f"{sizes} N={problem.out_cols} K={problem.K}"
+
+
+class GateUp(_Mixture):
+    name, shared, epilogue = GATE_UP, "K", GATE
+
+    def sent(self, problem: Any) -> float:
+        return 0
+
+
+class DownAllReduce(_Mixture):
+    name, sums = DOWN_ALL_REDUCE, True
+
+    def sent(self, problem: Any) -> float:
+        return 2 * problem.M * problem.N
+
+
+class DownReduceScatter(_Mixture):
+    name, forms, sums = DOWN_REDUCE_SCATTER, ("rows",), True
+
+
 TABLE = (AllReduce(), GatherMatmul(), MatmulGather(), ReduceScatter(), Norm(), Gated())
-BY_NAME: dict[str, Operation] = {operation.name: operation for operation in TABLE}
+MIXTURES = (GateUp(), DownAllReduce(), DownReduceScatter())
+BY_NAME: dict[str, Operation] = {operation.name: operation for operation in (*TABLE, *MIXTURES)}
 
 OPS = tuple(operation.name for operation in TABLE if not operation.base)
 SUMS = tuple(operation.name for operation in TABLE if operation.sums and not operation.base)

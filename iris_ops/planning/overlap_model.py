@@ -14,7 +14,6 @@ from iris.machines import INTERPRETER, Machine
 
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
-from .needs import GATE
 from .tile_model import tile_us
 from .waves import gemm_tiles, programs_of
 
@@ -111,7 +110,7 @@ def specialised_refused(problem: Problem, machine: Machine) -> str | None:
         return "it needs a Hopper GPU"
     if problem.dtype.itemsize != 2:
         return f"it does not multiply {problem.dtype}"
-    width = problem.N // 2 if problem.epilogue is GATE else problem.N  # of out
+    width = problem.out_cols
     if not (problem.whole_vectors(problem.K) and problem.whole_vectors(width)):
         return "rows begin between vectors of 16 bytes"
     return None

@@ -42,7 +42,7 @@ class Level:
 
     def counted(self, problem: Any) -> str:
         """Return the name of the counts on which a row's bits do not depend."""
-        return problem.counted
+        return problem.operation.counted
 
     def best(self, orders: Sequence[Any], us: Callable[[Any], float]) -> Any:
         """Return the order that all sums take, of those that serve any number of rows; None of none.
@@ -60,6 +60,8 @@ class _Ranks(Level):
     """Keeps a row's bits on any number of ranks, too: sums over ranks are those of a tree (`sum_tree.py`)."""
 
     def refuses(self, problem: Any) -> str | None:
+        if not problem.operation.portable:
+            return "the context has invariant='ranks', which mixtures of experts do not keep; expected 'batch' or None"
         if problem.weights is PLAIN or not problem.weights.by_rank:
             return None
         return (

@@ -60,9 +60,9 @@ FP32_TILES: Tiles = {
     (32, 64, 32, 4): (3, 0.7),
     (16, 64, 64, 4): (3, 0.4),
 }
-# Of tiles of few rows, and the rate of products over those of two bytes, by bytes of an operand.
+# Of tiles of few rows, by bytes of an operand; the rate of products of bytes, over those of two bytes.
 EXCHANGED_TILES = {1: BYTE_TILES, 2: LAMPORT_TILES, 4: FP32_TILES}
-_RATES = {1: 1.85, 2: 1.0, 4: 0.05}
+_BYTE_SHARE = 1.85
 _ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
@@ -146,5 +146,6 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
-    rate = machine.tflops * share * _RATES[problem.itemsize] / machine.num_programs  # TFLOP/s of one program
+    share *= {1: _BYTE_SHARE, 2: 1.0, 4: machine.fp32_share}[problem.itemsize]
+    rate = machine.tflops * share / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.itemsize)) / (rate * 1e6) + 1.5

@@ -61,7 +61,7 @@ def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> flo
             units = tiles * splits
             if splits > 1 and k < splits * _SHORTEST_SPLIT or splits > 2 and units > machine.num_programs:
                 continue  # in three and more only where programs would be without a tile
-            rate = machine.tflops * share / machine.num_programs * 1e6
+            rate = (machine.library_tflops or machine.tflops) * share / machine.num_programs * 1e6
             tile_us = 2.0 * bm * bn * k / splits / rate
             waves.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
     return min(waves)

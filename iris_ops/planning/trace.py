@@ -30,7 +30,8 @@ class Choice:
 def reasons(choice: Choice) -> tuple[str, ...]:
     """Return the lines, the chosen one last but for what follows from it."""
     problem, chosen = choice.problem, choice.serving[0]
-    lines = [f"{problem.text} on {choice.machine.name}", *tritonblas.reasons(problem, choice.machine.name)]
+    lines = [f"{problem.text} on {choice.machine.name}", f"rates {choice.machine.source}"]
+    lines += tritonblas.reasons(problem, choice.machine.name)
     lines += [candidate.row(problem) for candidate in choice.serving]
     lines += choice.comparison.rejections()
     for candidate, order in choice.other_orders:
@@ -40,9 +41,9 @@ def reasons(choice: Choice) -> tuple[str, ...]:
         least = chosen.times.total_us
         cost = max(0.0, least - choice.free.total_us)
         share = 100 * cost / least if least else 0.0
+        order = choice.required or problem.operation.one_order
         lines.append(
-            f"all sum by {choice.required or problem.order_text}: the same bits at every number of {of_what(problem)}"
-            f" cost {cost:.1f} us, {share:.1f} %"
+            f"all sum by {order}: the same bits at every number of {of_what(problem)} cost {cost:.1f} us, {share:.1f} %"
         )
     lines.append(f"chosen {chosen.label(problem)}")
     if chosen.way.writes_to_peers(problem):
@@ -56,4 +57,4 @@ def reasons(choice: Choice) -> tuple[str, ...]:
 def of_what(problem: Any) -> str:
     """Return the name of the counts on which a row's bits do not depend."""
     level = problem.sums.level
-    return level.counted(problem) if level else problem.counted
+    return level.counted(problem) if level else problem.operation.counted

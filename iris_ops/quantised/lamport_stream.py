@@ -1,7 +1,7 @@
 """`matmul_all_reduce` of few rows with quantised weights, by the stream of `weight_stream.py`, on NVIDIA Hopper.
 
 One shot: each rank sends its product to all ranks as Lamport values, and each adds up everyone's, in rank order. The
-values stand in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
+values lie in the same places as those of `lamport_matmul.py`. So ranks may even mix the two kernels, where one rank's
 weight does not lie as this kernel needs it. Only the sums of squares of a norm are then added in another order.
 
 A program sends all tiles that it multiplies before it waits for any. The columns that it sums are others than those
@@ -54,8 +54,9 @@ def lamport_stream_kernel(
     widen: gl.constexpr,
     world: gl.constexpr,
 ):
-    """a, b, scales, epilogue.b_scales: as in `weight_stream.py`; M of at most BLOCK_M rows. The rest as in
-    `lamport_matmul_kernel`.
+    """Multiply up to BLOCK_M rows by a streamed quantised weight, and all-reduce the products as Lamport values.
+
+    a, b, scales, epilogue.b_scales: as in `weight_stream.py`; the others are as in `lamport_matmul_kernel`.
     """
     BLOCK_M: gl.constexpr = form.BLOCK_M
     TAKE: gl.constexpr = form.TAKE
@@ -113,7 +114,8 @@ def lamport_stream_kernel(
 
 def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Operands") -> str | None:
     """Return the reason why the kernel cannot load these tensors, or None."""
-    return weight_stream.supports(tensors.A, tensors.B, tensors.scale)
+    A = tensors.A[: problem.weights.streamed_rows]  # of a launch
+    return weight_stream.supports(A, tensors.B, tensors.scale)
 
 
 def taken(block_m: int, warps: int) -> gl.BlockedLayout:

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _apart(ctx_ptr):
-    """Four numbers in each word: four tensors of bf16, each times 2**64."""
+    """Split words of four numbers into four bf16 tensors, each times 2**64."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, m, p, q, r, s;
@@ -39,7 +39,7 @@ def _apart(ctx_ptr):
 
 @gluon.jit
 def _scaled(x):
-    """Numbers of bf16 times 2**64."""
+    """Multiply bf16 numbers by 2**64."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 m; mov.b32 m, 0x5f805f80; mul.rn.bf16x2 $0, $1, m; }", "=r,r", [x], gl.bfloat16, is_pure=True,
         pack=2,
@@ -48,12 +48,10 @@ def _scaled(x):
 
 @gluon.jit
 def added_to(y, widen: gl.constexpr):
-    """Weights with what their codes lack: exact, for both are small integers."""
+    """Add to the weights what their codes lack, exactly, because both are small integers."""
     result = ()
     for i in gl.static_range(len(y)):
-        result = result + (
-            gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),
-        )
+        result = result + (gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
     return result
 
 
@@ -62,7 +60,7 @@ def begins_of(
     x, widen: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, ACROSS: gl.constexpr, ADDS: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """With what each group's sum begins: where it `ADDS` what codes lack, that times the sum of A."""
+    """Return the initial value of each group's sum: if it `ADDS` what codes lack, that times the sum of A."""
     EACH: gl.constexpr = widen.PRODUCTS // GROUPS
     LINES: gl.constexpr = x[0].shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
@@ -79,7 +77,7 @@ def begins_of(
 
 @gluon.jit
 def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
-    """x [lines, 16, rows] so often, along columns."""
+    """Repeat x [lines, 16, rows] TIMES times along its columns."""
     if TIMES > 1:
         half = _repeated(x, TIMES // 2, MMA)
         both = gl.permute(gl.join(half, half), (0, 3, 1, 2))
@@ -89,7 +87,7 @@ def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
-    """`acc` and a line's products: each group's sum begins anew, and is added, `SCALED` times the group's scale."""
+    """Add a line's products to `acc`: sum each group anew, then add that sum, if `SCALED` times the group's scale."""
     GROUPS: gl.constexpr = len(begins)
     EACH: gl.constexpr = len(y) // GROUPS
     for g in gl.static_range(GROUPS):
@@ -104,11 +102,16 @@ def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
 
 
 @gluon.jit
+<<<<<<< HEAD
 def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
     """The transposed rows of A of each line as the products of the weights take them; each of `ACROSS` warps has them.
 
     Of runs, a single row stands for all `BLOCK_M`.
     """
+=======
+def products_of_rows(rows, widen: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
+    """Return A's numbers of each line as operands of its dot products with the weights, in each of `ACROSS` warps."""
+>>>>>>> main
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
@@ -133,7 +136,7 @@ def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: g
 def scales_of(
     factors, GROUPS: gl.constexpr, LINES: gl.constexpr, STEPS: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr
 ):
-    """The scales of `STEPS` times some lines in float32: for each step and group a tensor [lines, columns]."""
+    """Return the scales of `STEPS` times some lines in float32: for each step and group a tensor [lines, columns]."""
     COLUMNS: gl.constexpr = factors.shape[0]
     LOADED: gl.constexpr = factors.shape[1] // (LINES * GROUPS)
     s = factors.load(scales_layout(LINES, GROUPS, LOADED, COLUMNS, ACROSS))
@@ -151,7 +154,7 @@ def scales_of(
 
 @gluon.jit
 def _along(x):
-    """The parts of `x` along its last dimension, a power of two, as a tuple."""
+    """Split `x` along its last dimension, a power of two, into a tuple."""
     COUNT: gl.constexpr = x.shape[len(x.shape) - 1]
     result = ()
     if COUNT == 1:
@@ -166,13 +169,13 @@ def _along(x):
 
 @triton.constexpr_function
 def _bits(size):
-    """The binary logarithm of a power of two."""
+    """Return the binary logarithm of a power of two."""
     return size.bit_length() - 1
 
 
 @triton.constexpr_function
 def runs_layout(lines, rows, k_width, across):
-    """The layout of runs [4 * lines, 32, rows]: each warp has its line's four, as operands of dot products."""
+    """Return the layout of runs [4 * lines, 32, rows], in which each warp holds its line's four as dot operands."""
     k = [1 << i for i in range(5)]
     inner = {2: ([k[0], k[3], k[4]], [k[1], k[2]]), 4: ([k[0], k[1], k[4]], [k[2], k[3]])}[k_width]
     held = [[0, each, 0] for each in inner[0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
@@ -183,7 +186,7 @@ def runs_layout(lines, rows, k_width, across):
 
 @triton.constexpr_function
 def scales_layout(lines, groups, steps, columns, across):
-    """The layout of scales [columns, steps * lines * groups]: each thread has those of its columns of sums."""
+    """Return the layout of scales [columns, steps * lines * groups]: each thread holds those of its own columns."""
     held = [[0, 1 << i] for i in range(_bits(groups))] + [[8, 0]]
     held += [[16 * across << i, 0] for i in range(_bits(columns // (16 * across)))]
     more = [[0, groups * lines << i] for i in range(_bits(steps))]

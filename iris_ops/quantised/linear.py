@@ -23,7 +23,7 @@ from ..recording import is_recording, row_count
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K] times the transpose of the weight, plus the bias: [..., rows], in x's dtype."""
+    """Return x [..., K] times the transpose of the weight, plus the bias: [..., rows], in x's dtype."""
     call = torch.ops.iris_ops.quantised_matmul if is_recording() else _product
     out = call(x.reshape(row_count(x), x.shape[-1]), weight, scale, bias)
     return out.view(*x.shape[:-1], weight.shape[0])

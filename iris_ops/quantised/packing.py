@@ -40,7 +40,7 @@ Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """How weights of one format are stored; `fp8`, with a scale for each row."""
+    """How the weights of one format are stored. This class is `fp8`, with a scale for each row."""
 
     name: str = "fp8"
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -90,7 +90,7 @@ class Packing:
     def unpack(
         self, weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return the numbers [N, K] that `weight` and `scale` stand for, computed in float32, or float64 for that."""
+        """Return the numbers [N, K] that `weight` and `scale` represent, computed in float32, or float64 for that."""
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         group = self.group_of(weight, scale)
         numbers = self._numbers(self._in_order(weight, group)[:, :K]).to(precision)
@@ -117,11 +117,12 @@ class Packing:
         return self._rounded(weight.float(), scales.repeat_interleave(group, 1)[:, :K]), scales
 
     def group_of(self, weight: torch.Tensor, scale: torch.Tensor) -> int | None:
-        """Return how many entries along K share a scale, by the shapes of the stored tensors; None: a whole row."""
+        """Return how many entries along K share a scale, from the stored tensors' shapes; None for a whole row."""
         return None if scale.ndim == 1 else self.group_by(weight.shape[1], scale.shape[1])
 
     def group_by(self, elements: int, stored_slots: int) -> int:
-        """Return the same of rows of so many stored elements and scales. Raises `ShapeError` where none fits."""
+        """Return the same for rows of `elements` elements and `stored_slots` scales. Raises `ShapeError` where none
+        fits."""
         K = elements * self.per_element
         for group in self.groups:
             if group is not None and K % LINE == 0 and slots(K, group) == stored_slots:
@@ -148,7 +149,7 @@ class Packing:
         return requested or possible[0]
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
-        """`codes` with zeros up to `width`."""
+        """Pad `codes` with zeros to `width`."""
         if codes.dtype != self.dtype:
             raise DtypeError(f"codes have dtype {codes.dtype} for weights in {self.name}; expected {self.dtype}")
         bits = codes.contiguous().view(torch.uint8)
@@ -176,10 +177,10 @@ class Packing:
         return scale
 
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The scales by which entries up to `largest` become codes, as numbers of `dtype`.
+        """Return the scales, of `dtype`, by which entries up to `largest` become codes.
 
-        Here powers of two, by which the largest code of a row is between 224 and 448. That costs a floating-point
-        format no accuracy, and makes the way back exact. NaN for a row with something that is no number.
+        Here they are powers of two that map the largest entry of a row to between 224 and 448. A power of two costs a
+        floating-point format no accuracy and is undone exactly. A row with a NaN or an infinity gets the scale NaN.
         """
         mantissa, exponent = torch.frexp(largest / LARGEST)  # = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-100, 100)
@@ -202,7 +203,7 @@ class BlockPacking(Packing):
         return _some(largest / LARGEST)
 
     def _arranged(self, codes: torch.Tensor, group: int | None) -> torch.Tensor:
-        """Byte i of word j of a line: entry 32 i + j."""
+        """Arrange codes in lines: byte i of word j of a line holds entry 32 i + j."""
         return codes if group == LINE else _turned(codes, 4, 32)
 
     def _in_order(self, weight: torch.Tensor, group: int | None) -> torch.Tensor:
@@ -224,7 +225,7 @@ class FourBits(Packing):
 
     ZERO: ClassVar[int] = 8
     FIELDS: ClassVar[tuple] = tuple(((0, 4, 4 * n),) for n in range(4))
-    """Of each of four products, in half a word: (first bit of the code, bits, where they stand)."""
+    """Of each of four products, in half a word: (first bit of the code, bits, where they lie)."""
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         if codes.dtype != torch.uint8:
@@ -266,7 +267,7 @@ class FourBits(Packing):
 
 @dataclass(frozen=True)
 class E2m1(FourBits):
-    """e2m1 with a power of two for each 32 entries. A code's bits stand where one shift makes them a bf16's."""
+    """e2m1 with a power of two for each 32 entries. A code's bits lie where one shift makes them a bf16's."""
 
     name: str = "mxfp4"
     dtype: torch.dtype = torch.uint8
@@ -302,12 +303,12 @@ class E2m1(FourBits):
         return _power(scale.int() - 127)
 
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The largest power of two by which the largest entry is from 4 to below 8, of which 6 is e2m1's end."""
+        """Return the largest powers of two that map the largest entry to at least 4 and below 8; e2m1 ends at 6."""
         exponent = torch.frexp(largest.double())[1].clamp(-100, 127) - 3
         return _power(exponent).float()
 
     def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The nearest number, of two as near the one whose last bit is zero."""
+        """Round to the nearest representable number; of two equally near, to the one whose last bit is zero."""
         size = (weight / scales).abs()
         borders = torch.tensor([(a + b) / 2 for a, b in zip(_E2M1[:-1], _E2M1[1:], strict=True)], device=weight.device)
         down = torch.bucketize(size, borders)  # of an entry on a border the lower one

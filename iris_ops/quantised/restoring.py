@@ -23,7 +23,10 @@ _BLOCK = 1024  # entries of a program
 def restore_kernel(
     weight, scale, out, K, stride_w, stride_s, ENTRY: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out [rows, K] = what stored weight and scale stand for. `ENTRY`: of a `Widening`. GROUP: 0, one scale a row."""
+    """Restore out [rows, K] from a stored weight and its scales.
+
+    `ENTRY` is the entry of a `Widening`. GROUP is 0 if each row has one scale.
+    """
     arch.follow()
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = ENTRY(weight + row * stride_w, k, k < K)
@@ -41,7 +44,7 @@ def restore_kernel(
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight [N, K] that a stored weight and its scale stand for."""
+    """Return the weight [N, K] that a stored weight and its scale represent."""
     form = format_of(weight.t(), scale)
     if weight.device.type == "cpu" or not form.widening or weight.stride(1) != 1:
         return PACKINGS[form.packing].unpack(weight, scale, K, dtype)

@@ -9,10 +9,10 @@ most 1/16 of itself or, if that is more, 2**-10 of its column's scale.
     up to 16, Hopper  a stream of weights, widened in registers (`weight_stream.py`)        as it is
     more, Hopper      a stream of weights as they are (`tile_matmul.py`)                 rounded to e4m3, a scale a row
     else, bf16        `torch._scaled_mm` on GPUs with fp8 tensor cores                 rounded likewise
-    else              by the weight that B8 and scale stand for, made in each call     as it is
+    else              by the weight that B8 and scale represent, made in each call     as it is
 
 All-reduces and reduce-scatters of rounded rows have the kernels of 16 bits, in which scales end a tile
-(`lamport_matmul.py`, `pipeline.py`). Rows that are gathered travel as they are.
+(`lamport_matmul.py`, `pipeline.py`). Gathered rows travel unrounded.
 """
 
 from __future__ import annotations
@@ -38,17 +38,21 @@ _FEW, _AT_ONCE = 128, (16384, 4096)
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W8 and scale [rows] of `weight` [rows, K]. A row with something that is no number is none anywhere."""
+    """Return `weight` [rows, K] in fp8 and its scale [rows].
+
+    A row with a NaN or an infinity becomes NaN everywhere.
+    """
     return packing.FP8.quantise(weight)
 
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight that W8 and scale stand for."""
+    """Return the weight that W8 and scale represent."""
     return packing.FP8.unpack(weight, scale, weight.shape[1], dtype)
 
 
 def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether a weight of `shape` is multiplied in fp8: that needs tensor cores for it, bf16, multiples of 16."""
+    """Return whether a weight of `shape` is multiplied in fp8: that takes fp8 tensor cores, bf16 rows and multiples of
+    16."""
     aligned = shape.numel() > 0 and all(size % MULTIPLE == 0 for size in shape)
     served = dtype == torch.bfloat16 and aligned
     return served and platform.compute_capability(torch.device(device)) >= platform.HOPPER
@@ -56,7 +60,10 @@ def multiplies_in_fp8(shape: torch.Size, device: torch.device | str, dtype: torc
 
 @triton.jit
 def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr):
-    """One row: out = inp / scale in e4m3, scale = its largest entry / 448. What no block holds is read twice."""
+    """Round one row: out = inp / scale in e4m3, with scale = its largest entry / 448.
+
+    A row that does not fit in a block is read twice.
+    """
     arch.follow()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -76,7 +83,7 @@ def round_rows_kernel(inp, out, scales, columns, stride_in, BLOCK: tl.constexpr)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] in e4m3 and the scale [M, 1] of each row."""
+    """Return x [M, K] in e4m3 and the scale [M, 1] of each row."""
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     args, options = _rounding(out, scale, x)
@@ -87,7 +94,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def launch_rounding(
     kernels: dict, out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, moving: Sequence[int]
 ) -> relaunch.Launch | None:
-    """`round_rows` of x to `out` and `scales`, as `repeat.launch` has it."""
+    """Launch `round_rows` of x into `out` and `scales`; return what `relaunch` repeats, or None."""
     args, options = _rounding(out, scales, x)
     return relaunch.launch(kernels, x.device, round_rows_kernel, (x.shape[0], 1, 1), args, moving, **options)
 
@@ -106,9 +113,9 @@ def product(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times the transpose of the weight [N, K] that W8 and scale stand for, plus the bias, in x's dtype.
+    """Return x [M, K] times the transpose of the fp8 weight [N, K] with its scale, plus the bias, in x's dtype.
 
-    To `out`, if there is one.
+    The result is stored in `out`, if that is given.
     """
     if x.shape[0] == 0 or not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         result = F.linear(x, restored(weight, scale, x.dtype), bias)
@@ -125,7 +132,7 @@ def fixed_product(
 ) -> torch.Tensor | None:
     """Return the same to `out`, by our kernel: a row has the same bits at any number of rows.
 
-    Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale stand for returned.
+    Where it cannot be multiplied in fp8, `out` is left alone, and the weight that W8 and scale represent returned.
     """
     if not multiplies_in_fp8(weight.shape, x.device, x.dtype):
         return restored(weight, scale, x.dtype)

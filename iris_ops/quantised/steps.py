@@ -1,4 +1,4 @@
-"""What comes before a product with weights in fp8, whose kernel takes rounded rows or a weight in A's dtype."""
+"""Steps before a product with weights in fp8, whose kernel takes rounded rows or a weight in A's dtype."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Restore:
-    """The weight [N, K] that B and its scales stand for is made, in A's dtype. K: None for a weight of no padding."""
+    """Compute the weight [N, K] that B and its scales represent, in A's dtype. K: None for a weight of no padding."""
 
     K: int | None = None
 
@@ -73,14 +73,14 @@ def operands(
 def restored_operands(
     rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands
 ) -> tuple[list[Step], Operands, Problem]:
-    """`operands` of a format that no kernel multiplies but the stream of few rows."""
+    """Restore B to A's dtype, for formats that only the stream of few rows multiplies directly."""
     out, A, B, bias, _ = tensors
     weight = out.new_empty(B.shape[1], problem.K).t()
     return [Restore(problem.K)], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
 
 
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
-    """B as it is multiplied with rounded rows of A, of which there are more than few; None where that cannot be."""
+    """Return B in the form that is multiplied by rounded rows of A, or None where rows are not rounded."""
     out, A, B, bias, _ = tensors
     few = problem.M <= problem.weights.streamed_rows and not problem.sums.promised
     rounds = problem.op != GATHER_MATMUL and not few
@@ -99,7 +99,7 @@ def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: 
 
 
 def _room(workspace: Workspace, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return so many rows in fp8 and a scale of each: this rank's own, for calls that follow each other."""
+    """Return memory for rows in fp8 and a scale of each: this rank's own, for calls that follow each other."""
     scales = -(-4 * rows // TMA_ALIGNMENT) * TMA_ALIGNMENT
     room = workspace.local("rounded rows", scales + rows * cols)
     return room[scales:].view(FP8).view(rows, cols), room[: 4 * rows].view(torch.float32)

@@ -88,8 +88,16 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
+<<<<<<< HEAD
     """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
     tiles = _cdiv(columns, _COLUMNS)
+=======
+    """Return T, the number of tiles that a program takes at a time.
+
+    It makes multiprocessors end together and reads A rarely.
+    """
+    tiles = triton.cdiv(columns, _COLUMNS)
+>>>>>>> main
 
     def most(T: int) -> float:
         return _cdiv(_cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
@@ -106,9 +114,10 @@ def loaded_rows(rows: int, runs: bool = False) -> int:
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
-    """Programs of a product of so many columns, which all run at once on so many multiprocessors, and their rings.
+    """Return the number of programs of a product with `columns` columns, all resident at once, and the stages of their
+    rings.
 
-    Of fp8 with a scale for each column.
+    It assumes fp8 with a scale for each column.
     """
     groups, kind = _cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
@@ -128,12 +137,13 @@ def registers(resident: int, warps: int = _WARPS) -> int:
 
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
-    """Shared memory of a program of fp8 with a scale for each column, but for its barriers."""
+    """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
     return stages * stage_bytes(rows, T * _COLUMNS, 32) + _sums_bytes(rows, T * _COLUMNS)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = 4) -> int:
-    """Bytes of a stage of the ring: lines of A, their words for so many columns, and a column's `scales` of a stage."""
+    """Return the bytes of a stage of the ring: lines of A, their words of `columns` columns, and a column's `scales` of
+    a stage."""
     return lines * (2 * LINE * rows + columns * 4 * words) + columns * scales
 
 

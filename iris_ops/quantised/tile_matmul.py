@@ -3,7 +3,7 @@
 `weight_stream.py` serves fewer rows, torch's own product more. Each program streams the weights of some outputs once
 and multiplies them as outputs x rows, as in `lamport_matmul.py`.
 
-The tensor cores keep the sums, and cut what does not fit into 13 bits behind the point. For numbers around zero that is
+The tensor cores keep the sums, and cut what does not fit into 13 bits after the point. For numbers around zero that is
 an error of some 2**-8, beside the 2**-5 of rounding. Where both operands have a mean of a third of their deviation, it
 is 1 to 2 %.
 """
@@ -18,7 +18,7 @@ from ..kernels.arguments import Tile, TileEpilogue
 from ..kernels.descriptors import operand, rows_operand
 from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, rows_from, scale_transposed
 
-# Where rows are up to so many, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
+# By the most rows, and whether there are more tiles of 64 columns than programs: (rows, columns, depth of a
 # block, warps), stages.
 TILES = {
     (32, False): ((32, 64, 256, 4), 8),
@@ -33,7 +33,7 @@ _MOST_ROWS = 128  # of a tile
 
 @triton.jit
 def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constexpr):
-    """out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias. a, b: descriptors."""
+    """Compute out [M, N] = (a_scales * a [M, K]) @ (b_scales * b [N, K]).T + bias; a and b are descriptors."""
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
@@ -55,7 +55,7 @@ def tile_matmul_kernel(a, b, epilogue, out, M, N, K, stride_om, tile: tl.constex
 
 
 def is_faster(rows: int, columns: int, device: torch.device) -> bool:
-    """Whether this is faster than torch's product: of few rows, and where programs have a tile each; on Hopper."""
+    """Return whether this kernel is faster than torch: on Hopper, with few rows, if each program has a tile."""
     if not platform.has_warp_specialisation(device):
         return False
     tiles = triton.cdiv(rows, _MOST_ROWS) * triton.cdiv(columns, 64)
@@ -70,7 +70,10 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """out [M, N] = rows [M, K] @ weight [N, K].T + bias, as the kernel says. Of whole vectors, bias contiguous."""
+    """Compute out [M, N] = rows [M, K] @ weight [N, K].T + bias with `tile_matmul_kernel`.
+
+    Rows consist of whole vectors; the bias is contiguous.
+    """
     (M, K), N = rows.shape, weight.shape[0]
     programs = platform.num_programs(rows.device)
     most = min(max(32, triton.next_power_of_2(M)), _MOST_ROWS)

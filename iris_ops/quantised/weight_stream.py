@@ -2,7 +2,7 @@
 
 A product of few rows takes as long as its weights take from memory. torch's way rounds A to fp8 by a kernel of
 its own first. A plain Triton kernel converts weights more slowly than memory gives them. Here the weights become bf16
-in registers, and A stays as it is. Four things make that cheap:
+in registers, and A stays unrounded. Four things make that cheap:
 
     widening    A policy of the weight's format, for the weights in a word (`widening.py`). Its bf16 numbers may be off
                 by a power of two. A is then scaled by 2**64, which loses nothing of numbers between 2**-61 and 2**63,
@@ -131,7 +131,8 @@ class Stream:
 
 @gluon.jit
 def begin(a, b, scales, N, K, form: gl.constexpr):
-    """(the program's stream, where it stands), its first blocks on their way. `form`: a `StreamForm`."""
+    """Start a program's stream by issuing its first loads; return (the stream, its position). `form` is a
+    `StreamForm`."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     T: gl.constexpr = form.T
     GATED: gl.constexpr = form.GATED
@@ -171,9 +172,10 @@ def _next(stream, group, step):
 
 @gluon.jit
 def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Leaves the products of each warp's lines in `stream.sums`, of the columns that come next; `total` adds them up.
+    """Multiply the next columns, leave the products of each warp's lines in `stream.sums`, and return the stream's new
+    position.
 
-    `widen`: the `Widening` of the weights. Returns where the stream stands then.
+    `total` adds the lines up. `widen` is the `Widening` of the weights.
     """
     COLUMNS: gl.constexpr = stream.ring.shape[2]
     SLICES: gl.constexpr = gl.num_warps() // stream.ACROSS
@@ -214,7 +216,8 @@ def _add_lines(
     stream, accs, stage, turn: gl.constexpr, SLICES: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
     widen: gl.constexpr, WEIGHTS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of a line of each warp, its turn-th of a stage: weights are widened once for all rows."""
+    """Add the products of a line of each warp, the `turn`-th of a stage, to the sums. Weights are widened once for all
+    rows."""
     LINES: gl.constexpr = stream.ring.shape[1]
     BLOCKS: gl.constexpr = stream.BLOCKS
     PRODUCTS: gl.constexpr = widen.PRODUCTS
@@ -256,7 +259,7 @@ def _add_lines(
 
 @gluon.jit
 def _lines_of_rows(stream, stage, turn: gl.constexpr, block: gl.constexpr, SLICES: gl.constexpr):
-    """A block of rows of A, transposed, of the lines whose turn it is."""
+    """Return a block of rows of A, transposed, of the lines of this turn."""
     EACH: gl.constexpr = stream.rows.shape[1] // stream.ring.shape[1]  # parts of a line
     rows = stream.rows.index(stage).permute((0, 2, 1))
     if stream.ring.shape[1] > SLICES:
@@ -268,9 +271,10 @@ def _lines_of_rows(stream, stage, turn: gl.constexpr, block: gl.constexpr, SLICE
 
 @gluon.jit
 def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
-    """Half number `WHICH` of what `multiply` left, or all: fp32 [columns, rows] by `columns_of`, times their scales.
+    """Return the products that `multiply` left, or their half number `WHICH`, scaled: fp32 [columns, rows] by
+    `columns_of`.
 
-    `scales`: of columns from `first` on; `col`: which of them these are.
+    `scales` are those of the columns from `first` on, which are columns `col`.
     """
     WIDTH: gl.constexpr = triton.next_power_of_2(stream.WIDTH)
     slices = stream.sums.slice(WHICH * WIDTH, WIDTH, dim=1).load(SUMS)
@@ -283,7 +287,7 @@ def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def columns_of(stream, group, end, SUMS: gl.constexpr):
-    """The columns of group number `group`, and which of them are, and come before `end`."""
+    """Return the columns of group number `group`, and which of them exist and come before `end`."""
     c = gl.arange(0, triton.next_power_of_2(stream.WIDTH), layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
     col = group * stream.WIDTH + c
     return col, (c < stream.WIDTH) & (col < end)
@@ -291,7 +295,8 @@ def columns_of(stream, group, end, SUMS: gl.constexpr):
 
 @triton.constexpr_function
 def layout_of_sums(columns, lines, warps):
-    """The layout of sums [lines, columns, rows]: each thread holds all lines of some adjacent columns."""
+    """Return the layout of sums [lines, columns, rows], in which each thread holds all lines of a few adjacent
+    columns."""
     return gl.BlockedLayout([lines, columns // 8, 1], [1, 8, 4], [1, 1, warps], [1, 2, 0])
 
 
@@ -359,8 +364,8 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         scales = word_descriptor(scale, block, _layout(row, scale.itemsize, 2))
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
-        multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups, LATER=widen.later,
-        BRANCHES=chosen.BRANCHES, **more,
+        multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
+        LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
     )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
 
@@ -378,6 +383,6 @@ def _described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescr
 
 
 def _layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    """The layout of lines of so many bytes in shared memory."""
+    """Return the layout of lines of `line` bytes in shared memory."""
     swizzle = min(line, 128) if line >= 32 else 0
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)

@@ -1,4 +1,4 @@
-"""How kernels widen stored weights to bf16 in registers: a policy for each format, which `weight_stream.py` takes.
+"""Widen stored weights to bf16 in registers: a policy for each format, which `weight_stream.py` takes.
 
 A line is 128 entries of a row along K. Words of a line become products: tensors of bf16, each with the entries that one
 dot product takes. Every function here works on single words or numbers, so any kernel of Triton or Gluon may call it
@@ -41,29 +41,29 @@ class Widening:
 
     @property
     def SCALED(self) -> bool:
-        """Whether A is to be scaled by 2**64, which keeps products away from the smallest numbers of float32."""
+        """Return whether A must be scaled by 2**64, which keeps products away from float32's subnormal numbers."""
         return self.off != 1.0
 
     @property
     def later(self) -> float:
-        """What sums are multiplied by, of rows of A that were scaled before."""
+        """Return the factor that sums are multiplied by afterwards, where rows of A were scaled."""
         return self.off / _ROWS_SCALED if self.SCALED else 1.0
 
     @property
     def ADDING(self) -> str:
-        """The instructions that add `ADDED` to two numbers of bf16."""
+        """Return the instructions that add `ADDED` to two bf16 numbers."""
         bits = struct.unpack("<I", struct.pack("<f", self.ADDED))[0] >> 16
         return f"{{ .reg .b32 a; mov.b32 a, 0x{bits:04x}{bits:04x}; add.rn.bf16x2 $0, $1, a; }}"
 
     @property
     def cache_key(self) -> str:
-        """What a compiled kernel of the stream depends on."""
+        """Return a string of all that a compiled kernel of the stream depends on."""
         return f"{self.words.cache_key}-{self.off}-{self.ADDED}-{self.WORDS}-{self.PRODUCTS}-{self.RUNS}"
 
 
 @gluon.jit
 def _e4m3(words):
-    """The bits of an e4m3 go to where bf16 has them, two instructions a weight. Each is then times 2**-120."""
+    """Widen e4m3 codes to bf16 times 2**-120: shift their bits to where bf16 has them, in two instructions a weight."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, s, t, u, v;
@@ -90,7 +90,7 @@ def _e4m3(words):
 
 @gluon.jit
 def _int4(words):
-    """A nibble in the last bits of the bf16 128 makes 128 + code, or 136 + the weight. 7 instructions for 8."""
+    """Widen nibbles to bf16 numbers 128 + code = 136 + weight, in the last bits of a bf16 128; 7 instructions for 8."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 m, e, s<6>;
@@ -119,7 +119,7 @@ def _int4(words):
 
 @gluon.jit
 def _e2m1(words):
-    """The bits of an e2m1 go to where bf16 has them. 11 instructions for 8. Each is then times 2**-126."""
+    """Widen e2m1 codes to bf16 times 2**-126: shift their bits to where bf16 has them, in 11 instructions for 8."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 m, n, s<5>, t<5>;
@@ -167,7 +167,7 @@ def _e4m3_runs_entry(row, k, mask):
 
 @device_function
 def _half(row, k, mask):
-    """(which of four products of its half word entry k belongs to, the half word)."""
+    """Return (which of the four products of its half word entry k belongs to, the half word)."""
     product, j = k % 128 // 16, k % 16
     word = tl.load(row + k // 128 * 16 + j // 2 * 2 + product // 4, mask=mask, other=0)
     return product % 4, word >> (j % 2 * 16)

@@ -9,17 +9,17 @@ the order r, r + 1, r + 2 ... in which rows arrive. Behind its rows a rank sends
 barriers it has come through, which is the same number on all ranks and never comes again.
 
 With `warp_specialised` all rows are multiplied by one kernel, `kernels/hopper/gather_matmul.py`, which waits for the
-flags itself. Else torch multiplies, behind small kernels that wait, in a stream of their own so that no copy waits for
+flags itself. Else torch multiplies, after small kernels that wait, in a separate stream so that no copy waits for
 one. A rank's rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as
 many ranks' as the configuration says: a product has a last wave that most multiprocessors sit out, and where the own
 rows' product hides all copies one step is enough. All ranks make the same copies; the products are each rank's own
 affair.
 
 Counts and clock are the device's, so a captured call can be replayed. Why no row is overwritten too early: a rank
-copies after the barrier only, to which a peer comes behind its products of earlier calls, in stream order. Why none is
-read too early: flags come behind rows, in the order of the copies' stream. A rank whose barrier has failed sends an old
+copies after the barrier only, which a peer reaches after its products of earlier calls, in stream order. Why none is
+read too early: flags come after rows, in the order of the copies' stream. A rank whose barrier has failed sends an old
 flag, so its copies, which came too soon for a peer, are an error in the peer's next call; a peer so late that it still
-multiplies those rows in the call before is not told.
+multiplies those rows in the call before does not learn of it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _in_steps(
 
 
 def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:
-    """For each step a function that launches the wait for its rows."""
+    """Return, for each step, a function that launches the wait for its rows."""
     known = dict(ctx_ptr=workspace.ctx.get_device_context(), flags=workspace.arrivals, passed=workspace.barrier.passed,
                  part_rows=problem.part_rows, M=problem.M, WORLD_SIZE=problem.world_size,
                  WAITER=waiter_number(problem.called_op))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which function multiplies in the ways that come with torch's product."""
+"""Choose the function that multiplies where torch computes the product."""
 
 from __future__ import annotations
 

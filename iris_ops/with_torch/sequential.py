@@ -63,5 +63,5 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
 
 
 def _pieces(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`out` by rows, as many together as a collective takes."""
+    """Split `out` by rows into the largest pieces that a collective accepts."""
     return out.split(max(1, ccl.MAX_ELEMENTS // max(1, out.shape[1])))

@@ -11,8 +11,8 @@ from ..planning.weights import format_of
 def multiply(
     out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
 ) -> None:
-    """`out = A @ B + bias`; with `scale`, by the product of B's format."""
-    if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies what stands behind a row by zero: NaN, where that is
+    """Store `A @ B + bias` in `out`; with `scale`, by the product of B's format."""
+    if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies the memory after a row by zero: NaN, where that is
         A = A.contiguous()
     if scale is not None:
         named(format_of(B, scale).product)(A, B.t(), scale, bias, out)

@@ -43,6 +43,11 @@ class Inputs:
         return max(2, math.ceil(2 * cache / (math.prod(self.row.w_shape(self.team.world)) * self.dtype.itemsize)))
 
     @property
+    def reference(self) -> torch.dtype:
+        """Return the dtype of the expected result; float64 takes long on some GPUs."""
+        return torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
+
+    @property
     def out_shape(self) -> tuple[int, int]:
         return self.row.out_shape(self.team.rank, self.team.world)
 
@@ -68,7 +73,7 @@ class Inputs:
     def expected(self, copy: int, alone: bool = False) -> torch.Tensor:
         """Return the exact output of this rank; `alone`: without the collective after it. Collective on first use."""
         if (copy, alone) not in self._expected:
-            wide = torch.float32 if self.team.cuda and self.dtype != torch.float32 else torch.float64
+            wide = self.reference
             B = self.W[copy].to(wide).t()
             if self.row.op == "ga" and self.row.form == "rows" and not alone:
                 result = self.gather(self.padded[copy].to(wide) @ B)[: self.row.M]

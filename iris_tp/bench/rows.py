@@ -37,7 +37,7 @@ class Row:
     form: str = "rows"
 
     def supports(self, world: int) -> bool:
-        """Return whether the row exists for so many ranks: columns are divided evenly or not at all."""
+        """Return whether the row exists for `world` ranks: columns are divided evenly or not at all."""
         size = {"cols": self.N, "k": self.K}.get(self.form, 0)
         return size % world == 0
 

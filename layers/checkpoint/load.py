@@ -29,7 +29,8 @@ from ..expert_storage import coded_weight
 from ..formats.registry import scheme_of
 from ..formats.scheme import Contents, Kept, contents
 from ..formats.weight_format import quantised_weights
-from ..hf.parallelize import Options, check_options, split_layers
+from ..hf.options import Keywords, Options
+from ..hf.parallelize import split_layers
 from ..hf.tied import retie
 from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import Place, place_in
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from ..hf.report import Report
 
     class SplitModel(PreTrainedModel, GenerationMixin):
-        """What type checkers see of a model, whose class transformers chooses."""
+        """The model as type checkers see it; transformers chooses its class at run time."""
 
         parallel_report: Report
 
@@ -69,7 +70,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     verify: bool = False,
     mesh: DeviceMesh | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Keywords],
 ) -> SplitModel:
     """Load a model that generates text, split over the ranks of `ctx` by its tensor-parallel plan. Collective.
 
@@ -97,7 +98,7 @@ def from_pretrained(
 
 def _load_split(
     path_or_id: str | Path, ctx: Iris, place: Place | None, dtype: torch.dtype | None, own: dict[str, Any],
-    options: Options,
+    options: Keywords,
 ) -> tuple[SplitModel, Part | None]:  # fmt: skip
     """Return the model and None, or its stage and that stage's layers. `own`: flags of `from_pretrained`, by name."""
     strict, trust_remote_code = own["strict"], own["trust_remote_code"]
@@ -113,8 +114,8 @@ def _load_split(
         if place is not None and place.stages > 1:
             part = run_together(ctx, lambda: cut(model, place.stage, place.stages))
             held.sources = part.here(model, held.sources)
-        split_options: Any = options if part is None else part.served(dict(options))
-        report = split_layers(model, ctx, **split_options, files=held.sources)
+        chosen = Options(**options)
+        report = split_layers(model, ctx, chosen if part is None else part.served(chosen), held.sources)
         try:
             for target, source in _progress(held.sources, ctx):
                 _load(model, target, source, ctx.device)
@@ -182,13 +183,13 @@ def _refusal(path_or_id: Any, dtype: Any, own: Mapping[str, Any], options: Mappi
         return f"path_or_id is {str(path_or_id)!r}: expected a folder, or a name on the hub"
     if dtype not in (None, *DTYPES):
         return f"dtype is {dtype!r}: expected None, torch.bfloat16, torch.float16 or torch.float32"
-    known = inspect.signature(check_options).parameters
+    known = inspect.signature(Options).parameters
     for name, value in options.items():
         if name not in known:
             return f"{name} is {value!r}: expected no option but dtype, {', '.join((*own, *known))}"
     try:
         flags(**own)
-        check_options(**options)
+        Options(**options).check()
     except ArgumentError as error:
         return str(error)
     return None
@@ -222,7 +223,7 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
 
 @contextmanager
 def _in_turn(ctx: Iris, rank_0_first: bool) -> Iterator[None]:
-    """If `rank_0_first`, let rank 0 run the block before the others: it copies the model's code for transformers."""
+    """Let rank 0 run the block before the others, if `rank_0_first`: it copies the model's code for transformers."""
     if rank_0_first and ctx.cur_rank:
         ctx.broadcast(None)
     try:

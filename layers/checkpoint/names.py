@@ -1,4 +1,4 @@
-"""Which parameter of a Hugging Face model each tensor of a checkpoint is: its renames, prefixes and ties.
+"""Map each tensor of a checkpoint to a parameter of a Hugging Face model: renames, prefixes and ties.
 
 The renames (LayerNorm.gamma, a model's own mapping, the base model's prefix) come from functions of transformers.
 Several stored tensors that it would stack or concatenate are read as one (see `composed`). Tensors that it would

@@ -179,7 +179,7 @@ def _bytes_of(size: Any) -> int | None:
     return int(amount) if 1 <= amount < math.inf else None
 
 
-# Options of transformers' `save_pretrained` with the values that ask for what happens here anyway.
+# Options of transformers' `save_pretrained` with the values that request what happens here anyway.
 _SAVED_SO = {"safe_serialization": [True], "is_main_process": [True, False], "push_to_hub": [False]}
 
 

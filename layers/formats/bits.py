@@ -34,7 +34,7 @@ def _e2m1_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def scales(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scales as numbers in `dtype`: floating-point ones as they are, bytes and e8m0 as powers of two."""
+    """Return scales as numbers in `dtype`: floating-point ones unchanged, bytes and e8m0 as powers of two."""
     if stored.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return stored.to(dtype)
     exponent = stored.view(torch.uint8).to(torch.int32)

@@ -1,4 +1,4 @@
-"""What formats of e2m1 codes share: two to a byte, the low nibble first, and a scale for each group along K.
+"""Code that formats of e2m1 codes share: two to a byte, the low nibble first, and a scale for each group along K.
 
 packed  [N, K / 2] bytes, or [N, K / group, group / 2]
 scale   [N, K / group]

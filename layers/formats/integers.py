@@ -1,4 +1,5 @@
-"""What formats of integers share: a weight is (code - zero) * scale, with a zero and a scale for each group along K."""
+"""Code that formats of integers share: a weight is (code - zero) * scale, with a zero and a scale for each group along
+K."""
 
 from __future__ import annotations
 

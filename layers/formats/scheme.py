@@ -36,7 +36,7 @@ PACKED_DTYPES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint's configuration says that its weights are stored."""
+    """How a checkpoint's configuration stores its weights."""
 
     method: str  # its name in the configuration
     suffixes: Mapping[str, tuple[str, str]]
@@ -49,7 +49,7 @@ class Scheme:
 
 @dataclass
 class Contents:
-    """What a checkpoint holds: `sources` by name, quantised weights as one each, and `problems` by name."""
+    """The contents of a checkpoint: `sources` by name, quantised weights as one each, and `problems` by name."""
 
     sources: dict[str, Source]
     problems: list[str] = field(default_factory=list)
@@ -89,7 +89,8 @@ class Contents:
 
 @dataclass(frozen=True)
 class Kept:
-    """What became of a quantised weight: the form that holds it, with or without another rounding, or why none does."""
+    """The outcome for a quantised weight: the form that holds it, with or without another rounding, or why none
+    does."""
 
     form: str = ""
     as_stored: bool = False
@@ -168,7 +169,7 @@ def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Sour
 
 
 def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
-    """A problem where weights are in fp8 and no configuration says how."""
+    """Return a list with one problem if weights are in fp8 and no configuration says how; else an empty list."""
     names = [
         name
         for name, each in stored.items()

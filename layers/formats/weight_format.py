@@ -29,7 +29,7 @@ _PIECE = 1 << 21  # numbers that are widened at a time
 
 @dataclass(frozen=True)
 class Coding:
-    """What a weight's codes mean, without the layout of the file that they are in.
+    """The meaning of a weight's codes, independent of the layout of its file.
 
     `element`: "e4m3"; "e2m1", codes 0 to 15; or "int4", codes 0 to 15 that mean -8 to 7. `group` consecutive entries of
     a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them.
@@ -42,7 +42,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):
-    """How one weight of `shape` [N, K] lies in a checkpoint."""
+    """The layout of one weight of `shape` [N, K] in a checkpoint."""
 
     shape: tuple[int, int]
 

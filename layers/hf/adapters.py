@@ -1,6 +1,6 @@
 """Refuse models with adapters, LoRA and others of peft, until they are merged; the error gives the way to merge.
 
-An adapter wraps a linear in a module of its own. A plan names the linear, so it would match the wrapper, or split the
+An adapter wraps a linear in a separate module. A plan names the linear, so it would match the wrapper, or split the
 linear without the adapter's product.
 """
 

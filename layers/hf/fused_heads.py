@@ -118,7 +118,7 @@ def keep_own_heads(module: Any, heads: HeadSplit) -> None:
 class _OwnHeads:
     """A forward pre-hook that cuts biases [heads, ...], [B*heads, ...] or [B, heads, T, L], and masks like the last.
 
-    A bias [B, heads, T, L] of fewer heads is this rank's already: an attention with a table of its own computed it.
+    A bias [B, heads, T, L] of fewer heads is this rank's already: an attention with a separate table computed it.
     """
 
     def __init__(self, heads: HeadSplit) -> None:

@@ -67,7 +67,7 @@ class GatedMLP(nn.Module):
 
     @property
     def merged(self) -> ColumnParallelLinear:
-        """The linear of gate and up."""
+        """Return the linear that holds gate and up."""
         return self._product.merged
 
     def _bypassed(self) -> tuple:

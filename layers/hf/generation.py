@@ -87,7 +87,7 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
                 lambda _: given.facts(),
             )
             if isinstance(given.arguments.get("custom_generate"), str):
-                given.arguments.setdefault("trust_remote_code", False)  # else each rank would ask on its own stdin
+                given.arguments.setdefault("trust_remote_code", False)  # else each rank would prompt on its own stdin
             share_generators(self, ctx.device)
             share_rng(ctx)
             own = self._own_generate

@@ -1,4 +1,4 @@
-"""Where linears are cut whose quantised weights have groups that share a scale: between groups.
+"""Cut linears between groups of quantised weights that share a scale.
 
 A row-parallel linear multiplies what column-parallel ones of its module make: all of them are cut at the same places.
 Attention is cut between heads instead, wherever its groups end.
@@ -18,10 +18,10 @@ from .linear_like import as_linear
 
 
 def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, made: int = 1) -> dict[tuple[str, int], int]:
-    """By module and size: in which units its linears are cut, where groups along K share a scale.
+    """Return, by module and size, the units in which its linears are cut, where groups along K share a scale.
 
-    The files have such groups, or weights are rounded to a format with groups of `made`.
-    That is what a row-parallel linear multiplies and a column-parallel one of the same module makes.
+    The files have such groups, or weights are rounded to a format with groups of `made`. The size is what a
+    row-parallel linear multiplies and what a column-parallel one of the same module produces.
     """
     rows = [name for name, style in linears.items() if style in styles_of.ROW]
     units = {name: max(made, unit_of(model.get_submodule(name))) for name in rows}
@@ -42,7 +42,8 @@ def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, made: int = 1)
 
 
 def cut_size(linear: Any, style: str) -> int:
-    """How many entries the ranks share of a linear: inputs, outputs, or a half of outputs that hold two."""
+    """Return how many entries of a linear the ranks share: inputs, outputs, or one half of outputs that hold two
+    halves."""
     if style in styles_of.ROW | styles_of.ROW_SPLIT:
         return linear.in_features
     return linear.out_features // 2 if style in styles_of.PACKED else linear.out_features

@@ -108,7 +108,7 @@ def _applying(ctx: Iris) -> Callable:
         if trial.dtype not in DTYPES:
             raise DtypeError(f"dtype is {trial.dtype}: expected one of {', '.join(map(str, DTYPES))} for a split model")
         type(self)._apply(self, fn, recurse)
-        retie(self)  # a move or a conversion may give each place of a parameter a copy of its own
+        retie(self)  # a move or a conversion may give each place of a parameter a separate copy
         return self
 
     return _apply

@@ -60,7 +60,7 @@ class Slice(WeightView, nn.Module):
         return product.narrow(-1, self.start, self.stop - self.start)
 
     def views_in(self, function: str) -> bool:
-        """Every property of a slice views a part of the merged linear."""
+        """Return whether every property of a slice views a part of the merged linear."""
         return function != "forward"
 
     @property

@@ -4,7 +4,7 @@ The model's own plan decides how (see `styles`). Instances of torch.nn.Linear ar
 patched and no forward rewritten. Attention modules are split by whole heads, and each instance gets its number of
 heads (`heads`).
 
-1. The plan is resolved and checked.
+1. The plan is resolved and checked (`resolve`).
 2. The split is carried out on a copy of the model without weights and verified there (`layers/verify`).
 3. It is carried out on the model. After each of these two steps the ranks exchange its outcome: if one of them failed,
    all raise, and the model is restored (`snapshot`). So until the end it keeps its full weights as well as the shards;
@@ -21,31 +21,24 @@ own dropout would diverge, and no parameter keeps a gradient (see `guards`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-import hashlib
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from iris.errors import ArgumentError, StyleError
+from iris.errors import ArgumentError
 from iris.invariance import RANKS
 from torch import nn
 
 from ..checkpoint.composed import Source
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
-from ..expert_storage import coding_of_experts
-from ..experts import Form as ExpertsForm
 from ..experts import SplitExperts
-from ..formats.coded import coding_of
-from ..formats.weight_format import Coding, quantised_weights
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import place_in
 from ..pipeline.stage import connect
 from ..shard import Shard, in_units
-from ..sharded import ShardedLinear, check_context, flags, split_parameter
+from ..sharded import ShardedLinear, check_context, split_parameter
 from ..together import run_together
 from ..verify import verify
-from ..verify.skeleton import kind_of
 from . import recurrent_heads, sequence
 from . import styles as styles_of
 from .fused_heads import Taken, layout_of
@@ -53,16 +46,17 @@ from .gated_mlp import fuse_gates
 from .generation import agree_on_samples
 from .group_cuts import cut_size, units_of
 from .guards import guard
-from .heads import cuts_its_output, head_parameters, head_parts, head_split, output_of, set_local_heads
+from .heads import head_parameters, head_parts, head_split, output_of, set_local_heads
 from .linear_like import as_linear
 from .merge import merge_siblings
-from .mixture import EXPERTS, form_of, split_experts
+from .mixture import split_experts
 from .norms import fuse_norms
-from .plans import built_in
+from .options import Options
 from .report import Report, make_report, unconverted
+from .resolve import Split, on_any_ranks, resolve
 from .shared_experts import join_shared
 from .snapshot import Snapshot
-from .stored import FORMS, WEIGHTS, WIDENED, group_made, store_weights
+from .stored import FORMS, group_made, store_weights
 from .tied import TiedColumnParallelLinear, retie
 from .whole_products import keep_rows_alike
 from .without_kernels import drop_kernels
@@ -70,17 +64,6 @@ from .without_kernels import drop_kernels
 if TYPE_CHECKING:
     from iris.context import Iris
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class Options(TypedDict, total=False):
-    """The options of `parallelize`, for functions that pass them on."""
-
-    plan: str | dict[str, str]
-    filter_fn: Callable[[str, nn.Module], bool] | None
-    fuse: bool
-    weights: str | None
-    sequence_parallel: bool | int | str
-    partial: bool
 
 
 def parallelize(
@@ -113,15 +96,14 @@ def parallelize(
     for weights that are no plain tensors. After any error the model is unchanged.
     """
     check_context(ctx)
-    options: dict[str, Any] = dict(plan=plan, filter_fn=filter_fn, fuse=fuse, weights=weights)
-    options |= dict(sequence_parallel=sequence_parallel, partial=partial)
+    options = Options(plan, filter_fn, fuse, weights, sequence_parallel, partial)
     place = place_in(mesh, ctx)
     if place is None:
-        return split_layers(model, ctx, **options)
+        return split_layers(model, ctx, options)
 
     def split_stage() -> tuple[Part | None, Report]:
         part = run_together(ctx, lambda: cut(model, place.stage, place.stages)) if place.stages > 1 else None
-        return part, split_layers(model, ctx, **(options if part is None else part.served(options)))
+        return part, split_layers(model, ctx, options if part is None else part.served(options))
 
     before = Snapshot(model) if isinstance(model, nn.Module) else None
     try:
@@ -134,25 +116,20 @@ def parallelize(
     return report
 
 
-def split_layers(
-    model: nn.Module, ctx: Iris, *, plan: str | dict[str, str] = "auto",
-    filter_fn: Callable[[str, nn.Module], bool] | None = None, fuse: bool = True, weights: str | None = None,
-    sequence_parallel: bool | int | str = "auto", partial: bool = False, files: Mapping[str, Source] | None = None,
-) -> Report:  # fmt: skip
+def split_layers(model: nn.Module, ctx: Iris, options: Options, files: Mapping[str, Source] | None = None) -> Report:
     """Do what `parallelize` does without a mesh, on the layers that `model` has.
 
     `files`: by name the sources that the model will be filled from.
     """
 
-    def prove() -> _Split:
-        options: dict[str, Any] = dict(fuse=fuse, weights=weights, sequence_parallel=sequence_parallel, partial=partial)
-        check_options(plan=plan, filter_fn=filter_fn, **options)
+    def prove() -> Split:
+        options.check()
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        split = _resolve(model, plan, filter_fn, files or {}, **options)
-        split = _on_any_ranks(split, sequence_parallel) if ctx.invariant == RANKS else split
+        split = resolve(model, options, files or {})
+        split = on_any_ranks(split, options.sequence_parallel) if ctx.invariant == RANKS else split
 
-        def apply(skeleton: nn.Module, inside: _Split, alone: bool) -> None:
+        def apply(skeleton: nn.Module, inside: Split, alone: bool) -> None:
             _carry_out(skeleton, inside, _Alone(ctx) if alone else ctx)
             drop_kernels(skeleton)
 
@@ -173,76 +150,6 @@ def split_layers(
         raise
 
 
-def check_options(
-    *, plan: str | dict[str, str] = "auto", filter_fn: Callable[[str, nn.Module], bool] | None = None,
-    fuse: bool = True, weights: str | None = None, sequence_parallel: bool | int | str = "auto",
-    partial: bool = False,
-) -> None:  # fmt: skip
-    """Raises `ArgumentError` for options of `parallelize` that no model could be split by."""
-    styles_of.check_plan(plan)
-    flags(fuse=fuse, partial=partial)
-    if weights not in WEIGHTS:
-        raise ArgumentError(f"weights is {weights!r}: expected {', '.join(map(repr, WEIGHTS[:-1]))} or {WEIGHTS[-1]!r}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise ArgumentError(f"filter_fn is {filter_fn!r}: expected None or a function of a name and a module")
-    counts = isinstance(sequence_parallel, int) and (isinstance(sequence_parallel, bool) or sequence_parallel > 0)
-    if not counts and sequence_parallel != "auto":
-        raise ArgumentError(
-            f"sequence_parallel is {sequence_parallel!r}: expected 'auto', a bool or a positive integer"
-        )
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How a model is split."""
-
-    styles: dict[str, str]  # of all modules and parameters that the plan names
-    linears: dict[str, str]  # styles of the linears that are split
-    recurrent: list[str]  # modules that keep a state for each head
-    experts: dict[str, Any]  # forms of experts, by the module that holds them
-    by_own_plan: bool
-    plan: str  # its origin, for the report
-    fuse: bool
-    weights: str | None
-    codings: dict[str, Coding | str]  # of what the files have quantised, by module: codes, or why they are widened
-    shares_tokens: bool
-    least: int | None  # tokens of the shortest call that shares them; None: the measured break-even
-
-    def within(self, skeleton: nn.Module) -> _Split:
-        """Return the split of a skeleton, in which one layer represents all that are alike."""
-        names = {name for name, _ in skeleton.named_modules()}
-        linears = {name: style for name, style in self.linears.items() if name in names}
-        experts = {name: form for name, form in self.experts.items() if name in names}
-        nets = [name for name in self.recurrent if name in names]
-        return replace(self, linears=linears, experts=experts, recurrent=nets)
-
-    def parents(self, kinds: set[str]) -> list[str]:
-        """Return the modules of which a linear has one of the styles `kinds`."""
-        return list(dict.fromkeys(name.rpartition(".")[0] for name, style in self.linears.items() if style in kinds))
-
-    def joined(self) -> list[str]:
-        """Return the modules that return whole tensors: they sum or gather what is split inside."""
-        return self.parents(styles_of.ROW) + self.recurrent
-
-    def cutting(self, model: nn.Module) -> list[str]:
-        """Return the modules that cut a rank's outputs as they would cut all: gate and up, or q, k and v."""
-        column = self.parents(styles_of.COLUMN)
-        column = [name for name in column if cuts_its_output(name, model.get_submodule(name), self.linears)]
-        return self.parents(styles_of.PACKED) + column + self.recurrent
-
-    def digest(self, model: nn.Module) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks."""
-        sizes = [(name, tuple(each.shape), each.dtype) for name, each in model.named_parameters()]
-        return {
-            "model": f"a {type(model).__name__} ({_digest(sizes)})",
-            "plan": f"one of {len(self.styles)} modules ({_digest(sorted(self.styles.items()))})",
-            "fuse": self.fuse,
-            "weights": self.weights,
-            "files": f"one of {len(self.codings)} quantised linears ({_digest(sorted(self.codings.items()))})",
-            "sequence_parallel": (self.shares_tokens, self.least),
-        }
-
-
 class _Alone:
     """A context of one rank, as far as splitting reads one: modules that are split over it keep their sizes."""
 
@@ -255,85 +162,7 @@ class _Alone:
         """Do nothing: the context was checked."""
 
 
-def _resolve(
-    model: nn.Module, plan: str | dict[str, str], filter_fn: Callable[[str, nn.Module], bool] | None,
-    files: Mapping[str, Source], *, fuse: bool, weights: str | None, sequence_parallel: bool | int | str, partial: bool,
-) -> _Split:  # fmt: skip
-    styles = styles_of.resolve_plan(model, plan, filter_fn)
-    automatic = plan == "auto"
-    by_default = sequence_parallel == "auto"
-    modules = dict(model.named_modules())
-    linears = {name: style for name, style in styles.items() if style in styles_of.SPLIT and name in modules}
-    codings = {
-        name: coding_of(source)
-        for name in modules
-        if (source := files.get(f"{name}.weight")) is not None and quantised_weights(source)
-    }
-    if by_default:
-        plainly = weights in (None, WIDENED) and (weights or not codings)
-        sequence_parallel = automatic and fuse and bool(plainly) and sequence.is_known(model, styles)
-    elif sequence_parallel:
-        sequence.check(model, styles)
-    experts = _experts(modules, styles)
-    for name, form in experts.items():
-        for key in (form.first, form.second) if isinstance(form, ExpertsForm) else ():
-            source = files.get(f"{name}.{key}")
-            if source is not None and quantised_weights(source):
-                codings[f"{name}.{key}"] = coding_of_experts(source)
-    recurrent = [name for name, style in styles.items() if style == recurrent_heads.STYLE and name in modules]
-    if automatic and not partial:
-        styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
-    stored = styles_of.COLUMN | styles_of.PACKED
-    if weights != "fp8":
-        stored |= styles_of.ROW | styles_of.ROW_SPLIT
-    by_ops = any(isinstance(form, ExpertsForm) for form in experts.values())
-    if weights in FORMS and not set(linears.values()) & stored and not by_ops:
-        missing = "colwise product without an exchange" if weights == "fp8" else "product"
-        raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {missing}")
-    least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
-    source, _ = styles_of.rules_of(model, plan)
-    own = automatic and filter_fn is None and built_in(model) is None
-    return _Split(
-        styles, linears, recurrent, experts, own, source, fuse, weights, codings, bool(sequence_parallel), least
-    )
-
-
-def _on_any_ranks(split: _Split, sequence_parallel: bool | int | str) -> _Split:
-    """Return the variant of `split` with the same bits on any number of ranks. Raises where there is none."""
-    if split.weights in FORMS:
-        raise ArgumentError(f"weights is {split.weights!r}: expected None or {WIDENED!r} with invariant='ranks'")
-    for names, what in ((split.experts, "the sums over its experts"), (split.recurrent, "its state's sums")):
-        if names:
-            name = next(iter(names))
-            raise StyleError(
-                f"{name}: {what} are rounded on each rank before ranks add them, so they differ by the number of ranks;"
-                " with invariant='ranks' expected a model of attention and dense products. Another context, with"
-                f" invariant='batch' or None, splits it; a filter_fn that is False for {name!r} keeps it whole"
-            )
-    if split.shares_tokens and sequence_parallel != "auto":
-        raise ArgumentError(
-            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with invariant='ranks', for one rank"
-            " shares no tokens"
-        )
-    return replace(split, shares_tokens=False)
-
-
-def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:
-    """Return the form of the experts of each module that holds some."""
-    kinds: dict[Any, Any] = {}
-    forms = {}
-    for name, style in styles.items():
-        if style in EXPERTS and name in modules:
-            before = f"{name}."
-            own = {each.removeprefix(before): of for each, of in styles.items() if each.startswith(before)}
-            kind = kind_of(modules[name]), *sorted(own.items())
-            if kind not in kinds:
-                kinds[kind] = form_of(name, modules[name], own)
-            forms[name] = kinds[kind]
-    return forms
-
-
-def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
+def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
     """Swap the modules of `model` and return the styles of its modules now."""
     styles, heads = split.styles, _split_heads(model, split.linears, ctx)
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
@@ -391,7 +220,7 @@ def _carry_out(model: nn.Module, split: _Split, ctx: Any) -> dict[str, str]:
     return styles
 
 
-def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) -> Report:
+def _finish(model: nn.Module, split: Split, styles: dict[str, str], ctx: Iris) -> Report:
     empty = any(parameter.is_meta for parameter in model.parameters())
     model.requires_grad_(False)
     if split.fuse:
@@ -415,10 +244,6 @@ def _finish(model: nn.Module, split: _Split, styles: dict[str, str], ctx: Iris) 
             f" {str(next(model.get_submodule(names[0]).parameters()).dtype).removeprefix('torch.')} weights"
         )
     return make_report(model, styles, ctx, split.plan, split.weights)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def _split_heads(model: nn.Module, styles: dict[str, str], ctx: Any) -> dict:

@@ -6,7 +6,7 @@
 
 Heads and groups are distributed like query and kv heads (`shard.split_heads`): where there are fewer groups than
 ranks, several ranks hold the same group and share its heads. The module runs unchanged on a rank's heads once its
-numbers of heads are local. A form describes each tensor, as blocks of so many entries for each head or group.
+numbers of heads are local. A form describes each tensor, as blocks of entries for each head or group.
 
 Mamba-2 has an RMSNorm over a group's channels before its last product. `gated_norm` replaces it by one of ours,
 which adds up the ranks' sums of squares where they share a group.

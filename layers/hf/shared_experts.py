@@ -4,7 +4,7 @@
 
 A block is changed only if it computes just that when tried: a copy of it, whose experts and shared expert return
 random values, is called, and its result must be the sum of the two, each for the block's own input. (A shared
-expert with a gate of its own does not qualify.) The names of all modules and parameters stay.
+expert with a separate gate does not qualify.) The names of all modules and parameters stay.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # in place of the attribute
-        """This rank's rows of the embedding; an empty tensor of their size until `retie` has registered it."""
+        """Return this rank's rows of the embedding; an empty tensor of their size until `retie` has registered it."""
         registered = self._parameters.get("weight")
         if registered is None:
             raise AttributeError("weight")
         return registered if len(registered) != self.out_features else self.parts[0].view(registered, dim=0)
 
     def views_in(self, function: str) -> bool:
-        """The weight is a view of the embedding."""
+        """Return whether the weight is a view of the embedding."""
         return function == "weight"
 
     @torch.no_grad()

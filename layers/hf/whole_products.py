@@ -1,7 +1,7 @@
 """With `iris.iris(invariant=...)`: compute products of replicated modules, a mixture's router for one.
 
 Such a module multiplies by torch's linear, which may add up a row in another order where there are more rows. Then a
-token could go to other experts. So a module that has a matrix of its own is called inside a mode, in which
+token could go to other experts. So a module that has a separate matrix is called inside a mode, in which
 `iris_ops/local/matmul.py` computes each `torch.nn.functional.linear`, whatever else the module's code does. Instances
 are changed, classes are not. Modules that multiply by another function, such as Conv1D, keep torch's product.
 """

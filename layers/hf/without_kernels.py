@@ -31,5 +31,5 @@ def _return_empty(layer: Any) -> None:
 
 
 def _return_like_tokens(experts: Any) -> None:
-    """Experts return their tokens' shape, the whole module as well as a rank's part."""
+    """Make experts return their tokens' shape, both the whole module and a rank's part of it."""
     experts.forward = lambda hidden, *args, **kwargs: torch.empty_like(hidden)

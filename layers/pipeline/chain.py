@@ -1,4 +1,4 @@
-"""Whether a model's decoder layers form a chain: each takes the output of the one before, and no other layer's.
+"""Check that a model's decoder layers form a chain: each takes the output of the one before, and no other layer's.
 
 Only hidden states cross the border of a stage. A model whose layers pass anything else to each other would be wrong
 without an error. So its forward is tried on a skeleton, which has no weights, and what each layer is given is compared
@@ -59,7 +59,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class _Values(TorchDispatchMode):
-    """Answers 1, or True, where a forward asks a tensor on meta for its value."""
+    """Return 1, or True, where a forward reads the value of a tensor on meta."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -2,7 +2,7 @@
 
 The result is a shorter model of the same class. Its layers count from 0, its configuration has as many, and what the
 configuration lists for each layer is cut alike; so caches, masks and the model's own forward need no change, and none
-of them holds anything for layers of other stages. The user's configuration stays as it is: the shorter model has its
+of them holds anything for layers of other stages. The user's configuration does not change: the shorter model has its
 own.
 
 Embedding and head are replaced by empty modules on the stages that use neither: the first stage embeds, the last one
@@ -12,7 +12,7 @@ has the head, and the embedding if the two are tied. What is left, such as the f
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from iris.errors import ArgumentError, StyleError
@@ -20,6 +20,7 @@ from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
+from ..hf.options import Options
 from ..serving.arguments import check_tokens
 from .chain import check_chain
 
@@ -30,14 +31,15 @@ _INDEX = "layer_idx"
 
 @dataclass(frozen=True)
 class Part:
-    """Which layers of the unsplit model a stage has: those of the list `stack`, from `first` up to `end`."""
+    """The layers of the unsplit model that a stage has: those of the list `stack`, from `first` up to `end`."""
 
     stack: str
     first: int
     end: int
 
     def local(self, name: str) -> str | None:
-        """The name in the stage of the unsplit model's tensor `name`; None if it belongs to another stage's layers."""
+        """Return the stage's name of the unsplit model's tensor `name`; None if it belongs to another stage's
+        layers."""
         if not name.startswith(f"{self.stack}."):
             return name
         index, _, rest = name.removeprefix(f"{self.stack}.").partition(".")
@@ -46,39 +48,38 @@ class Part:
         return f"{self.stack}.{int(index) - self.first}.{rest}"
 
     def here(self, model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
-        """Of what the unsplit model's `tensors` are filled from, what this stage of it has, by its own names."""
+        """Return this stage's part of `tensors`, which fill the unsplit model, under the stage's own names."""
         held = model.state_dict(keep_vars=True)
         found = ((self.local(name), each) for name, each in tensors.items())
         return {name: each for name, each in found if name is not None and name in held}
 
     def whole(self, name: str) -> str:
-        """The name in the unsplit model of the stage's module or tensor `name`."""
+        """Return the unsplit model's name of the stage's module or tensor `name`."""
         if not name.startswith(f"{self.stack}."):
             return name
         index, dot, rest = name.removeprefix(f"{self.stack}.").partition(".")
         return f"{self.stack}.{int(index) + self.first}{dot}{rest}"
 
-    def served(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `parallelize`, by names of the unsplit model, as they are for this stage.
+    def served(self, options: Options) -> Options:
+        """Return the options of `parallelize`, given by names of the unsplit model, as they apply to this stage.
 
-        Raises `ArgumentError` for one that cannot be served between stages.
+        Raises `ArgumentError` for an option that is not supported between stages.
         """
-        shares = options.get("sequence_parallel", "auto")
+        shares, plan, keep = options.sequence_parallel, options.plan, options.filter_fn
         if shares and shares != "auto":
             raise ArgumentError(
                 f"sequence_parallel is {shares!r}: expected 'auto' or False where mesh has a 'pp', for all tokens cross"
                 " the border of a stage"
             )
-        options = {**options, "sequence_parallel": False}
-        if isinstance(plan := options.get("plan", "auto"), dict):
+        if isinstance(plan, dict):
             styles = {self._pattern(name): style for name, style in plan.items()}
-            options["plan"] = {name: style for name, style in styles.items() if name is not None}
-        if (keep := options.get("filter_fn")) is not None:
-            options["filter_fn"] = lambda name, module: keep(self.whole(name), module)
-        return options
+            plan = {name: style for name, style in styles.items() if name is not None}
+        whole = self.whole
+        kept = None if keep is None else lambda name, module: keep(whole(name), module)
+        return replace(options, plan=plan, filter_fn=kept, sequence_parallel=False)
 
     def _pattern(self, name: str) -> str | None:
-        """`local` of a name in a plan, whose index may be `*`."""
+        """Return `local` of a name in a plan, whose index may be `*`."""
         index = name.removeprefix(f"{self.stack}.").partition(".")[0]
         if not name.startswith(f"{self.stack}.") or index == "*":
             return name
@@ -94,10 +95,10 @@ class NoEmbedding(nn.Module):
 
     def __init__(self, words: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = torch.empty(words, width, dtype=dtype, device="meta")  # no parameter; its sizes are asked for
+        self.weight = torch.empty(words, width, dtype=dtype, device="meta")  # no parameter; its sizes are read
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Zeros [*tokens.shape, width]. Raises `ArgumentError` for tokens that the embedding would refuse."""
+        """Return zeros [*tokens.shape, width]. Raises `ArgumentError` for tokens that the embedding would refuse."""
         words, width = self.weight.shape
         if tokens.device.type == "cpu" and not is_recording():
             check_tokens("input_ids", tokens, words)
@@ -114,7 +115,7 @@ class NoHead(nn.Module):
         self.words = words
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Empty logits [..., words] for hidden states [..., width]."""
+        """Return empty logits [..., words] for hidden states [..., width]."""
         return hidden.new_empty(*hidden.shape[:-1], self.words)
 
 
@@ -144,7 +145,7 @@ def check_stages(model: Any, stages: int) -> str:
 
 
 def _is_stack(modules: nn.Module, count: int) -> bool:
-    """Whether `modules` are `count` layers in a list, of which each knows its index."""
+    """Return whether `modules` is a list of `count` layers, each of which knows its index."""
     if not isinstance(modules, nn.ModuleList) or len(modules) != count:
         return False
     indices = [{getattr(each, _INDEX, None) for each in layer.modules()} - {None} for layer in modules]

@@ -28,26 +28,26 @@ _EXPECTED = 'init_device_mesh(device, (hosts, ranks), mesh_dim_names=("pp", "tp"
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands among the hosts: `kind` is "pp" or "dp", `line` its counterparts on all hosts."""
+    """This rank's place among the hosts: `kind` is "pp" or "dp", `line` its counterparts on all hosts."""
 
     kind: str
     line: Across
 
     @property
     def stages(self) -> int:
-        """Over how many stages the layers are divided."""
+        """Return the number of stages that the layers are divided into."""
         return self.line.size if self.kind == "pp" else 1
 
     @property
     def stage(self) -> int:
-        """This rank's stage, from 0."""
+        """Return this rank's stage, counted from 0."""
         return self.line.rank if self.kind == "pp" else 0
 
     def run(self, call: str, step: Callable[[], T], facts: Callable[[T], dict[str, Any]] = lambda _: {}) -> T:
-        """What `step` gives, a part of a `call` that every host makes. Collective, one exchange of the hosts.
+        """Run `step`, a part of a `call` that every host makes, and return its result.
 
-        Where `step` raises on one host, it raises on all of them. Raises `ArgumentError` on all of them where one of
-        the named `facts` of the result differs.
+        Collective, with one exchange between the hosts. If `step` raises on one host, it raises on all of them. Raises
+        `ArgumentError` on all of them if one of the named `facts` of the result differs.
         """
         error: Exception | None = None
         own: dict[str, str] = {}
@@ -81,9 +81,10 @@ class Place:
 
 
 def place_in(mesh: Any, ctx: Iris) -> Place | None:
-    """This rank's place in `mesh`; None without one. Collective over the mesh.
+    """Return this rank's place in `mesh`; None without a mesh.
 
-    Raises `ArgumentError` on every rank for a mesh of other dimensions, or one whose "tp" is not the context's group.
+    Collective over the mesh. Raises `ArgumentError` on every rank for a mesh of other dimensions, or one whose "tp" is
+    not the context's group.
     """
     if mesh is None:
         return None

@@ -30,14 +30,14 @@ _ATTRIBUTE = "iris_place"
 
 
 def place_of(model: Any) -> Place | None:
-    """The place among the hosts of a model that was split on a mesh; None for any other."""
+    """Return the place among the hosts of a model that was split on a mesh; None for any other model."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def run_on_stages(model: Any, call: str, step: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
-    """What `step` gives, checked and compared between the stages of `model` as `Place.run` does; else plainly so.
+    """Run `step` and return its result, compared between the stages of `model` as by `Place.run`.
 
-    Replicas make calls of their own, so they are not compared.
+    For a model without stages, just run it. Replicas make separate calls, which are not compared.
     """
     place = place_of(model)
     return step() if place is None or place.stages == 1 else place.run(call, step, facts)
@@ -61,7 +61,7 @@ def connect(model: Any, place: Place, part: Part | None) -> None:
 
 
 def save_refusal(model: Any) -> str | None:
-    """Why `model` cannot be saved, which has the layers of one stage only; None for any other."""
+    """Return why `model`, which has the layers of one stage only, cannot be saved; None for any other model."""
     place = place_of(model)
     if place is None or place.stages == 1:
         return None
@@ -72,9 +72,10 @@ def save_refusal(model: Any) -> str | None:
 
 
 def check_engine(model: Any, graphs: bool | None, compile: bool | str) -> bool:
-    """Whether steps of an engine on `model` cross hosts. Raises `ArgumentError` for options that then are not served.
+    """Return whether steps of an engine on `model` cross hosts.
 
-    A wait for another host ends in time because the host watches it, which a CUDA graph and compiled layers exclude.
+    Raises `ArgumentError` for options that are not supported then. A wait for another host ends in time because the
+    host watches it, which CUDA graphs and compiled layers rule out.
     """
     place = place_of(model)
     if place is None or place.stages == 1:
@@ -105,7 +106,7 @@ def share_generators(model: Any, device: torch.device) -> None:
 
 
 def share_seed(model: Any, seed: int | None) -> int | None:
-    """The seed of stage 0, on every stage; None is drawn there by torch's generator. Collective."""
+    """Return the seed of stage 0 on every stage; if it is None, torch's generator draws one. Collective."""
     place = place_of(model)
     if place is None or place.stages == 1:
         return seed
@@ -114,7 +115,7 @@ def share_seed(model: Any, seed: int | None) -> int | None:
 
 
 def _check_outputs(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Before a forward: refuse outputs of all layers, of which this rank has those of its stage only."""
+    """Raise, before a forward, for outputs of all layers, because this rank has those of its stage only."""
     for name in ("output_hidden_states", "output_attentions"):
         if kwargs.get(name) or (kwargs.get(name) is None and getattr(model.config, name, False)):
             raise ArgumentError(f"{name} is True, and the model's layers are divided between hosts: expected False")

@@ -85,7 +85,9 @@ class CompiledLayers:
         own_steps = all(each.own_steps for each in split)
         gated = {each.merged for each in inside if isinstance(each, GatedMLP)}
         self._few_rows = min((each.few_rows(each in gated) for each in split if each.dim == 0), default=0)
-        self._halved = len(layers) if eligible and own_steps else 0  # the first so many layers have norms in two halves
+        self._halved = (
+            len(layers) if eligible and own_steps else 0
+        )  # the first layers, as many as this, have norms in two halves
 
     def _compile(self, function: Any) -> Callable:
         own = types.FunctionType(function.__code__.replace(), globals())  # torch caches compiled code by code object

@@ -1,6 +1,6 @@
 """Generation with a static cache and captured steps: `Engine(model, ctx).generate(prompts)`.
 
-The engine drives a split Hugging Face model as it is. The prompts run once through the model, left-padded to one
+The engine drives an unmodified split Hugging Face model. The prompts run once through the model, left-padded to one
 length, and fill a cache of fixed size. Then each step generates one token a row. A step reads and writes the engine's
 own tensors only (the last tokens, their positions, the output and its length). So on a GPU it is captured once in a
 CUDA graph and replayed: no Python and no host synchronisation between tokens. On CPUs the same step runs eagerly.
@@ -15,7 +15,7 @@ Ranks choose the same tokens without an exchange. An op gathers the logits and g
 of a sample comes from the engine's own generator, with the same seed on all ranks. Every rank stops by the same tokens.
 
 Layers with a sliding window get a cache of full length, too: the mask alone keeps the window, so a step stays the same
-whatever the position. Layers that keep a state of fixed size run as they are (`cache`), on prompts eagerly. With
+whatever the position. Layers that keep a state of fixed size run unchanged (`cache`), on prompts eagerly. With
 sequence parallelism (`sequence`) the ranks must divide the tokens of a prompt, so a few are appended: attention is
 causal, and the cache drops them. This is not a server: it takes one batch at a time, to the end of the longest row.
 """
@@ -158,7 +158,7 @@ class Engine:
         self._seen = self.mask[:, None, None] if own and not self._full_masks else self.mask
         self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
-        self._keeps_any = keeps_any_logits(model)  # else so many from the end, or all
+        self._keeps_any = keeps_any_logits(model)  # else this many from the end, or all
         self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         captures = self.graphs and self._switch is None  # its rotary embedding makes new factors at the switch
         self.steps = Graphs(2 if captures else 0)

@@ -18,7 +18,7 @@ from .arguments import check_tokens
 from .prefill_attention import length_on_grid
 
 _HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: below it the host is slower than the device
-_MORE_TOKENS = 64  # or an eighth: so many extra tokens cost little compared with the weights
+_MORE_TOKENS = 64  # or an eighth: extra tokens up to that cost little compared with the weights
 
 
 def tokens_of(prompts: Any, words: int) -> list[list[int]]:

@@ -47,7 +47,7 @@ class Sampler:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator that draws the next tokens; None if they are greedy."""
+        """Return the generator that draws the next tokens; None if they are greedy."""
         return None if self.greedy else self.random
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,11 @@ _S = TypeVar("_S", bound="Split")
 
 
 class Split(Protocol):
-    """What is to be split, by names of modules."""
+    """The modules to split, by name."""
 
     @property
     def linears(self) -> Collection[str]:
-        """The linears that are split."""
+        """Return the linears that are split."""
 
     def within(self: _S, skeleton: nn.Module) -> _S:
         """Return the split of a skeleton, in which one layer represents all that are alike."""

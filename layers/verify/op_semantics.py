@@ -59,7 +59,7 @@ class Op:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the op splits or concatenates blocks along a dimension: gate and up, or q, k and v."""
+        """Return whether the op splits or concatenates blocks along a dimension: gate and up, or q, k and v."""
         return self.name in _CUTS or self.name == "cat"
 
     def differs(self, part: Op) -> str | None:

@@ -153,7 +153,7 @@ class _Run:
         return self._submodule(name).register_forward_hook(look)
 
     def _watch_fused(self) -> list[RemovableHandle]:
-        """Remembers what comes out of projections for q, k and v, to see how it is taken apart."""
+        """Record the outputs of q, k and v projections, to see how they are taken apart."""
         self.fused: dict[int, tuple[torch.Tensor, nn.Module]] = {}
 
         def look(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class _Run:
 
 
 class _OnMeta(TorchDispatchMode):
-    """What sees each op of a run: it gives values for those of tensors on meta, and keeps the ops to compare them.
+    """The interception of each op of a run: it computes those of tensors on meta, and records the ops to compare them.
 
     Raises where a split weight is read outside of its layer.
     """

@@ -1,7 +1,7 @@
 """A model without its weights: the same classes, attributes and names, every tensor on meta.
 
 A run of a skeleton costs no memory and does not touch the model. It has none of the model's hooks, nor forwards that
-replace the class's on one instance: they are the user's, who does not expect a call. It is in eval mode, and its
+replace the class's on one instance: they belong to the user, who does not expect a call. It is in eval mode, and its
 attention uses ops that run on meta, which a Hugging Face model calls as it calls other kernels.
 Equal layers of a list are one module in it, so a deep model's skeleton is as quick to make and change.
 """

@@ -4,7 +4,7 @@ Ours or vLLM's is decided by the number of rows, when vLLM compiles. It compiles
 plug-in adds two borders:
 
     1 to FEW_ROWS        norms become part of the all-reduce before and a factor of the products after
-    to `most_rows`       products with their all-reduce; a norm stays vLLM's
+    to `most_rows`       products with their all-reduce and norm, by the plan in one kernel, two or three
     above                the graph is not touched
 
 `most_rows` is at most the largest batch that vLLM captures in a CUDA graph, and keeps the symmetric heap within
@@ -19,6 +19,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import iris
+from iris.ccl.norm import staged_bytes
 from iris.errors import ArgumentError
 from iris.version import __version__
 from iris_ops.problem import ALL_REDUCE
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 64  # up to which products stream their weights, and take a norm's factor
 HEAP_BYTES = 64 << 20
-_MOST_STAGED = 32 << 20  # bytes of the largest exchange
+_MOST_STAGED = 48 << 20  # bytes of the largest exchanges, of a product and of a sum with its norm
 _ROWS = (1024, 512, 256, 128, FEW_ROWS)
 
 logger = init_logger("vllm.iris_tp")
@@ -44,7 +45,7 @@ logger = init_logger("vllm.iris_tp")
 
 @dataclass
 class Installed:
-    """What was installed in this process. `most_rows`: 0 where nothing is served."""
+    """The state of the plug-in in this process. `most_rows` is 0 where no layer is replaced."""
 
     group: str
     world: int
@@ -104,8 +105,8 @@ def install() -> tuple[Installed, Iris | None]:
     hidden = hidden_size(config)
     with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
         ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
-        ctx.ccl.reserve_norm(FEW_ROWS, hidden, torch.bfloat16)
-    row_limit = min(most_rows(group.world_size, hidden), graph_rows(config))
+        row_limit = min(most_rows(group.world_size, hidden), graph_rows(config))
+        ctx.ccl.reserve_norm(row_limit, hidden, torch.bfloat16)
     installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, row_limit), row_limit)
     _compare(installed, group.cpu_group)
     ops.serve(group.unique_name, ctx)
@@ -125,8 +126,9 @@ def install() -> tuple[Installed, Iris | None]:
 
 
 def most_rows(world: int, hidden: int) -> int:
-    """Return the most rows of an all-reduce [rows, hidden] whose two message buffers of all ranks' rows fit."""
-    exchanged = 2 * world * hidden * torch.bfloat16.itemsize
+    """Return the most rows of an all-reduce [rows, hidden] whose message buffers fit, with a norm and without."""
+    dtype = torch.bfloat16
+    exchanged = 2 * world * hidden * dtype.itemsize + staged_bytes(1, hidden, dtype, world)
     return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
 
 
@@ -155,8 +157,9 @@ def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
                 planned[replace(plan, prediction=None)] = rows
         # the largest first: memory that grows leaves its first piece to graphs
         for rows in sorted({installed.most_rows, *planned.values()}, reverse=True):
-            A, out = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])
-            ctx.ops.matmul_all_reduce(out, A, weight.t())
+            A, residual = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])
+            ctx.ops.matmul_all_reduce(residual, A, weight.t())
+            torch.ops.iris_vllm.matmul_all_reduce_rms_norm(A, weight, residual, residual[0], 1e-6, installed.group)
         ctx.barrier()
 
 

@@ -2,10 +2,11 @@
 
     torch.ops.iris_vllm.matmul_all_reduce(A, weight, group) -> sum over ranks of A [M,K] @ weight [N,K].T
     torch.ops.iris_vllm.matmul_all_reduce_norm(A, weight, residual, norm_weight, group) -> (h, scaled, squares)
+    torch.ops.iris_vllm.matmul_all_reduce_rms_norm(A, weight, residual, norm_weight, eps, group) -> (normed, h)
     torch.ops.iris_vllm.all_reduce(x, group) -> sum over ranks of x [M,N]
     torch.ops.iris_vllm.all_reduce_norm(x, residual, norm_weight, eps, group) -> (normed, h)
 
-`h` is `residual` plus the sum. `scaled` and `squares` are the first half of an RMSNorm of h, see
+`h` is `residual` plus the sum, and `normed` its RMSNorm. `scaled` and `squares` are the first half of that norm, see
 `iris_ops/kernels/rmsnorm_epilogue.py`. A group's name is the same in every process and in every run, so a graph that
 vLLM compiled in an earlier run finds the context of this one.
 """
@@ -15,9 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from iris.ccl.norm import MAX_COLUMNS
 from iris.errors import ClosedError
 from iris_ops.kernels.rmsnorm_epilogue import spans
+from iris_ops.local.norm import add_rms_norm
 from iris_ops.operators import Operators
+from iris_ops.planning.ways.sequential import SEQUENTIAL
 from iris_ops.problem import ALL_REDUCE
 import torch
 
@@ -57,6 +61,18 @@ def _matmul_all_reduce_norm(
     return h, scaled, squares
 
 
+def _matmul_all_reduce_rms_norm(
+    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normed, h). Where the plan is torch's product and then an all-reduce, the norm ends the all-reduce."""
+    (M, K), N = A.shape, weight.shape[0]
+    plan = _context(group).ops.plan(ALL_REDUCE, M, N, K, A.dtype, explained=False)
+    if plan.kernel == SEQUENTIAL and N <= MAX_COLUMNS:
+        return _all_reduce_norm(A @ weight.t(), residual, norm_weight, eps, group)
+    h, normed = add_rms_norm(_matmul_all_reduce(A, weight, group), residual, norm_weight, eps)
+    return normed, h
+
+
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty(spans(rows.shape[1]), rows.shape[0], dtype=torch.float32)
 
@@ -70,8 +86,8 @@ def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 def _all_reduce_norm(
     x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, h = x.new_empty(x.shape), residual.clone(memory_format=torch.contiguous_format)
-    _context(group).ccl.all_reduce_norm(out, h, x, norm_weight, eps)
+    out, h = x.new_empty(x.shape), x.new_empty(x.shape)
+    _context(group).ccl.all_reduce_norm(out, residual.contiguous(), x, norm_weight, eps, total=h)
     return out, h
 
 
@@ -89,6 +105,15 @@ _define(
     "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, str group) -> (Tensor, Tensor, Tensor)",
     _matmul_all_reduce_norm,
     lambda A, weight, residual, norm_weight, group: (residual.new_empty(residual.shape), *_halves(residual)),
+)
+_define(
+    "matmul_all_reduce_rms_norm",
+    "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
+    _matmul_all_reduce_rms_norm,
+    lambda A, weight, residual, norm_weight, eps, group: (
+        residual.new_empty(residual.shape),
+        residual.new_empty(residual.shape),
+    ),
 )
 _define("all_reduce", "(Tensor x, str group) -> Tensor", _all_reduce, lambda x, group: x.new_empty(x.shape))
 _define(

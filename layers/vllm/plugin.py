@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process before it builds a model.
 
-`register` puts a class of its own in place of vLLM's `RowParallelLinear`, by vLLM's public hook for out-of-tree layers.
+`register` puts a separate class in place of vLLM's `RowParallelLinear`, by vLLM's public hook for out-of-tree layers.
 The class computes what vLLM's does. Its constructor runs in the worker, where the configuration is known and not yet
 copied for the compiler, so that is where the plug-in installs its compiler pass. On a warm start vLLM loads its
 compiled graphs and never runs the pass; the constructor still makes the context and writes the log line.

@@ -5,7 +5,8 @@ its norms are still one node each. Every all-reduce of the tensor-parallel group
 
     product -> all-reduce -> add and norm -> products     few rows: matmul_all_reduce_norm, and the norm's second half
                                                           becomes a factor of the rows of the products that follow
-    product -> all-reduce                                 matmul_all_reduce; a norm stays vLLM's
+    product -> all-reduce -> add and norm                 matmul_all_reduce_rms_norm, which leaves the whole norm
+    product -> all-reduce                                 matmul_all_reduce
     all-reduce -> add and norm                            all_reduce_norm
     all-reduce                                            all_reduce
 
@@ -74,11 +75,18 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) 
         if product and few_rows and site.norm and all(map(_feeds_products, site.norm.normed)):
             _fuse_norm(graph, site, site.norm, product, group)
             inserted["matmul_all_reduce_norm"] += 1
+        elif product and site.norm:
+            target = torch.ops.iris_vllm.matmul_all_reduce_rms_norm.default
+            _with_norm(graph, site, site.norm, target, product, group)
+            graph.erase_node(site.source)
+            inserted["matmul_all_reduce_rms_norm"] += 1
         elif product:
-            _fuse_product(graph, site, product, group)
+            (old,) = site.nodes
+            _replace(graph, old, _call(graph, old, torch.ops.iris_vllm.matmul_all_reduce.default, *product, group))
+            graph.erase_node(site.source)
             inserted["matmul_all_reduce"] += 1
         elif few_rows and site.norm and _value(site.source).shape[1] <= MAX_COLUMNS:
-            _fuse_sum(graph, site, site.norm, group)
+            _with_norm(graph, site, site.norm, torch.ops.iris_vllm.all_reduce_norm.default, (site.source,), group)
             inserted["all_reduce_norm"] += 1
         elif few_rows and site.norm is None:
             (old,) = site.nodes
@@ -132,7 +140,7 @@ def _parts(node: Node, index: int) -> list[Node]:
 
 
 def _product(node: Node) -> tuple[Node, Node] | None:
-    """(A, weight [N, K]) where `node` is A @ weight.T of contiguous rows, and nothing else reads it."""
+    """Return (A, weight [N, K]) if `node` is A @ weight.T of contiguous rows and nothing else reads it, else None."""
     if node.op != "call_function" or node.target is not aten.mm.default or len(node.users) != 1:
         return None
     A, B = node.args
@@ -145,7 +153,7 @@ def _product(node: Node) -> tuple[Node, Node] | None:
 
 
 def _feeds_products(node: Node) -> bool:
-    """Whether all that reads the norm `node` are products of it, to which its second half can go as a factor."""
+    """Return whether all readers of the norm `node` are products that can apply its second half as a factor."""
     return bool(node.users) and all(_is_left_factor(node, user) for user in node.users)
 
 
@@ -164,7 +172,7 @@ def _call(graph: fx.Graph, before: Node, target: Callable, *args: Any) -> Node:
 
 
 def _fake(target: Callable, args: tuple) -> Any:
-    """The result's shape and dtype, by running `target` on the fake tensors of its arguments."""
+    """Return the result's shape and dtype by running `target` on the fake tensors of its arguments."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     fake = next((v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
     with fake or nullcontext():
@@ -209,22 +217,12 @@ def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[Node, Nod
     graph.erase_node(site.source)
 
 
-def _fuse_product(graph: fx.Graph, site: Site, product: tuple[Node, Node], group: str) -> None:
-    last, norm = site.nodes[-1], site.norm
-    total = _call(graph, last, torch.ops.iris_vllm.matmul_all_reduce.default, *product, group)
-    if norm is None:
-        _replace(graph, site.nodes[0], total)
-    else:
-        kept = _call(
-            graph, last, torch.ops.vllm_ir.fused_add_rms_norm.default, total, norm.residual, norm.weight, norm.eps
-        )
-        _put(graph, site, norm, *_items(graph, last, kept, 2))
-    graph.erase_node(site.source)
-
-
-def _fuse_sum(graph: fx.Graph, site: Site, norm: Norm, group: str) -> None:
-    last, target = site.nodes[-1], torch.ops.iris_vllm.all_reduce_norm.default
-    fused = _call(graph, last, target, site.source, norm.residual, norm.weight, norm.eps, group)
+def _with_norm(
+    graph: fx.Graph, site: Site, norm: Norm, target: Callable, operands: tuple[Node, ...], group: str
+) -> None:
+    """Put one operator, which returns the norm and the sum before it, in place of a site's nodes."""
+    last = site.nodes[-1]
+    fused = _call(graph, last, target, *operands, norm.residual, norm.weight, norm.eps, group)
     _put(graph, site, norm, *_items(graph, last, fused, 2))
 
 

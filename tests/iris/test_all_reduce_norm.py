@@ -28,14 +28,21 @@ def parts_of(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) 
 
 
 def check_call(
-    ctx: iris.Iris, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fp8: bool = False
+    ctx: iris.Iris, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fp8: bool = False, in_place: bool = True
 ) -> torch.Tensor:
     *parts, before, weight = (t.to(ctx.device) for t in parts_of(ctx.num_ranks, shape, dtype, seed))
     scale = torch.tensor([0.03], device=ctx.device) if fp8 else None
     inp, residual = parts[ctx.cur_rank].clone(), before.clone()
     out = torch.empty(shape, dtype=FP8 if fp8 else dtype, device=ctx.device)
     poison(out.view(torch.uint8) if fp8 else out)
-    ctx.ccl.all_reduce_norm(out, residual, inp, weight, 1e-5, scale)
+    if in_place:
+        ctx.ccl.all_reduce_norm(out, residual, inp, weight, 1e-5, scale)
+    else:
+        total = torch.empty_like(residual)
+        poison(total)
+        ctx.ccl.all_reduce_norm(out, residual, inp, weight, 1e-5, scale, total=total)
+        assert torch.equal(residual, before), "residual was written"
+        residual = total
     h = sum(t.double() for t in parts) + before.double()
     size = sum(t.double().abs() for t in parts) + before.double().abs()
     assert ((residual.double() - h).abs() <= 2 * STEPS[dtype] * size + 1e-30).all()
@@ -52,7 +59,9 @@ def check_call(
 
 def random_calls(ctx: iris.Iris, dtype: torch.dtype, two_shot: bool) -> torch.Tensor:
     with patch.object(norm, "two_shot", lambda *_: two_shot and ctx.num_ranks > 2):
-        seen = [check_call(ctx, shape, dtype, seed) for seed, shape in enumerate(SHAPES * 2)]
+        seen = [
+            check_call(ctx, shape, dtype, seed, in_place=seed < len(SHAPES)) for seed, shape in enumerate(SHAPES * 2)
+        ]
     return torch.cat(seen).cpu()
 
 
@@ -102,6 +111,10 @@ def bad_input(ctx: iris.Iris) -> None:
     same = rows()
     with pytest.raises(ArgumentError, match="out overlaps residual"):
         ctx.ccl.all_reduce_norm(same, same, rows(), weight)
+    with pytest.raises(ArgumentError, match="total overlaps inp"):
+        ctx.ccl.all_reduce_norm(rows(), rows(), same, weight, total=same)
+    with pytest.raises(ShapeError, match="total is"):
+        ctx.ccl.all_reduce_norm(rows(), rows(), rows(), weight, total=rows(n=32))
     check_call(ctx, (2, 64), torch.bfloat16, 1)  # the context still serves
 
 

@@ -33,8 +33,10 @@ def test_each_way_of_an_op_is_compared_or_has_a_reason(op: str) -> None:
         chosen = explained(
             op, rng.randrange(1, 1 << 24), rng.choice((1, 2, 4, 8)), dtype=rng.choice((torch.float16, torch.int64))
         )
-        first, *lines, last = chosen.explain().splitlines()
-        assert first.startswith(f"{op} of ") and first.endswith(" on NVIDIA H200")
+        first, source, *lines, last = chosen.explain().splitlines()
+        assert (
+            first.startswith(f"{op} of ") and first.endswith(" on NVIDIA H200") and source == "rates measured on H200s"
+        )
         rows = [match for line in lines if (match := ROW.match(line))]
         others = [line for line in lines if not ROW.match(line)]
         assert len(lines) == sum(op in way.ops for way in WAYS)

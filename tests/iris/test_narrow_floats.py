@@ -216,7 +216,7 @@ def test_casts_to_fp8_and_back(kind: torch.dtype, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def eight_bits_kernel(x_ptr, y_ptr, out, OP: tl.constexpr, SIZE: tl.constexpr):
+def fp8_kernel(x_ptr, y_ptr, out, OP: tl.constexpr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     at = i[:, None] * SIZE + i[None, :]
     x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
@@ -247,11 +247,11 @@ def eight_bits_kernel(x_ptr, y_ptr, out, OP: tl.constexpr, SIZE: tl.constexpr):
 def test_fp8_can_be_moved_and_multiplied(kind: torch.dtype) -> None:
     x, y = (torch.randn(16, 16).to(kind) for _ in range(2))
     out = torch.full((16, 16), torch.nan)
-    eight_bits_kernel[(1,)](x, y, out, "dot", 16)
+    fp8_kernel[(1,)](x, y, out, "dot", 16)
     torch.testing.assert_close(out, (x.double() @ y.double()).float(), rtol=1e-5, atol=1e-5)
-    eight_bits_kernel[(1,)](x, y, out, "moved", 16)
+    fp8_kernel[(1,)](x, y, out, "moved", 16)
     assert torch.equal(out, torch.where(torch.arange(16)[:, None] > 3, x.float(), y.float()).T)
-    eight_bits_kernel[(1,)](x, y, out, "zeros", 16)
+    fp8_kernel[(1,)](x, y, out, "zeros", 16)
     assert not out.any()
 
 
@@ -270,7 +270,7 @@ def test_fp8_can_be_moved_and_multiplied(kind: torch.dtype) -> None:
 def test_arithmetic_in_fp8_is_refused_by_name(op: str, named: str) -> None:
     x = torch.ones(16, 16).to(torch.float8_e4m3fn)
     with pytest.raises(iris.IrisError, match=f"({named}).*fp8e4nv.*float32") as caught:
-        eight_bits_kernel[(1,)](x, x, torch.zeros(16, 16), op, 16)
+        fp8_kernel[(1,)](x, x, torch.zeros(16, 16), op, 16)
     assert caught.value.__cause__ is None
 
 

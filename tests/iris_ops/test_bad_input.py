@@ -99,7 +99,7 @@ def refuse_each(ctx: iris.Iris, op: str) -> None:
         with pytest.raises(error, match=f"{op}: .*{message}") as caught:
             function(**{**good, argument: change(ctx, good[argument])})
         assert isinstance(caught.value, IrisError), name
-        assert not any(ctx in key for key in ctx.ops._calls._plain._prepared), "the wrong workspace is kept"
+        assert not any(ctx in kind[0] for kind, _ in ctx.ops._calls.earlier._prepared), "the wrong workspace is kept"
         call.guarded.check()
         assert call.out.isnan().all(), name
     call.run()

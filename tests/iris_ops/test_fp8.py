@@ -1,4 +1,4 @@
-"""`matmul_all_reduce` with B in eight bits, against float64: each way that serves it, and what it refuses."""
+"""`matmul_all_reduce` with B in fp8, against float64: each way that serves it, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops refuse of weights in eight bits: each error names the argument, and the next right call is served."""
+"""What ops refuse of fp8 weights: each error names the argument, and the next right call is served."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def others_body(ctx: iris.Iris) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
-def test_a_gather_of_products_takes_no_eight_bits(world_size: int) -> None:
+def test_a_gather_of_products_takes_no_fp8(world_size: int) -> None:
     run_ranks(world_size, others_body)

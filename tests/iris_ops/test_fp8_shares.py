@@ -1,4 +1,4 @@
-"""Ops of sequence parallelism with B in eight bits, against float64: gathers, gated or not, and reduce-scatters."""
+"""Ops of sequence parallelism with B in fp8, against float64: gathers, gated or not, and reduce-scatters."""
 
 from __future__ import annotations
 

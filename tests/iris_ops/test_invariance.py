@@ -76,7 +76,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(world_size, op, form, d
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("op", [ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER])
-def test_a_row_times_a_weight_in_eight_bits_has_the_same_bits(world_size, op):
+def test_a_row_times_an_fp8_weight_has_the_same_bits(world_size, op):
     case = case_of(op, "" if op == ALL_REDUCE else "rows")
     no_difference(run_ranks(world_size, check_rows, case, draw_places(MANY[::3], random.Random()), True))
 
@@ -115,7 +115,7 @@ def test_a_bias_comes_before_the_ranks_sum_at_every_number_of_rows_or_at_none(op
 
 
 @pytest.mark.gpu
-def test_a_bias_comes_last_behind_weights_in_eight_bits():
+def test_a_bias_comes_last_after_fp8_weights():
     """At sizes of which a plan leaves some numbers of rows to a product and a collective, where there is no bias."""
     places = [Place(M, M - 1, "random") for M in (1, 64, 129, 200, 300, 512)]
     for bias in (True, False):

@@ -13,10 +13,10 @@ from iris.machines import machine_named
 from iris_ops import Activation, FusedConfig
 from iris_ops.moe.routing import Routing
 from iris_ops.planning import moe_ways
-from iris_ops.planning.moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
 from iris_ops.planning.moe_ways import FEW_PAIRS, need_sorting, tokens_at_once
+from iris_ops.planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for
-from iris_ops.problem import part_of
+from iris_ops.problem import Problem, Request, part_of, requested_problem
 import pytest
 import torch
 
@@ -194,17 +194,21 @@ def invariant_body(ctx: iris.Iris, dtype: torch.dtype) -> None:
             assert torch.equal(out, whole[1][-tokens:]), tokens
 
 
-def instruction(problem: MoeProblem, config: FusedConfig, name: str) -> object:
+def problem_of(op: str, tokens: int, k: int, experts: int, N: int, K: int, **more: Any) -> Problem:
+    return requested_problem(Request(op, tokens, N, K, 2, BF16, experts=experts, top_k=k, **more))
+
+
+def instruction(problem: Problem, config: FusedConfig, name: str) -> object:
     """What multiplies a tile, by its sides; in the interpreter, what is added at once along K."""
     if name == "interpreter":
         return config.block_k
-    columns = config.block_n // 2 if problem.gated else config.block_n  # gate and up are two products
+    columns = config.block_n // 2 if problem.epilogue else config.block_n  # gate and up are two products
     if name.startswith("AMD"):
         return min(config.block_m, columns) >= 32
     return (columns if config.block_m < 64 <= columns else config.block_m) >= 64
 
 
-def configs(problem: MoeProblem, machine) -> list:
+def configs(problem: Problem, machine) -> list:
     return [each.config for each in compare_ways(WAYS, problem, machine).candidates]
 
 
@@ -215,7 +219,7 @@ def test_plans_of_invariant_calls_take_one_instruction(name: str, op: str) -> No
     for tokens in (1, 2, 9, 40, 130, 1000, 9000):
         for experts, k, N, K in ((128, 8, 384, 2048), (8, 2, 4096, 7168), (32, 4, 1440, 2880)):
             for invariant, seen in blocks.items():
-                problem = MoeProblem(op, tokens, k, experts, N, K, 2, BF16, op == GATE_UP, invariant)
+                problem = problem_of(op, tokens, k, experts, N, K, invariant=invariant)
                 seen |= {instruction(problem, config, name) for config in configs(problem, machine)}
     assert len(blocks["batch"]) == 1 < len(blocks[None])
 
@@ -239,12 +243,13 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     for way in (way for way in WAYS if way.kernel.startswith("moe.")):
         assert import_module(f"iris_ops.{way.kernel}")
     machine = machine_named("NVIDIA H100", 132)
-    few = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 2048, 384, 2, BF16)
-    many = MoeProblem(DOWN_ALL_REDUCE, 4096, 8, 128, 2048, 384, 2, BF16)
+    few = problem_of(DOWN_ALL_REDUCE, 4, 8, 128, 2048, 384)
+    many = problem_of(DOWN_ALL_REDUCE, 4096, 8, 128, 2048, 384)
     assert plan(few, machine).kernel == "moe.lamport_down"
-    one = replace(few, tokens=1)
+    one, sizes = replace(few, M=1), (DOWN_ALL_REDUCE, 1, 8, 128, 2048, 384)
     assert plan(one, machine).kernel == "moe.lamport_token"
-    for other, reason in ((replace(one, in_rows=True), "pieces too short"), (replace(one, invariant="batch"), "adds")):
+    others = (problem_of(*sizes, form="rows"), "pieces too short"), (problem_of(*sizes, invariant="batch"), "adds")
+    for other, reason in others:
         chosen = plan(other, machine)
         assert chosen.kernel == "moe.lamport_down"
         assert any(each.startswith("rejected moe.lamport_token") and reason in each for each in chosen.reasons)
@@ -252,13 +257,13 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     chosen = plan(many, machine)
     assert chosen.kernel == "moe.lamport_combine" and chosen.prediction is not None
     assert any("rejected moe.lamport_down" in reason for reason in chosen.reasons)
-    large = MoeProblem(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024, 2, BF16)
+    large = problem_of(DOWN_ALL_REDUCE, 8192, 8, 256, 7168, 1024)
     assert plan(large, machine).kernel == "moe.lamport_combine"
     assert tokens_at_once(large) == (1 << 27) // (2 * 2 * 2 * 7168)
-    scattered = MoeProblem(DOWN_REDUCE_SCATTER, 8192, 8, 256, 7168, 1024, 2, BF16)
+    scattered = problem_of(DOWN_REDUCE_SCATTER, 8192, 8, 256, 7168, 1024)
     assert plan(scattered, machine).kernel == "moe.sequential"
     assert "its exchange would take 224 MiB" in plan(scattered, machine).explain()
-    wide = MoeProblem(DOWN_ALL_REDUCE, 4, 8, 128, 1 << 16, 384, 2, BF16)
+    wide = problem_of(DOWN_ALL_REDUCE, 4, 8, 128, 1 << 16, 384)
     assert "than programs run at once" in plan(wide, machine).explain()
 
 
@@ -269,7 +274,7 @@ def test_which_way_does_not_depend_on_a_ranks_part() -> None:
         for tokens in (1, 3, 16, 40, 64, 100, 128, 200, 1000, 8192):
             for N in (48, 2048, 2880, 7168, 16384):
                 ways = {
-                    plan(MoeProblem(DOWN_ALL_REDUCE, tokens, 8, 64, N, K, 2, BF16), machine, False).kernel
+                    plan(problem_of(DOWN_ALL_REDUCE, tokens, 8, 64, N, K), machine, False).kernel
                     for K in (0, 1, 8, 384, 7168)
                 }
                 assert len(ways) == 1, (name, tokens, N, ways)

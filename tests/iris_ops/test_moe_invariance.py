@@ -8,7 +8,7 @@ import random
 
 import iris
 from iris.errors import ArgumentError
-from iris_ops.planning.moe_problem import MOE_OPS
+from iris_ops.planning.operations import MOE_OPS
 from iris_ops.problem import part_of, part_size
 import pytest
 import torch

@@ -20,11 +20,11 @@ def compiled_body(ctx: iris.Iris, scatter: bool) -> None:
     first, second = stored(layer.first[rank], True), stored(layer.second[rank], True)
 
     def mixture(A: torch.Tensor) -> torch.Tensor:
-        result = torch_ops.mixture(
-            ctx, A * 2, first, second, layer.chosen, layer.weights, shared=layer.shared[rank], activation="gpt_oss",
+        call = torch_ops.MixtureCall(
+            A * 2, first, second, layer.chosen, layer.weights, shared=layer.shared[rank], activation="gpt_oss",
             scatter=scatter,
         )  # fmt: skip
-        return result + 1
+        return torch_ops.mixture(ctx, call) + 1
 
     with torch.no_grad():
         expected = mixture(layer.A)

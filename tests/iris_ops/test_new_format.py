@@ -19,7 +19,7 @@ from tests.harness import run_ranks
 
 @dataclass(frozen=True)
 class Int8(WeightFormat):
-    """Integers of eight bits, a scale for each column."""
+    """8-bit integers, a scale for each column."""
 
     def converted(self, problem, machine) -> str:
         return "no kernel widens integers"

@@ -52,7 +52,7 @@ def choose(*sizes, **more):
 
 def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
     chosen = choose(ALL_REDUCE, 16, 512, 256)
-    assert chosen.kernel == "toy" and chosen.reasons[1].startswith("toy 16x32x32 one_shot")
+    assert chosen.kernel == "toy" and chosen.reasons[2].startswith("toy 16x32x32 one_shot")
     assert chosen.explain().splitlines()[-1] == "chosen toy 16x32x32 one_shot, 4 warps"
     assert choose(MATMUL_GATHER, 16, 512, 256) == engine.plan(
         requested_problem(Request(MATMUL_GATHER, 16, 512, 256, 2, torch.bfloat16)), H200
@@ -61,7 +61,7 @@ def test_a_new_way_is_chosen_where_it_is_the_fastest() -> None:
 
 @pytest.mark.parametrize("more, reason", [
     ({}, "it is for up to 40 rows"),
-    ({"weights": FP8_FORMAT}, "it multiplies no weights in eight bits"),
+    ({"weights": FP8_FORMAT}, "it multiplies no weights in fp8"),
     ({"invariant": "ranks"}, "its sums are alike at any number of rows or in any order, not alike on any number of "
                              "ranks"),
 ])  # fmt: skip

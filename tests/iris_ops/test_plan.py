@@ -235,7 +235,7 @@ def test_a_given_configuration_wins(op: str, form: str) -> None:
     (16, 2, "one_shot", False), (17, 2, "one_shot", False), (128, 8, "two_shot", False), (256, 8, "two_shot", True),
     (512, 2, "one_shot", True), (8192, 2, "overlapped", True), (8192, 8, "overlapped", True),
 ])  # fmt: skip
-def test_weights_in_eight_bits_are_served_by_the_kernels_of_sixteen(rows, among, algorithm, specialised) -> None:
+def test_fp8_weights_are_served_by_the_kernels_of_sixteen_bits(rows, among, algorithm, specialised) -> None:
     chosen = plan(
         requested_problem(Request(ALL_REDUCE, rows, 8192, 1792, among, torch.bfloat16, weights=FP8_FORMAT)), H200
     )

@@ -74,7 +74,7 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
     assert len(misses) <= len(report["rows"]) / 10, misses
 
 
-def test_predictions_in_eight_bits_are_within_a_fifth_on_nine_measured_rows_of_ten() -> None:
+def test_fp8_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten() -> None:
     report = json.loads((RESULTS[0].parent / "fp8_h200_x2.json").read_text())
     machine, misses = machine_named(report["gpu"], 132), []
     for row in report["rows"]:

@@ -163,7 +163,7 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
         "another K": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank=(64, 64, 192)),
         "too few": lambda: ctx.ops.matmul_all_reduce(out, A, B, depths=(256, 128)),
         "no numbers": lambda: ctx.ops.matmul_all_reduce(out, A, B, k_per_rank="all"),
-        "eight bits": lambda: ctx.ops.matmul_all_reduce(out, A, eight, scale=torch.ones(16)),
+        "fp8": lambda: ctx.ops.matmul_all_reduce(out, A, eight, scale=torch.ones(16)),
         "another order": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=FusedConfig(64, 64, 64)),
         "other blocks": lambda: ctx.ops.matmul_all_reduce(out, A, B, config=small),
         "gathered parts": lambda: ctx.ops.all_gather_matmul(out, torch.randn(4, 50), torch.randn(150, 16)),

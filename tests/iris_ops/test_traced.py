@@ -123,7 +123,7 @@ def check_untraced(ctx) -> dict[str, int]:
         "ccl": lambda: ctx.ccl.all_reduce(out, out.clone()),
     }
     if ctx.device.type == "cpu":
-        calls["eight bits"] = lambda: ctx.ops.matmul_all_reduce(out, A, W8.t(), scale=scale)
+        calls["fp8"] = lambda: ctx.ops.matmul_all_reduce(out, A, W8.t(), scale=scale)
     recorded = {}
     for name, call in calls.items():
         ctx.tracing.enable(1 << 8)

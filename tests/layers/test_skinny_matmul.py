@@ -103,7 +103,7 @@ def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: in
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("rows", [(1,), (2, 1, 3), (8,), (9,), (16,)])
 @pytest.mark.parametrize("outputs, depth", [(16, 128), (1000, 640), (5120, 1280), (2560, 5120), (70000, 256)])
-def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
+def test_fp8_weights(rows: tuple, outputs: int, depth: int, gated: bool) -> None:
     torch.manual_seed(outputs + depth)
     like = {"device": DEVICE, "dtype": torch.bfloat16}
     weight = torch.randn((1 + gated) * outputs, depth, device=DEVICE) * depth**-0.5
@@ -128,7 +128,7 @@ def test_weights_in_eight_bits(rows: tuple, outputs: int, depth: int, gated: boo
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_weights_in_eight_bits_that_are_not_served() -> None:
+def test_fp8_weights_that_are_not_served() -> None:
     x, weight = torch.randn(2, 96, device=DEVICE).bfloat16(), torch.randn(32, 96, device=DEVICE)
     rounded, scale = scaled_matmul.quantised(weight)
     assert not skinny_matmul.streams(rounded.shape, x.device)

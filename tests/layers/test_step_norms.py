@@ -162,8 +162,8 @@ def test_norms_before_other_products_stay_whole(world_size: int, weights: str | 
 
 
 @torch.no_grad()
-def eight_bits_body(ctx) -> None:
-    """In a step, weights in eight bits meet an input as it is; eager calls round it, too."""
+def fp8_body(ctx) -> None:
+    """In a step, weights in fp8 meet an input as it is; eager calls round it, too."""
     model = models.build("lines").to(torch.bfloat16)
     layers.parallelize(model, ctx, weights="fp8_all")
     rounding = logits(model, ctx, graphs=False)
@@ -189,8 +189,8 @@ def eight_bits_body(ctx) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
-def test_steps_with_weights_in_eight_bits(world_size: int) -> None:
-    run_ranks(world_size, eight_bits_body)
+def test_steps_with_fp8_weights(world_size: int) -> None:
+    run_ranks(world_size, fp8_body)
 
 
 def assert_folds(function: Callable, folds: int) -> None:

@@ -138,6 +138,9 @@ def plain_torch() -> Iterator[None]:
         h = (2.0 * (A.float() @ weight.t().float()) + residual.float()).to(A.dtype)
         return h, *first_half(h, norm_weight)
 
+    def whole_norm(A, weight, residual, norm_weight, eps, group):  # noqa: ANN001, ANN202
+        return add_norm(matmul(A, weight, group), residual, norm_weight, eps)
+
     def skinny(x, weight, bias, scale, gated, squares=None, eps=0.0):  # noqa: ANN001, ANN202
         x = x if squares is None else second_half(x, squares, eps)
         y = x @ weight.t()
@@ -148,6 +151,7 @@ def plain_torch() -> Iterator[None]:
     with scoped("iris_vllm", "IMPL") as own, scoped("iris_ops", "IMPL") as ops:
         own.impl("matmul_all_reduce", matmul, "CPU")
         own.impl("matmul_all_reduce_norm", matmul_norm, "CPU")
+        own.impl("matmul_all_reduce_rms_norm", whole_norm, "CPU")
         own.impl("all_reduce", lambda x, group: 2 * x, "CPU")
         own.impl("all_reduce_norm", lambda x, r, w, eps, group: add_norm(2 * x, r, w, eps), "CPU")
         ops.impl("skinny_matmul", skinny, "CPU")
@@ -182,23 +186,31 @@ def test_flashinfers_nodes_are_rewritten_alike() -> None:
     assert_same(fused.run(), expected)
 
 
-def test_norms_of_more_rows_stay() -> None:
+def test_norms_of_more_rows_end_their_all_reduce() -> None:
     for flashinfer in (False, True):
         layer, plain = Graph(), Graph()
         layer.layer(flashinfer)
         plain.layer()
         expected = plain.run()
-        assert layer.rewritten(few_rows=False) == {"matmul_all_reduce": 2}
-        assert layer.targets().count("vllm_ir.fused_add_rms_norm.default") == 2
+        assert layer.rewritten(few_rows=False) == {"matmul_all_reduce_rms_norm": 2}
+        assert not any("vllm." in target.replace("iris_vllm.", "") or "vllm_ir" in target for target in layer.targets())
         assert_same(layer.run(), expected)
 
 
-def test_a_norm_that_others_read_stays_vllms() -> None:
+def test_a_norm_that_others_read_is_whole() -> None:
     g = Graph()
     normed, h = g.norm(
         g.reduced(g.product(g.input("x", M, K), g.input("o", N, K))), g.input("residual", M, N), g.input("weight", N)
     )
     g.graph.output((g.product(normed, g.input("up", 48, N)), normed, h))
+    expected = g.run()
+    assert g.rewritten() == {"matmul_all_reduce_rms_norm": 1}
+    assert_same(g.run(), expected)
+
+
+def test_a_product_without_a_norm() -> None:
+    g = Graph()
+    g.graph.output((g.call(aten.relu.default, g.reduced(g.product(g.input("x", M, K), g.input("o", N, K)))),))
     expected = g.run()
     assert g.rewritten() == {"matmul_all_reduce": 1}
     assert_same(g.run(), expected)

@@ -1,4 +1,4 @@
-"""Warp-specialised kernels for NVIDIA Hopper, named like the portable kernels that stand in for them.
+"""Warp-specialised kernels for NVIDIA Hopper, named like the portable kernels that they replace.
 
 `pipeline.py` is what they share, `mma.py` all that another architecture would do otherwise.
 """

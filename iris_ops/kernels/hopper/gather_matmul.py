@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @device_function
 def _of_source(row, part_rows, M, BLOCK_M: tl.constexpr):
-    """For the rank that owns row `row`: (where its rows end, the first row to load for a tile from `row` on)."""
+    """Return (where the rows of the rank that owns `row` end, the first row to load for a tile from `row` on)."""
     begin = row // part_rows * part_rows
     end = min(M, begin + part_rows)
     return end, begin + first_row(row - begin, end - begin, BLOCK_M)
@@ -78,7 +78,7 @@ class _Gathered:
 
     @gluon.jit
     def first(self, row):
-        """The first row to load for a tile from `row` on; all rows of a tile are one rank's."""
+        """Return the first row to load for a tile from `row` on; all rows of a tile belong to one rank."""
         return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
 
     @gluon.jit
@@ -100,7 +100,7 @@ class _Gathered:
 
 @gluon.jit
 def _store_tiles(shared, work, C, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """What the mover warps do: store each tile to `C`, or, of a gated product, half as many columns."""
+    """Run the mover warps: store each tile to `C`, half as many columns if the product is gated."""
     units, tiles, out, M = work.units, work.tiles, C.data, C.rows
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
@@ -135,10 +135,11 @@ def hopper_gather_matmul_kernel(
     a, gathered, b, epilogue, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows, tile: gl.constexpr,
     pipeline: gl.constexpr, world: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """a, gathered, b: descriptors of this rank's rows, of all ranks' [M, K], and of B [K, N] or [N, K].
+    """Multiply gathered rows by B as they arrive; MMA warps multiply, mover warps store.
 
-    Or, `GATED`, of [2, N, K], what gates and what is gated; out is [M, N] then, too. flags: [rank]; passed: what a
-    rank's flag holds when its rows have arrived.
+    a, gathered, b: descriptors of this rank's rows, of all ranks' rows [M, K], and of B [K, N] or [N, K]. With `GATED`,
+    b describes [2, N, K], the gate and what it scales, and out is still [M, N]. flags: [rank]; passed: the value of a
+    rank's flag once its rows have arrived.
     """
     MOVE: gl.constexpr = pipeline.MOVE
     WAITER: gl.constexpr = world.WAITER
@@ -180,7 +181,8 @@ def product(
     out, A, B, bias, _ = tensors
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
     traced = rank.recording
-    key = *addresses, problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced, None
+    kind = problem, config, bias is None, out.stride(), A.stride(), B.stride(), traced
+    key = relaunch.Key(addresses, kind, None)
     again = calls.moved(key)
 
     def launch() -> None:
@@ -213,7 +215,7 @@ class _Alone:
     """Earlier launches for products without an exchange, and flags that no program awaits."""
 
     def __init__(self, rank: "Rank") -> None:
-        self.calls = relaunch.Calls(4)
+        self.calls = relaunch.Calls()
         self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
         rank.on_change.append(self.calls.forget)
 

@@ -1,8 +1,8 @@
-"""Two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
+"""Let two ranks exchange Lamport values in one shot: `matmul_all_reduce`, and `matmul_reduce_scatter` by rows.
 
 For results of some megabytes, where signals, and the stores that they wait for, cost as much as they hide. Between two
 ranks one shot sends no more than two: each sends all that it has multiplied, or a half and then the sums. And one shot
-is one hop, in which a rank waits for nothing but the same tile of its peer. The values stand in the same places as
+is one hop, in which a rank waits for nothing but the same tile of its peer. The values lie in the same places as
 those of `lamport_matmul.py`, so the ranks may even mix the two kernels. Only a rank's own tiles stay in shared memory.
 With LEAVES a rank's sum is one of half of K's leaves (`iris_ops/sum_tree.py`), and `tree_matmul.py` may stand in.
 
@@ -15,7 +15,7 @@ before it waits for anything but earlier tiles. In the portable kernel a program
 So of all tiles that are waited for, the first is under way.
 
 No wait of a reduce-scatter is circular. Tiles with rows of the peer's come first (`tile_orders.OthersFirst`). While
-those travel, a rank multiplies its own, and behind the last it sends nothing. A program sends a tile before it waits
+those travel, a rank multiplies its own, and after the last it sends nothing. A program sends a tile before it waits
 for anything but earlier ones. What a rank waits for is among its peer's first tiles. Tiles with rows of both, for which
 both wait, stand in the same order on both. So again the first is under way, with any number of programs.
 """
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 # Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
 PLACES = 2
-# Each thread of the mover warps has a value of its own.
+# Each thread of the mover warps has a separate value.
 _MOVER_THREADS = gl.constexpr(32 * MOVER_WARPS)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
@@ -79,7 +79,7 @@ class Pair:
     """A call's exchange as the mover warps of one of two ranks see it.
 
     `work`, `shared`: what is multiplied, and where finished tiles lie. `C`: `out`, with the edges of the product.
-    `half`: this epoch's buffer; `there`: where this rank's values stand at the peer; `theirs`: where the peer's stand
+    `half`: this epoch's buffer; `there`: where this rank's values lie at the peer; `theirs`: where the peer's lie
     here, in rows of `ld`. A push takes `spread` ticks.
     """
 
@@ -115,14 +115,14 @@ class Pair:
 
     @gluon.jit
     def rows_among(self, part, row, col, first, rows):
-        """(which of those rows a part of the tile has, which columns, and which of the rows there are)."""
+        """Return (which of the rows a part of the tile has, its columns, which of the rows exist)."""
         r, c, own = places_of(self.shared, part, row, self.C.rows, self.MOVE)
         r -= first
         return r, col + c, own & (r >= 0) & (r < rows)
 
     @gluon.jit
     def value_places(self, source, part, row, col, first, rows):
-        """(where the values of those rows of a part stand among those of `source`, which of them there are)."""
+        """Return (where the values of the rows of a part lie in `source`'s block, which of them exist)."""
         r, c, inside = self.rows_among(part, row, col, first, rows)
         return source + (r.to(gl.int64) * self.ld)[:, None] + c[None, :], inside[:, None] & (c < self.ld)[None, :]
 
@@ -173,7 +173,7 @@ class Pair:
 
 @gluon.jit
 def _swap_tiles(pair):
-    """What the mover warps of an all-reduce do: send each tile before they take the one before it."""
+    """Run the mover warps of an all-reduce: send each tile before receiving the one before it."""
     ctx, shared, tiles, M, N = pair.ctx, pair.shared, pair.work.tiles, pair.C.rows, pair.C.cols
     peer = 1 - ctx.rank
     programs = gl.num_programs(0)
@@ -190,7 +190,7 @@ def _swap_tiles(pair):
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
             nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, pair.half, tile_m, tile_n, nbytes=nbytes)
-            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded behind the last
+            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded after the last
             pair.send(i, row, col, 0, M, push)
             ctx.tracing.record_event_end(span)
         if i > 0:
@@ -202,7 +202,7 @@ def _swap_tiles(pair):
 
 @gluon.jit
 def _scatter_tiles(pair):
-    """What the mover warps of a reduce-scatter do: send the peer's rows of each tile, and take the own ones."""
+    """Run the mover warps of a reduce-scatter: send the peer's rows of each tile, and receive this rank's own."""
     ctx, shared, tiles, M, N = pair.ctx, pair.shared, pair.work.tiles, pair.C.rows, pair.C.cols
     part_rows = pair.part_rows
     peer = 1 - ctx.rank
@@ -220,7 +220,7 @@ def _scatter_tiles(pair):
         if own < end - row:
             nbytes = tile_bytes(end - row - own, N - col, tiles.BLOCK_M, tiles.BLOCK_N, shared.product.dtype)
             span = ctx.tracing.record_event_start(PUSH, peer, pair.half, tile_m, tile_n, nbytes=nbytes)
-            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded behind the last
+            push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded after the last
             pair.send(i, row, col, peer_first, peer_rows, push)
             ctx.tracing.record_event_end(span)
         if own > 0:
@@ -243,7 +243,7 @@ def _move_tiles(
     ctx, work, shared, C, bias, half, sync, part_rows, ld, epoch, spread, MOVED: gl.constexpr, LEAVES: gl.constexpr,
     MOVE: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """What the mover warps do: find where values stand, then `MOVED` with all tiles, then advance the epoch."""
+    """Run the mover warps: locate the values, call `MOVED` with all tiles, then advance the epoch."""
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
     peer = 1 - ctx.rank
     step = part_rows.to(gl.int64) * ld
@@ -260,7 +260,7 @@ def _specialise(
     ctx, work, C, epilogue, lamport, sync, part_rows, spread, first_leaf, blocks, MOVED: gl.constexpr,
     tile: gl.constexpr, pipeline: gl.constexpr, LEAVES: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
-    """MMA warps multiply the tiles of `work`, one after the other; mover warps do `MOVED` with the finished ones."""
+    """Start the MMA warps, which multiply the tiles of `work` in turn, and the mover warps, which run `MOVED`."""
     MOVE: gl.constexpr = pipeline.MOVE
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
@@ -289,10 +289,11 @@ def lamport_pair_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, stagger, first_leaf, blocks,
     tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`.
+    """Multiply and all-reduce between two ranks, which swap Lamport values in one shot.
 
-    LEAVES: of a sum that is the same on any number of ranks, this rank's leaves, from `first_leaf` on; else 1. `blocks`
-    of 64 products: all ranks'.
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in
+    `lamport_matmul_kernel`. LEAVES: this rank's leaves, from `first_leaf` on, of a sum that does not depend on the
+    number of ranks; else 1. blocks: blocks of 64 products of all ranks.
     """
     start_in_turn(stagger)
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
@@ -311,7 +312,10 @@ def lamport_pair_scatter_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, group, first_leaf, blocks,
     tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
-    """As `lamport_pair_kernel`, of a reduce-scatter. `group`: as in `OthersFirst`."""
+    """Multiply and reduce-scatter between two ranks, with the arguments of `lamport_pair_kernel`.
+
+    group: as in `OthersFirst`.
+    """
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     num_m, num_n = gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N)
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, tile.BLOCK_M)

@@ -1,12 +1,12 @@
-"""`matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
+"""Run `matmul_all_reduce` in two shots of Lamport values, by warp-specialised programs (`pipeline.py`).
 
 For results of some megabytes. They are so large that their exchange must hide behind the product, which it does not in
-`lamport_matmul.py`, and so small that signals cost as much as they hide. The values stand in the same places as those
+`lamport_matmul.py`, and so small that signals cost as much as they hide. The values lie in the same places as those
 of `lamport_matmul.py`, so ranks may even mix the two kernels.
 
-    MMA warps     compute one tile's product after the other; behind the last they take the sums that owners send, and
+    MMA warps     compute one tile's product after the other; after the last they receive the sums that owners send, and
                   store them to `out`
-    mover warps   send a finished tile's rows to their owners; behind each tile they sum what all ranks have sent for
+    mover warps   send a finished tile's rows to their owners; after each tile they sum what all ranks have sent for
                   this rank's own rows, in columns that are complete, and send the sums to everyone
 
 No wait is circular: a program sums no column before it has sent all of its own tiles of that and of earlier columns. So
@@ -51,8 +51,8 @@ _ALL = gl.constexpr(1 << 20)  # row blocks work on the same columns of B
 class TwoShot:
     """A call's exchange as the warps of one rank see it.
 
-    `C`: `out`, with the edges of the product. `half`: this epoch's buffer, [source rank, part_rows, ld]; `sums`: what
-    stands behind it, the sums that owners send, [M, ld].
+    `C`: `out`, with the edges of the product. `half`: this epoch's buffer, [source rank, part_rows, ld]; `sums`: the
+    sums that owners send, after that buffer, [M, ld].
     """
 
     ctx: DeviceContext
@@ -75,13 +75,13 @@ class TwoShot:
 
     @gluon.jit
     def step(self):
-        """From one rank's values to the next rank's."""
+        """Return the distance from one rank's values to the next rank's."""
         return self.part_rows.to(gl.int64) * self.ld
 
 
 @gluon.jit
 def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
-    """What the MMA warps do: multiply, without the bias, and behind the last tile put all owners' sums into `out`."""
+    """Run the MMA warps: multiply, without the bias, and after the last tile store all owners' sums in `out`."""
     ctx, C, tiles, ld = exchange.ctx, exchange.C, work.tiles, exchange.ld
     multiply_tiles(ctx, work, shared, Unshared(C.data), epilogue, C, exchange.epoch, False, exchange.WAITER)
     ROWS: gl.constexpr = min(tiles.BLOCK_M, 2 * shared.BLOCK_M // shared.PARTS)  # there are twice as many warps as move
@@ -162,7 +162,7 @@ def _sum(
 
 @gluon.jit
 def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED: gl.constexpr):
-    """What the mover warps do: send tiles to their owners, and sum own rows as soon as their columns are complete."""
+    """Run the mover warps: send tiles to their owners, and sum own rows as soon as their columns are complete."""
     ctx, tiles, M, N = exchange.ctx, work.tiles, exchange.C.rows, exchange.C.cols
     dtype: gl.constexpr = shared.product.dtype
     bases = load_bases(ctx.ctx_ptr, ctx.world_size)
@@ -179,7 +179,7 @@ def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED
         nbytes = tile_bytes(M - row, N - col, tiles.BLOCK_M, tiles.BLOCK_N, dtype) // ctx.world_size
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
         span = ctx.tracing.record_event_start(PUSH, -1, exchange.half, tile_m, tile_n, nbytes=nbytes)
-        push = gl.where(t + programs < count, spread, 0)  # nothing is loaded behind the last
+        push = gl.where(t + programs < count, spread, 0)  # nothing is loaded after the last
         _send(exchange, shared, done, bases, row, col, push)
         ctx.tracing.record_event_end(span)
         done += 1
@@ -196,7 +196,11 @@ def lamport_two_shot_kernel(
     a, b, epilogue, out, lamport, sync, ctx_ptr, M, N, K, stride_om, part_rows, spread, tile: gl.constexpr,
     pipeline: gl.constexpr, world: gl.constexpr, TAKE: gl.constexpr, OWNED: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; else as `lamport_matmul_kernel`."""
+    """Multiply and all-reduce in two shots of Lamport values: ranks sum the rows that they own, then send the sums.
+
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in
+    `lamport_matmul_kernel`.
+    """
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _push_tiles(ctx, shared, work, whole, C, sync, spread, MOVE: gl.constexpr, WAITER: gl.constexpr):
-    """What the mover warps do: store each tile at every rank. `C`: this rank's part in the `whole`."""
+    """Run the mover warps: store each tile at every rank. `C` is this rank's part of `whole`."""
     units, tiles, out = work.units, work.tiles, C.data
     epoch = enter(ctx, sync, whole, LANES=False)
     ok = await_entered(ctx, sync, epoch, WAITER, whole, LANES=False)  # before that, a peer may still read its out
@@ -52,7 +52,7 @@ def _push_tiles(ctx, shared, work, whole, C, sync, spread, MOVE: gl.constexpr, W
             span = ctx.tracing.record_event_start(PUSH, -1, out, tile_m, tile_n, nbytes=nbytes)
             begin = arch.clock()
             for part in range(shared.PARTS):
-                if unit + programs < units.count(programs):  # nothing is loaded behind the last
+                if unit + programs < units.count(programs):  # nothing is loaded after the last
                     pace(begin, spread, part, shared.PARTS)
                 values = rows_of(shared, done, part, MOVE)
                 r, c, own = places_of(shared, part, row, C.rows, MOVE)
@@ -73,7 +73,11 @@ def hopper_matmul_gather_kernel(
     a, b, epilogue, out, joins, sync, ctx_ptr, M, N, K, stride_om, step, shared_tiles, sharers, skew,
     spread, tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    """Multiply, and store each finished tile at every rank.
+
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in the portable
+    kernel.
+    """
     row_step, col_step = step.rows, step.cols
     MOVE: gl.constexpr = pipeline.MOVE
     WAITER: gl.constexpr = world.WAITER

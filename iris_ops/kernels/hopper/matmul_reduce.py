@@ -47,7 +47,7 @@ def _stage(shared, done, staged, row, end, M, spread, MOVE: gl.constexpr, ok):
 
 @gluon.jit
 def _packed(shared, part, row, end, M, MOVE: gl.constexpr):
-    """Offsets of a part of the tile in a staged one [BLOCK_M, BLOCK_N], and which are of its rows, `row` to `end`."""
+    """Return the offsets of a part in a staged tile [BLOCK_M, BLOCK_N], and which lie in its rows, `row` to `end`."""
     r, c, own = places_of(shared, part, row, M, MOVE)
     inside = own & (r < min(end, row + shared.BLOCK_M))  # parts after the last are requested, too
     return (r - row)[:, None] * shared.BLOCK_N + c[None, :], inside[:, None] & (c >= 0)[None, :]
@@ -65,7 +65,7 @@ def _load_staged(shared, sources, part, row, end, M, MOVE: gl.constexpr, COUNT: 
 
 @gluon.jit
 def _in_rank_order(ctx, own, others, OTHERS: gl.constexpr):
-    """The sum, in fp32 from rank 0 on, of this rank's values and those of all `others`, which are in rank order."""
+    """Sum this rank's values and those of all `others`, which are in rank order, in fp32 from rank 0 on."""
     if OTHERS < 2:  # two add up to the same in either order
         total = own.to(gl.float32)
         for i in gl.static_range(OTHERS):
@@ -124,9 +124,9 @@ def _move_tiles(
     ctx, shared, work, bias, C, staged_at, sync, spread, ALL_REDUCE: gl.constexpr, MOVE: gl.constexpr,
     WAITER: gl.constexpr,
 ):  # fmt: skip
-    """What the mover warps do: push others' tiles to their owners, and sum own ones, for `out` or for all ranks.
+    """Run the mover warps: push peers' tiles to their owners, and sum own tiles, for `out` or for all ranks.
 
-    `C`: `out`, with the edges of the whole result.
+    `C` is `out`, with the edges of the whole result.
     """
     units, tiles, out, M = work.units, work.tiles, C.data, C.rows
     staging, flags = staged_at.staging, staged_at.flags
@@ -150,7 +150,7 @@ def _move_tiles(
                 number = ctx.rank * owned + index
                 staged = ctx.remote(staging + number.to(gl.int64) * ELEMENTS, owner)
                 span = ctx.tracing.record_event_start(PUSH, owner, staged, tile_m, tile_n, nbytes=nbytes)
-                # nothing is loaded behind the last
+                # nothing is loaded after the last
                 over = gl.where(unit + programs < units.count(programs), spread, 0)
                 _stage(shared, done, staged, row, rows, M, over, MOVE, ok)
                 ctx.tracing.record_event_end(span)
@@ -190,7 +190,11 @@ def hopper_matmul_reduce_kernel(
     a, b, epilogue, out, staged, joins, sync, ctx_ptr, M, N, K, stride_om, shared_tiles, sharers, skew, spread,
     tile: gl.constexpr, pipeline: gl.constexpr, world: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """a, b: descriptors of A [M, K] and of B [K, N] or, `B_TRANSPOSED`, [N, K]; the rest as in the portable kernel."""
+    """Multiply, push each tile to its owner, and sum the tiles that this rank owns, in rank order.
+
+    a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in the portable
+    kernel.
+    """
     MOVE: gl.constexpr = pipeline.MOVE
     WAITER: gl.constexpr = world.WAITER
     ALL_REDUCE: gl.constexpr = form.ALL_REDUCE

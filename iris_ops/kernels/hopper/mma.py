@@ -1,17 +1,17 @@
 """The product of two blocks in shared memory on Hopper: `wgmma`, by the MMA warps of a warp-specialised program.
 
-`pipeline.py` loads blocks, walks over tiles and hands finished ones over. It asks this class for all that the
-hardware's product decides:
+`pipeline.py` loads blocks, walks over tiles and hands finished ones over. This class defines all that depends
+on the hardware's product:
 
     warps        how many warps multiply
-    registers    how many registers a thread of the mover warps has, beside so many MMA warps
+    registers    how many registers a thread of the mover warps has, beside `warps` MMA warps
     layout       which thread of the MMA warps holds what of the fp32 sums [BLOCK_M, BLOCK_N]
     forms        what a block in shared memory looks like to the product: A [BLOCK_M, BLOCK_K], B [BLOCK_K, BLOCK_N]
     steps        start a tile's sums, issue a product, wait until the one before has read its blocks, take the result
 
 So another architecture is another class with these names, in a folder beside this one. Blackwell's tcgen05 keeps the
 sums in tensor memory: its `begin` would store them there, its `issue` would commit to a barrier, and its `result` would
-load them into registers. The kernels and the pipeline would stay as they are. The classes cannot inherit from a common
+load them into registers. The kernels and the pipeline would not change. The classes cannot inherit from a common
 one, because Triton from 3.8 on refuses that.
 
 `wgmma` runs beside the warps that issue it. It reads its blocks until it is waited for, so one product stays under way
@@ -84,12 +84,12 @@ class Mma:
 
     @gluon.jit
     def zeros(self):
-        """The sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
+        """Return the sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
         return gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT)
 
     @gluon.jit
     def begin(self, sums):
-        """The same sums, as the hardware adds to them from now on."""
+        """Return the same sums in the form in which the hardware accumulates."""
         return warpgroup_mma_init(sums)
 
     @gluon.jit
@@ -110,5 +110,5 @@ class Mma:
 
     @gluon.jit
     def result(self, acc):
-        """The finished sums, in registers."""
+        """Return the finished sums, in registers."""
         return warpgroup_mma_wait(0, deps=(acc,))

@@ -1,4 +1,4 @@
-"""What a launcher gives a warp-specialised kernel (`pipeline.py`), and why such a kernel cannot compute a call.
+"""Prepare the arguments of warp-specialised kernels (`pipeline.py`), and explain why one cannot compute a call.
 
 A launcher describes A and B as the hardware loads them, a block at a time. It says as layouts which thread holds what:
 of the product the MMA warps' threads (`mma.py`), of a finished tile's parts the mover warps'. Layouts are constants of
@@ -79,9 +79,9 @@ def arguments(
 
 
 def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
-    """How a tile lies in the MMA warps' registers, in shared memory and in the mover warps' registers (`Pipeline`).
+    """Return the layouts of a tile in the MMA warps' registers, in shared memory and in the mover warps' registers.
 
-    `itemsize`: bytes of an operand's element; `warps`: how many multiply.
+    They are fields of `Pipeline`. `itemsize` is in bytes an operand's element; `warps` is the number that multiply.
     """
     return dict(
         ACC=accumulator(block_m, block_n, itemsize, warps),
@@ -94,7 +94,7 @@ def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARP
 
 
 def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
-    """Return which of so many warps' threads hold what of rows of `block_n` elements: whole vectors each."""
+    """Return the layout over the threads of `warps` warps of rows of `block_n` elements: whole vectors each."""
     across = min(32, block_n // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
@@ -102,7 +102,10 @@ def in_rows(warps: int, block_n: int) -> gl.BlockedLayout:
 def described(
     t: torch.Tensor, block: tuple[int, ...], lies: tuple[list[int], list[int]] | None = None
 ) -> GluonDescriptor:
-    """`t` as the hardware loads it, a block at a time. `lies`: (shape, strides), if others than the tensor's."""
+    """Return `t` as a descriptor that loads a block at a time.
+
+    `lies` is (shape, strides), where they differ from the tensor's.
+    """
     shape, strides = lies or (list(t.shape), list(t.stride()))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[t.dtype])
     return GluonDescriptor(t, shape, strides, list(block), layout)

@@ -13,13 +13,13 @@ No warps do nothing but load: a load is one instruction of one thread, and the M
 Only Gluon, Triton's language with explicit layouts, gives warps different work. It has no interpreter.
 
 Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
-takes as long as the link takes for a tile of every program. A program's last push, behind which nothing is loaded, and
+takes as long as the link takes for a tile of every program. A program's last push, after which nothing is loaded, and
 the sums of an all-reduce go at once.
 
 Waits between warps have no deadline. They are for loads, or for warps of the same program. The waits of those for peers
 all end (`iris/device/waits.py`), and when one has failed the warps take tiles all the same.
 
-The work is cut into `stream_k.Units`. An op's own object says where a tile stands: `place(tile)` gives its first row,
+The work is cut into `stream_k.Units`. An op's own object says where a tile lies: `place(tile)` gives its first row,
 its first column, and whether to add the bias. What a tile has beyond a short part, or beyond the matrix, is not
 stored.
 """
@@ -80,9 +80,9 @@ class Shared:
 
 @gluon.jit
 def allocate(a, b, dtype: gl.constexpr, tile: gl.constexpr, pipeline: gl.constexpr):
-    """The shared memory of one program, whose operands have the descriptors a and b.
+    """Allocate the shared memory of one program that loads operands by the descriptors a and b.
 
-    A finished tile, in `dtype`, lies in parts of some rows. Where `a` has three dimensions its rows are folded
+    A finished tile, in `dtype`, is stored in parts of a few rows. If `a` has three dimensions, its rows are folded
     (`tiles.first_row`).
     """
     STAGES: gl.constexpr = pipeline.STAGES
@@ -115,21 +115,21 @@ class Leaves:
 
     @gluon.jit
     def steps(self, leaf):
-        """How many blocks leaf number `leaf` of the share has (`sum_tree.border`)."""
+        """Return the number of blocks along K of leaf number `leaf` of the share (`sum_tree.border`)."""
         number = self.first + leaf
         return (number + 1) * self.blocks // _LEAVES - number * self.blocks // _LEAVES
 
 
 @triton.constexpr_function
 def _sums_that_end_with(leaf):
-    """How many sums end with leaf number `leaf` of a power of two, beside its own."""
+    """Return how many sums end with leaf number `leaf`, out of a power of two, beside the leaf's own."""
     leaf = getattr(leaf, "value", leaf)
     return (~leaf & leaf + 1).bit_length() - 1
 
 
 @aggregate
 class Work:
-    """What the MMA warps of a program multiply: `units` of `tiles`, of the operands that a and b describe.
+    """The work of a program's MMA warps: `units` of `tiles` of the operands that a and b describe.
 
     `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
     dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each.
@@ -151,7 +151,7 @@ class Work:
 
 @aggregate
 class Unshared:
-    """In place of `arguments.SharedTiles` where programs share no tiles. `parts`: what events name."""
+    """Replacement of `arguments.SharedTiles` where programs share no tiles. `parts`: the tensor that events name."""
 
     parts: base_value
 
@@ -181,9 +181,9 @@ def load_block(ctx, work, shared, stage, row, col, k):
 
 @gluon.jit
 def begin_unit(work, unit):
-    """The first unit from `unit` on that has steps: (unit, row, column, where along K it begins, where it ends).
+    """Return (unit, row, column, begin along K, end along K) of the first unit from `unit` on that has steps.
 
-    The row is the first that is loaded for the unit's tile.
+    The row is the first one that is loaded for the unit's tile.
     """
     programs = gl.num_programs(0)
     tile, first, steps, _ = work.units.at(unit, programs)
@@ -202,11 +202,11 @@ def begin_unit(work, unit):
 
 @gluon.jit
 def _join(ctx, units, joins, epoch, unit, tile, steps, complete, acc, WAITER: gl.constexpr):
-    """Joins a unit of a shared tile with what other programs computed of the tile; other units pass unchanged.
+    """Add the sums of other programs to the unit of a shared tile; return units of other tiles unchanged.
 
-    A program that has the tile's last steps adds what the others left. Else it leaves its own sum and signals it.
-    `joins`: `SharedTiles`, this rank's own memory. A wait that failed has marked the rank, which then vouches for
-    nothing (`sync.leave`).
+    The program that has the tile's last steps adds what the others stored. Any other program stores its own sum and
+    signals. `joins` is a `SharedTiles` in this rank's own memory. A failed wait has marked the rank, which then vouches
+    for no result (`sync.leave`).
     """
     programs = gl.num_programs(0)
     if units.SHARED:
@@ -255,7 +255,7 @@ def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
 
 @gluon.jit
 def _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER: gl.constexpr):
-    """The sum of the next `steps` blocks along K, and where loads and waits go on: all after `steps`, anew."""
+    """Return the sum of the next `steps` blocks along K, and the position from which loads and waits continue."""
     mma = work.mma
     acc = mma.begin(mma.zeros())
     for _i in range(steps):
@@ -276,11 +276,11 @@ def multiply_tiles(
     ctx, work, shared, joins, epilogue, C, epoch, ADDS_BIAS: gl.constexpr, WAITER: gl.constexpr, leaves=None,
     LEAVES: gl.constexpr = 1,
 ):  # fmt: skip
-    """What the MMA warps do: multiply each unit in fp32, and hand complete tiles over, rounded.
+    """Run the MMA warps: multiply each unit in fp32, and pass finished tiles, rounded, to the mover warps.
 
-    `epilogue`: with scales where the operands are rounded; the bias where this `ADDS_BIAS`. `C`: `out` as a
-    matrix. `leaves`: a `Leaves` where a tile's sum is that of so many LEAVES (`sum_tree.py`), a power of two; those
-    that wait for their other half do so, rounded, in registers.
+    `epilogue` holds the scales of rounded operands, and the bias if `ADDS_BIAS`. `C` is `out` as a matrix. With
+    `leaves`, a tile is the sum of LEAVES leaves, a power of two (`sum_tree.py`); partial sums wait for their other half
+    in registers, rounded.
     """
     tiles, units = work.tiles, work.units
     STAGES: gl.constexpr = shared.STAGES
@@ -334,7 +334,7 @@ def multiply_tiles(
 
 @gluon.jit
 def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
-    """The product of a tile whose operands were rounded, times their scales, as `tiles.scale_transposed` does."""
+    """Scale the product of a tile of rounded operands, as `tiles.scale_transposed` does."""
     ACC: gl.constexpr = product.type.layout
     row, col, _own = tiles.place(tile)
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
@@ -346,7 +346,7 @@ def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
 
 @gluon.jit
 def _bias_of(product, tiles, tile, bias, N, GATED: gl.constexpr):
-    """The bias of a tile's columns, in fp32. It is added behind the product, as in all other kernels."""
+    """Return the bias of a tile's columns, in fp32. All kernels add it after the product."""
     BLOCK_N: gl.constexpr = product.shape[1]
     _row, col, _own = tiles.place(tile)
     c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, product.type.layout))
@@ -367,7 +367,7 @@ def await_tile(shared, done):
 
 @gluon.jit
 def part_of(shared, done, part):
-    """The shared memory of part number `part` of the finished tile number `done`."""
+    """Return the shared memory of part number `part` of the finished tile number `done`."""
     return shared.product.index(done % shared.PLACES * shared.PARTS + part)
 
 
@@ -381,7 +381,7 @@ def give_back(shared, done, part):
 
 @gluon.jit
 def rows_of(shared, done, part, MOVE: gl.constexpr):
-    """The part that `part_of` names, in registers; loading the last one frees the tile's place."""
+    """Load the part that `part_of` returns into registers; the last part frees the tile's place."""
     values = part_of(shared, done, part).load(MOVE)
     give_back(shared, done, part)
     return values
@@ -396,9 +396,9 @@ def pace(begin, spread, part, parts):
 
 @gluon.jit
 def places_of(shared, part, row, rows, MOVE: gl.constexpr):
-    """Where the values that `rows_of` gives stand: (rows of A, columns in the tile, which rows are the tile's own).
+    """Return (rows of A, columns in the tile, which rows belong to the tile) of the values that `rows_of` returns.
 
-    `row`: the tile's first row; `rows`: how many A has.
+    `row` is the tile's first row; `rows` is the number of rows of A.
     """
     ROWS: gl.constexpr = shared.BLOCK_M // shared.PARTS
     i = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))

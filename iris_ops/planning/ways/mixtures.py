@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
-from ..moe_problem import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP, MoeProblem
+from ...problem import Problem
+from ..experts import least_k
 from ..moe_ways import (
     DEEP,
     DEEP_COLUMNS,
@@ -31,8 +32,10 @@ from ..moe_ways import (
     tiles_of,
     tokens_at_once,
     waits_too_wide,
+    weight_bytes,
 )  # fmt: skip
-from ..needs import PLAIN
+from ..needs import GATE, PLAIN, Epilogue
+from ..operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from ..way import Sizes, Way
 from ..weights import FORMATS
 from ..workspace_size import exchange_ld
@@ -50,47 +53,50 @@ class Mixture(Way):
     def name(self) -> str:
         return f"{self.kernel} {self.algorithms[0]}"
 
-    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+    def means(self, problem: Problem, config: FusedConfig) -> bool:
         return config.algorithm in self.algorithms
 
-    def rounds_rows(self, problem: MoeProblem) -> bool:
+    def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
+        return (GATE,)
+
+    def rounds_rows(self, problem: Problem) -> bool:
         return False  # kernels widen experts to the tokens' dtype
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         """Return the microseconds of what a call takes beside its product."""
         raise NotImplementedError
 
-    def times(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> Prediction:
+    def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
         product = self.product_us(problem, config, machine)
-        link = link_us(problem, machine) if problem.reduces else 0.0
+        link = link_us(problem, machine)
         return Prediction(product, link, product + self.rest_us(problem, machine) + machine.launch_us)
 
-    def product_us(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+    def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return product_us(problem, config.block_m, config.block_n, machine)
 
-    def most_rows(self, problem: MoeProblem, config: FusedConfig) -> int:
-        return max(1, problem.tokens)
+    def most_rows(self, problem: Problem, config: FusedConfig) -> int:
+        return max(1, problem.M)
 
-    def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
-        configs = []
+    def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+        configs, least = [], least_k(problem.weights)
         for m, n, k, warps, stages, *_ in tiles_of(problem, machine):
-            if not problem.sums.promised and problem.reduces and m == NOT_BACK:
+            if not problem.sums.promised and problem.operation.sums and m == NOT_BACK:
                 continue
             if (
                 not problem.sums.promised
-                and not problem.reduces
-                and problem.tokens > 1
+                and not problem.operation.sums
+                and problem.M > 1
                 and m < 64
                 and n >= DEEP_COLUMNS
             ):
                 k = DEEP
             if self.refuses_tile(problem, n, machine):
                 continue
-            if problem.least_k > 1 and n > MOST_CODED_COLUMNS:
+            if least > 1 and n > MOST_CODED_COLUMNS:
                 continue
-            k = max(k, problem.least_k)
+            k = max(k, least)
             fit = _stages(problem, m, n, k, machine)
-            while fit < 2 and k > max(32, problem.least_k):
+            while fit < 2 and k > max(32, least):
                 k //= 2
                 fit = _stages(problem, m, n, k, machine)
             configs.append(
@@ -101,14 +107,14 @@ class Mixture(Way):
             )  # fmt: skip
         return configs
 
-    def label(self, problem: MoeProblem, config: FusedConfig) -> str:
+    def label(self, problem: Problem, config: FusedConfig) -> str:
         return f"{config.kernel} {config.block_m}x{config.block_n}x{config.block_k} {config.algorithm}"
 
 
-def _stages(problem: MoeProblem, m: int, n: int, k: int, machine: Machine) -> int:
+def _stages(problem: Problem, m: int, n: int, k: int, machine: Machine) -> int:
     """Return how many stages of a tile fit, beside the widened tile of codes."""
     size = problem.dtype.itemsize
-    block = round((m * size + n * problem.weight_bytes) * k)
+    block = round((m * size + n * weight_bytes(problem)) * k)
     widened = 0 if problem.weights is PLAIN else n * k * size
     return machine.stages(block) - -(-widened // block)
 
@@ -121,11 +127,11 @@ class GroupedFew(Mixture):
     ops = frozenset((GATE_UP,))
     algorithms = ("one_shot",)
 
-    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
-        sorted_first = need_sorting(problem.pairs, problem.experts)
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        sorted_first = need_sorting(problem.pairs, problem.experts.count)
         return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         return 0.0
 
 
@@ -134,10 +140,10 @@ class GroupedMany(GroupedFew):
 
     algorithms = ("sequential",)
 
-    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
-        return None if need_sorting(problem.pairs, problem.experts) else "few pairs need not be sorted"
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        return None if need_sorting(problem.pairs, problem.experts.count) else "few pairs need not be sorted"
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         return SORT_US
 
 
@@ -149,30 +155,30 @@ class Down(Mixture):
     ops = frozenset((DOWN_ALL_REDUCE,))
     algorithms = ("one_shot",)
 
-    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if not one_token(problem):
             return f"one token is {TOKEN}'s"
-        if problem.tokens > MOST_TOKENS:
+        if problem.M > MOST_TOKENS:
             return f"one program would add up more than {MOST_TOKENS} tokens of its columns"
         return waits_too_wide(problem, max(n for _, n, *_ in FEW_TILES), machine)
 
-    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+    def means(self, problem: Problem, config: FusedConfig) -> bool:
         return super().means(problem, config) and one_token(problem) is not None
 
-    def refuses_tile(self, problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+    def refuses_tile(self, problem: Problem, block_n: int, machine: Machine) -> str | None:
         return waits_too_wide(problem, block_n, machine)
 
-    def workspace(self, problem: MoeProblem, config: FusedConfig, programs: int) -> Sizes:
-        elements = problem.world_size * problem.tokens * exchange_ld(problem.N)
+    def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
+        elements = problem.world_size * problem.M * exchange_ld(problem.N)
         return Sizes(exchange=2 * elements * problem.dtype.itemsize)
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         block_n = max(n for _, n, *_ in FEW_TILES)
-        sums = (problem.pairs + problem.tokens) * block_n * problem.dtype.itemsize / (ONE_PROGRAM_GBS * 1e3)
+        sums = (problem.pairs + problem.M) * block_n * problem.dtype.itemsize / (ONE_PROGRAM_GBS * 1e3)
         copies = problem.world_size - 1
-        link = copies * problem.tokens * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
+        link = copies * problem.M * problem.N * problem.dtype.itemsize / (machine.link_gbs * 1e3)
         sort = sort_us(problem)
-        return machine.exchange_us + -(-problem.tokens // 16) + sums + link + sort  # a microsecond for 16 tokens
+        return machine.exchange_us + -(-problem.M // 16) + sums + link + sort  # a microsecond for 16 tokens
 
 
 class Token(Down):
@@ -181,19 +187,19 @@ class Token(Down):
     kernel = TOKEN
     launcher = "moe.lamport_token:launch"
 
-    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return one_token(problem)
 
-    def means(self, problem: MoeProblem, config: FusedConfig) -> bool:
+    def means(self, problem: Problem, config: FusedConfig) -> bool:
         return config.algorithm in self.algorithms and one_token(problem) is None
 
-    def refuses_tile(self, problem: MoeProblem, block_n: int, machine: Machine) -> str | None:
+    def refuses_tile(self, problem: Problem, block_n: int, machine: Machine) -> str | None:
         return None
 
-    def tiles(self, problem: MoeProblem, machine: Machine) -> Sequence[FusedConfig]:
+    def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         """As narrow columns as have no more programs than two for each multiprocessor."""
         n = next((n for n in TOKEN_COLUMNS if -(-problem.N // n) <= 2 * machine.num_programs), TOKEN_COLUMNS[-1])
-        choices = 1 << (problem.top_k - 1).bit_length()
+        choices = 1 << (problem.experts.top_k - 1).bit_length()
         k = min(256, max(16, TOKEN_ELEMENTS // (n * choices)))
         stages = TOKEN_STAGES[-(-problem.N // n) > machine.num_programs]
         fit = machine.stages(choices * (n + 1) * k * problem.dtype.itemsize)
@@ -202,11 +208,11 @@ class Token(Down):
         )  # fmt: skip
         return [config]
 
-    def product_us(self, problem: MoeProblem, config: FusedConfig, machine: Machine) -> float:
+    def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         """As if it had the best of tiles: which way is taken must not depend on a rank's K."""
         return min(product_us(problem, m, n, machine) for m, n, *_ in FEW_TILES)
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         return machine.exchange_us
 
 
@@ -217,21 +223,21 @@ class Combine(Mixture):
     launcher = "moe.lamport_combine:launch"
     ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
 
-    def accepts(self, problem: MoeProblem, machine: Machine) -> str | None:
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
         nbytes = sums_bytes(problem, tokens_at_once(problem))
         if nbytes > MOST_EXCHANGED:
             return f"its exchange would take {nbytes >> 20} MiB; at most {MOST_EXCHANGED >> 20}"
         return None
 
-    def workspace(self, problem: MoeProblem, config: FusedConfig, programs: int) -> Sizes:
+    def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         return Sizes(exchange=sums_bytes(problem, tokens_at_once(problem)))
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         size = problem.dtype.itemsize
-        again = (problem.pairs + 3 * problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+        again = (problem.pairs + 3 * problem.M) * problem.N * size / (machine.hbm_gbs * 1e3)
         link = link_us(problem, machine)
         sort = sort_us(problem)
-        launches = -(-problem.tokens // max(1, tokens_at_once(problem)))
+        launches = -(-problem.M // max(1, tokens_at_once(problem)))
         fixed = ROWS_US + launches * (machine.launch_us + machine.exchange_us) + sort
         return fixed + max(again, link) + 0.2 * min(again, link)
 
@@ -244,8 +250,8 @@ class DownInSteps(Mixture):
     ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
     algorithms = ("sequential",)
 
-    def rest_us(self, problem: MoeProblem, machine: Machine) -> float:
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
         size = problem.dtype.itemsize
-        again = (problem.pairs + problem.tokens) * problem.N * size / (machine.hbm_gbs * 1e3)
+        again = (problem.pairs + problem.M) * problem.N * size / (machine.hbm_gbs * 1e3)
         sort = sort_us(problem)
         return ROWS_US + again + link_us(problem, machine) + 2 * machine.exchange_us + machine.launch_us + sort

@@ -33,7 +33,7 @@ class _Fp8(WeightFormat):
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
-            return "it multiplies rows rounded to eight bits on Hopper only, of bf16"
+            return "it multiplies rows rounded to fp8 on Hopper only, of bf16"
         if problem.M <= self.streamed_rows and not problem.sums.promised:
             return f"up to {self.streamed_rows} rows are not rounded"
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
@@ -44,7 +44,7 @@ class _Fp8(WeightFormat):
         if problem.op == ALL_REDUCE:  # `sequential` serves it everywhere
             return ""
         if not on_hopper(problem, machine):
-            return f"{problem.dtype} by eight bits is not multiplied on {machine.name}"
+            return f"{problem.dtype} by fp8 is not multiplied on {machine.name}"
         if problem.form != "rows" or problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"by rows, K and N multiples of {MULTIPLE}, it would be multiplied"
         return ""
@@ -64,7 +64,7 @@ class _Fp8(WeightFormat):
 
 
 FP8_FORMAT = _Fp8(
-    "in eight bits",
+    "in fp8",
     "fp8 is True",
     "False",
     FP8,

@@ -58,7 +58,9 @@ class Grouped(WeightFormat):
             return f"the stream of weights {self.name} has another order of sums than the product of many rows"
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
-        return f"the stream of weights {self.name} serves up to {self.streamed_rows} rows, K a multiple of {self.granule}"
+        return (
+            f"the stream of weights {self.name} serves up to {self.streamed_rows * self.streams_again} rows, K a multiple of {self.granule}"
+        )
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
@@ -69,7 +71,7 @@ def _format(name: str, packing: str, key: str, group: int, widening: str, granul
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands="quantised.steps:restored_operands", product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=128, convertible=True,
+        streamed_rows=128, streams_again=4, convertible=True,
     )  # fmt: skip
 
 

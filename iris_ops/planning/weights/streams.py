@@ -21,16 +21,20 @@ def on_hopper(problem: Any, machine: Machine) -> bool:
 def streamed(problem: Any, machine: Machine | None) -> bool:
     """Return whether the stream serves an all-reduce; None: on a machine that has one."""
     free = problem.op == ALL_REDUCE and not problem.sums.promised
-    served = free and problem.weights.streamable(problem.M, problem.K)
+    served = free and _streamable(problem)
     return served and (machine is None or on_hopper(problem, machine))
+
+
+def _streamable(problem: Any) -> bool:
+    return problem.weights.streamable(problem.M, problem.K, problem.weights.streams_again)
 
 
 def stream_refused(problem: Any, machine: Machine) -> str | None:
     """Return why the stream of weights cannot serve a problem, or None."""
     if problem.weights is PLAIN:
         return "it is for few rows and quantised weights"
-    if not problem.weights.streamable(problem.M, problem.K):
-        granule, most = problem.weights.granule, problem.weights.streamed_rows
+    if not _streamable(problem):
+        granule, most = problem.weights.granule, problem.weights.streamed_rows * problem.weights.streams_again
         return f"it is for weights {problem.weights.name} and up to {most} rows, K a multiple of {granule}"
     return None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
 

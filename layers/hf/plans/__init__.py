@@ -6,7 +6,7 @@
     completed    mixtures whose own plan leaves attention or shared experts whole
     recurrent    state spaces, linear attentions, convolutions, and hybrids of them with attention
 
-A plan is data: patterns of module names, in which `*` stands for one name, to the names of styles (see `styles`). One
+A plan is data: patterns of module names, in which `*` represents one name, to the names of styles (see `styles`). One
 plan may cover several families, so patterns that match nothing in a model are ignored. Where a forward mixes what a
 split would separate, a plan gathers: `colwise_gather_output` and `rowwise_split_input` split any product's weight and
 are right whatever comes between, at the price of one more exchange.

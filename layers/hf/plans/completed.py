@@ -5,7 +5,7 @@ Left whole here, too:
     indexers (DeepSeek-V3.2, GLM MoE DSA, AXK2, HY-V4, dots3)   scores are summed over an indexer's heads, which have
                                                                 no output projection whose sum the ranks could share
     hyper connections (DeepSeek-V4, HY-V4, Qwen4)               they mix whole hidden states
-    JetMoE's query and output projections                       they are experts of their own, which a router chooses
+    JetMoE's query and output projections                       they are separate experts, which a router chooses
 """
 
 from __future__ import annotations

@@ -1,0 +1,242 @@
+"""How much slower is what the planner chooses than the best way? `python -m benchmarks.regret --ranks 2 --shapes 40`.
+
+Shapes are drawn at random: rows log-uniform in each of four classes, widths of models' layers and any others. For each
+shape every way that accepts it is measured, by the configuration that the planner prefers for it, or by several with
+`--each`. All of them are checked against float64 before they are timed, in turns, as CUDA graphs.
+
+A shape's regret is the time of the planner's choice over that of the fastest way measured. Prints regrets by op and
+rows and writes `regret_<gpu>_x<ranks>.json` after every shape. `--beside FILE` judges the choices by another table of
+rates, too, such as one that `iris-tp calibrate` wrote; its choices are measured in the same run.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+import math
+import os
+from pathlib import Path
+import random
+import sys
+import time
+
+from iris.machines import Machine, machine_of
+from iris.planning import Candidate, compare_ways
+from iris.rates import ENV_RATES
+from iris_ops.planning.plan import WAYS, way_for
+from iris_ops.problem import Problem, Request, requested_problem
+from iris_tp.bench.compare import compare
+from iris_tp.bench.inputs import Inputs
+from iris_tp.bench.rows import CALLS, Row
+from iris_tp.bench.team import Team, launch
+from iris_tp.bench.timing import INTERPRETED, QUICK
+import torch
+
+from benchmarks.measuring import models, report
+from benchmarks.rivals.everyone import Heap
+from benchmarks.tables import regret_table
+
+OPS = ("ar", "rs", "ag", "ga")
+CLASSES = ((1, 64), (65, 256), (257, 2000), (2001, 8192))
+"""Rows from and to: few to many, each drawn as often."""
+_WIDTHS = 256, 16384
+_HIDDEN = 2880  # of gpt-oss, which no power of two divides far
+_MOST_FLOPS, _MOST_ELEMENTS = 1.5e12, 1 << 27
+_TINY = 48  # rows and columns at most, in the interpreter
+
+
+class Exact(Inputs):
+    """Inputs whose results are compared with float64."""
+
+    @property
+    def reference(self) -> torch.dtype:
+        return torch.float64
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser)
+    parser.add_argument("--ops", type=report.some_of(OPS), default=list(OPS), help="some of ar,rs,ag,ga")
+    parser.add_argument("--shapes", type=report.at_least(1), default=40, help="how many, over all ops (default 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
+    parser.add_argument("--each", type=report.at_least(1), default=1, help="configurations a way (default 1)")
+    parser.add_argument("--budget-s", dest="time_limit", type=report.at_least(1), help="as --time-limit; default 90")
+    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are judged, too")
+    parser.set_defaults(time_limit=90)
+    args = parser.parse_args(argv)
+    report.settle(args, argv, "regret")
+    args.shapes, args.each = int(args.shapes), int(args.each)
+    return args
+
+
+def draw(count: int, seed: int, world: int, ops: list[str], tiny: bool = False) -> list[Row]:
+    """Return `count` random shapes, ops and classes of rows taking turns; the same for the same arguments."""
+    rng, rows = random.Random(seed), []
+    while len(rows) < count:
+        number = len(rows)
+        op = ops[number % len(ops)]
+        least, most = (1, _TINY) if tiny else CLASSES[number // len(ops) % len(CLASSES)]
+        row = _drawn(rng, op, least, most, world, tiny)
+        M, N, K = row.gemm(world)
+        fits = M * N * K * 2 <= _MOST_FLOPS and max(row.M * row.N, row.M * row.K) <= _MOST_ELEMENTS
+        if fits and row not in rows:
+            rows.append(row)
+    return rows
+
+
+def _drawn(rng: random.Random, op: str, least: int, most: int, world: int, tiny: bool) -> Row:
+    form = rng.choice(
+        {"ar": ("rows",), "rs": ("rows", "rows", "cols"), "ag": ("rows", "rows", "k")}.get(op, ("cols", "rows"))
+    )
+    M = _log_uniform(rng, least, most)
+    if M > 16 and rng.random() < 0.5:
+        M = min(most, max(least, round(M / 16) * 16))
+    if tiny or rng.random() < 0.5:
+        low, high = (16, _TINY) if tiny else _WIDTHS
+        multiple = 8 if tiny else rng.choice((8, 64, 128))
+        N, K = (max(multiple, round(_log_uniform(rng, low, high) / multiple) * multiple) for _ in range(2))
+    else:
+        model = rng.choice(models.PREFILL)
+        pairs = model.column_linears(world) or model.row_linears(world)
+        N, K = rng.choice(model.row_linears(world) if op in ("ar", "rs") else pairs)
+        if rng.random() < 0.15:
+            N, K = (_HIDDEN, K) if op in ("ar", "rs") else (N, _HIDDEN)
+    whole = 8 * world
+    if form == "cols":
+        N = max(whole, N // whole * whole)
+    if form == "k":
+        K = max(whole, K // whole * whole)
+    return Row(op, M, N, K, form)
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return min(most, int(math.exp(rng.uniform(math.log(least), math.log(most + 1)))))
+
+
+def problem_of(row: Row, world: int, dtype: torch.dtype) -> Problem:
+    form = None if row.op == "ar" else row.form
+    return requested_problem(Request(CALLS[row.op], row.M, row.N, row.K, world, dtype, form))
+
+
+def ways_of(problem: Problem, machines: dict[str, Machine], each: int) -> dict[str, Candidate]:
+    """Return by its name each candidate to measure: of each way and algorithm the first ones, and all choices."""
+    found: dict[str, Candidate] = {}
+    for machine in machines.values():
+        counts: dict[tuple[str, str], int] = {}
+        for candidate in compare_ways(WAYS, problem, machine).candidates:
+            key = candidate.config.kernel, candidate.config.algorithm
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] <= each and way_for(problem, candidate.config) is candidate.way:
+                found.setdefault(_name_of(problem, candidate), candidate)
+    return found
+
+
+def _name_of(problem: Problem, candidate: Candidate) -> str:
+    """Return the label of a candidate with the fields that labels leave out."""
+    config = candidate.config
+    more = f", {config.num_stages} stages, {config.num_programs or 'all'} programs, {config.stagger_us} us"
+    return candidate.label(problem) + more
+
+
+def chosen_by(problem: Problem, machine: Machine) -> str:
+    return _name_of(problem, compare_ways(WAYS, problem, machine).candidates[0])
+
+
+def run_row(
+    row: Row, team: Team, heap: Heap, machines: dict[str, Machine], each: int, dtype: torch.dtype
+) -> dict:  # fmt: skip
+    problem = problem_of(row, team.world, dtype)
+    inputs, reason = team.attempt(lambda: Exact(row, team, dtype))
+    if reason:
+        raise RuntimeError(f"{row}: no inputs: {reason}")
+    ways = ways_of(problem, machines, each)
+    calls = {name: _call(heap, inputs, candidate) for name, candidate in ways.items()}
+    timed = compare(
+        team, calls, lambda name, call: _checked(inputs, call), inputs.copies, QUICK if team.cuda else INTERPRETED
+    )
+    key, results = "graph_us" if team.cuda else "eager_us", []
+    for name, candidate in ways.items():
+        result = {"name": name, "kind": "ours", "status": "ok", "predicted_us": candidate.times.total_us, "notes": []}
+        result["plan"] = {k: v for k, v in asdict(candidate.config).items() if k not in ("reasons", "prediction")}
+        if name in timed["us"]:
+            result |= {"error": timed["errors"][name], key: timed["us"][name]}
+        if name in timed["failed"]:
+            report.drop(
+                result, "WRONG" if "times the allowed" in timed["failed"][name] else "n/a", timed["failed"][name]
+            )
+        results.append(result)
+    us = {result["name"]: result[key] for result in results if key in result}
+    chosen = {by: chosen_by(problem, machine) for by, machine in machines.items()}
+    judged = {by: us[name] / min(us.values()) for by, name in chosen.items() if name in us}
+    predicted = {
+        by: compare_ways(WAYS, problem, machine).candidates[0].times.total_us / us[chosen[by]]
+        for by, machine in machines.items()
+        if chosen[by] in us
+    }
+    fields = {name: value for name, value in asdict(row).items() if (name, value) != ("form", "rows")}
+    return {**fields, "chosen": chosen, "regret": judged, "predicted": predicted, "results": results}
+
+
+def _call(heap: Heap, inputs: Inputs, candidate: Candidate) -> Callable[[int], torch.Tensor]:
+    out, op = heap.out(*inputs.out_shape), getattr(heap.ctx.ops, CALLS[inputs.row.op])
+
+    def call(i: int) -> torch.Tensor:
+        op(out, inputs.A[i], inputs.B[i], config=candidate.config)
+        return out
+
+    return call
+
+
+def _checked(inputs: Inputs, call: Callable[[int], torch.Tensor]) -> float:
+    if (error := inputs.check(call)) > 1:
+        raise ArithmeticError(f"wrong result: {error:.3g} times the allowed error")
+    return error
+
+
+def machines_of(device: torch.device, beside: Path | None) -> dict[str, Machine]:
+    """Return the rates by which plans are made here and, with a table `beside`, those of that table."""
+    found = {"plan": machine_of(device)}
+    if beside:
+        before = os.environ.get(ENV_RATES)
+        os.environ[ENV_RATES] = str(beside)
+        try:
+            found["beside"] = machine_of.__wrapped__(device)
+        finally:
+            os.environ.pop(ENV_RATES)
+            os.environ.update({} if before is None else {ENV_RATES: before})
+    return found
+
+
+def run(team: Team, args: argparse.Namespace) -> None:
+    begin, dtype = time.monotonic(), getattr(torch, args.dtype)
+    rows = draw(args.shapes, args.seed, team.world, args.ops, tiny=not team.cuda)
+    heap, machines = Heap(team, rows, dtype, int(args.heap_gib * 2**30)), machines_of(team.device, args.beside)
+    rates = {by: _published(machine.source) for by, machine in machines.items()}
+    measured = {**report.describe_run(team, args), "rates": rates, "drawn": len(rows), "rows": []}
+    for number, row in enumerate(rows):
+        elapsed = team.slowest([time.monotonic() - begin])[0]
+        if elapsed > args.time_limit:
+            team.say(f"stopped after {elapsed:.0f} s: {len(rows) - number} shapes left out")
+            break
+        result = run_row(row, team, heap, machines, args.each, dtype)
+        measured["rows"].append(result)
+        measured["left_out"] = [str(skipped) for skipped in rows[number + 1 :]]
+        if team.rank == 0:
+            report.write(measured, args)
+        team.say(f"[{time.monotonic() - begin:4.0f} s] {number + 1}/{len(rows)} {row}: {regret_table.in_short(result)}")
+    team.say("\n" + regret_table.render(report.rounded(measured)))
+    heap.close()
+
+
+def _published(source: str) -> str:
+    """Return a source of rates without this machine's folders."""
+    return source.partition(", /")[0]
+
+
+def main() -> None:
+    args = parse()
+    sys.exit(launch(partial(run), args, limit_s=args.time_limit + 120))
+
+
+if __name__ == "__main__":
+    main()
