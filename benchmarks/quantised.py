@@ -120,7 +120,12 @@ class Run:
                 cases.append((f"{name} sum + bias", partial(self.fused, out, x, weight, bias), out, total_bias))
             own = torch.empty_like(out)
             cases.append((f"{name} {m}x{n}x{k} local", partial(self.local, own, x, weight, bias), own, product + bias))
-            if self.team.cuda and n % 2 == 0 and m <= 64 and weight_stream.supports(x, weight[0].t(), weight[1]) is None:
+            if (
+                self.team.cuda
+                and n % 2 == 0
+                and m <= 64
+                and weight_stream.supports(x, weight[0].t(), weight[1]) is None
+            ):
                 half = torch.empty(m, n // 2, dtype=out.dtype, device=out.device)
                 gate, up = product.to(x.dtype).double().chunk(2, 1)
                 cases.append(

@@ -110,12 +110,11 @@ class WeightFormat:
         """Return the reason why B is converted to A's dtype in each call; "" if it is not."""
         return ""
 
-    def restoring_us(self, problem: Any, machine: Machine) -> float:
-        """Return the microseconds in which a call converts B to A's dtype: read, written, and a launch."""
+    def restoring_us(self, n: int, k: int, itemsize: int, machine: Machine) -> float:
+        """Return the microseconds in which B [k, n] becomes numbers of `itemsize` bytes: read, written, a launch."""
         if machine.name == INTERPRETER:
             return 0.0
-        _, n, k = problem.gemm
-        return (self.nbytes(n, k) + n * k * problem.dtype.itemsize) / (_RESTORED * machine.hbm_gbs * 1e3) + _RESTORE_US
+        return (self.nbytes(n, k) + n * k * itemsize) / (_RESTORED * machine.hbm_gbs * 1e3) + _RESTORE_US
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         """Return whether the format's own stream of weights serves so few rows; None: on a machine that has one."""

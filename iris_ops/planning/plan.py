@@ -69,7 +69,7 @@ def _converted(
 ) -> FusedConfig:
     """Return the plan for B in A's dtype, with the time in which each call converts it."""
     planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
-    us, times = problem.weights.restoring_us(problem, machine), planned.prediction
+    us, times = problem.weights.restoring_us(*problem.gemm[1:], problem.dtype.itemsize, machine), planned.prediction
     planned = replace(planned, prediction=replace(times, total_us=times.total_us + us))
     if not explained:
         return planned

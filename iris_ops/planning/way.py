@@ -53,7 +53,7 @@ class Way(planning.Way):
     follows: bool = False
     """Whether the kernel begins by `arch.follow`."""
     options: str = ""
-    """`module:function` that gives more launch options, by the grid's programs, those that run at once, and the arguments."""
+    """`module:function` that gives more launch options: of (the grid's programs, those that run at once, arguments)."""
     algorithms: tuple[str, ...] = ("overlapped",)
     """Of `FusedConfig.algorithm`, those that this way has a form of."""
     warp_specialised: bool = False

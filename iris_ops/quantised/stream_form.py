@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from iris.errors import ArgumentError
+
 from ..planning.needs import LINE
 
 # Programs for which a multiprocessor has room at once: stages of their rings, by rows and T. Where there is but one for
@@ -56,7 +58,10 @@ class Choice:
         resident = max(1, min(self.RESIDENT, _cdiv(groups, programs)))
         while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
             resident -= 1
-        return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
+        stages = self.stages(rows, T, words, scales, resident)
+        if stages < 2:
+            raise ArgumentError(f"{self} has room for {stages} stages of {rows} rows; expected 2 or more")
+        return min(groups, resident * programs), stages
 
 
 # Tiles by the most rows, of products and of gated ones: their sums and widened weights fit in registers.
@@ -88,16 +93,11 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
-<<<<<<< HEAD
-    """T: how many tiles a program takes at a time, so that multiprocessors end together and A is read rarely."""
-    tiles = _cdiv(columns, _COLUMNS)
-=======
     """Return T, the number of tiles that a program takes at a time.
 
     It makes multiprocessors end together and reads A rarely.
     """
-    tiles = triton.cdiv(columns, _COLUMNS)
->>>>>>> main
+    tiles = _cdiv(columns, _COLUMNS)
 
     def most(T: int) -> float:
         return _cdiv(_cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile

@@ -221,7 +221,10 @@ def test_plans_have_the_format() -> None:
     lines = run_ranks(WORLDS[0], plan_body)[0]
     for name, text in zip(BY_NAME, lines, strict=True):
         if not ON_GPU and name in GROUPED:
-            assert f"B is converted in each call, 0.0 us: torch.bfloat16 by weights {BY_NAME[name].name} is not multip" in text
+            assert (
+                f"B is converted in each call, 0.0 us: torch.bfloat16 by weights {BY_NAME[name].name} is not multip"
+                in text
+            )
         if ON_GPU:
             assert "chosen quantised.lamport_stream" in text
 

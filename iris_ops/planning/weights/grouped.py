@@ -58,9 +58,7 @@ class Grouped(WeightFormat):
             return f"the stream of weights {self.name} has another order of sums than the product of many rows"
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
-        return (
-            f"the stream of weights {self.name} serves up to {self.streamed_rows * self.streams_again} rows, K a multiple of {self.granule}"
-        )
+        return f"the stream of weights {self.name} serves up to {self.streamed_rows * self.streams_again} rows, K a multiple of {self.granule}"
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..needs import PLAIN
+from ..needs import PLAIN, WeightFormat
 from ..operations import ALL_REDUCE
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ def stream_refused(problem: Any, machine: Machine) -> str | None:
 
 
 def stream_us(problem: Any, machine: Machine) -> float:
-    """Microseconds of the stream: memory gives four fifths of its rate to one with rests between its groups."""
-    m, n, k = problem.gemm
-    return (2 * m * k + problem.weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
+    """Return the microseconds of a launch of the stream."""
+    return launch_us(problem.weights, *problem.gemm, machine)
+
+
+def launch_us(weights: WeightFormat, m: int, n: int, k: int, machine: Machine) -> float:
+    """Return the microseconds of a launch that multiplies m rows by a weight [n, k].
+
+    Memory gives four fifths of its rate to a stream with rests between its groups.
+    """
+    return (2 * m * k + weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
