@@ -18,6 +18,7 @@ import time
 
 import iris
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.weights import FP8_FORMAT
 from iris_ops.quantised import scaled_matmul
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch

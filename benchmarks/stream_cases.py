@@ -34,6 +34,7 @@ def prepare(rows: int, name: str):
     """Let the stream divide its work so."""
     from iris_ops.quantised import stream_form, weight_stream
 
+    stream_form.ONE_ROW = True
     weight_stream.loaded_rows = lambda m, runs=False: stream_form.loaded_rows(m, runs and name.endswith("-one"))
     fixed = next((v for v in [*FEW, *itertools.chain(*MORE.values())] if name.startswith("x".join(map(str, v)))), None)
     if fixed is None:
