@@ -51,6 +51,7 @@ def operands(form: str, rows: int, name: str, copies: int = 1):
     from benchmarks.quantised import weight_of
 
     n, k = ODD if name.startswith("odd") else (N, K)
+    k -= k % 128 if form == "fp8_block" else 0
     weight, exact = weight_of(form, n, k, 1, torch.device("cuda"))
     draw = torch.Generator("cuda").manual_seed(rows)
     m = max(1, rows - 1) if name.startswith("odd") else rows
