@@ -41,7 +41,8 @@ def stream_refused(problem: Any, machine: Machine) -> str | None:
 
 def stream_us(problem: Any, machine: Machine) -> float:
     """Return the microseconds of a launch of the stream."""
-    return launch_us(problem.weights, *problem.gemm, machine)
+    m, n, k = problem.gemm
+    return launch_us(problem.weights, m, n, k, machine)
 
 
 def launch_us(weights: WeightFormat, m: int, n: int, k: int, machine: Machine) -> float:
