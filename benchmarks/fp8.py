@@ -1,4 +1,4 @@
-"""Does fp8 pay? `python -m benchmarks.fp8 --ranks 1`: products of linears without an exchange, bf16 against fp8.
+"""Measure linears in fp8 against bf16, without an exchange: `python -m benchmarks.fp8 --ranks 1`.
 
 Query, key and value, and gate and up, of 8B and 70B shapes split over four ranks, as a step and as a prompt. Weights
 rotate, so that none is in the L2 cache. `torch` is torch's product of an input that is rounded too, whatever its

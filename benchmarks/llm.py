@@ -33,22 +33,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     report.add_arguments(parser)
     parser.add_argument("--model", help=f"one of {', '.join(whole_models.SHAPES)}, or a checkpoint's folder")
     number, numbers = report.at_least(1), report.numbers
-    parser.add_argument("--layers", type=number, help="shortens the model to so many layers")
-    parser.add_argument("--batches", type=numbers, default="1,16,64", help="rows of prompts; default: %(default)s")
+    parser.add_argument("--layers", type=number, help="shorten the model to this number of layers")
+    parser.add_argument("--batches", type=numbers, default="1,16,64", help="batch sizes; default: %(default)s")
     parser.add_argument(
-        "--prompts", type=numbers, default="128,8192", help="their lengths in tokens; default: %(default)s"
+        "--prompts", type=numbers, default="128,8192", help="lengths of prompts in tokens; default: %(default)s"
     )
-    parser.add_argument("--output", type=number, default=33, help="tokens that follow; default: %(default)s")
+    parser.add_argument("--output", type=number, default=33, help="generated tokens; default: %(default)s")
     parser.add_argument(
         "--contenders",
         type=report.some_of(engines.NAMES),
         default="ours,nccl,sequence-nccl,transformers",
         help="default: %(default)s",
     )
-    parser.add_argument("--rounds", type=number, default=3, help="measurements of each; default: %(default)s")
-    parser.add_argument("--torch-attention", action="store_true", help="torch's attention in steps too, for all")
-    parser.add_argument("--compile", action="store_true", help="decoder layers by torch.compile, for all who can")
-    parser.add_argument("--profile", action="store_true", help="prints what kernels take, in prompts and in steps")
+    parser.add_argument("--rounds", type=number, default=3, help="measurements of each contender; default: %(default)s")
+    parser.add_argument(
+        "--torch-attention", action="store_true", help="use torch's attention in steps too, for all contenders"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="run decoder layers under torch.compile, where a contender can"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel, in prompts and in steps")
     parser.add_argument("--quick", action="store_true", help="one round, one batch, one prompt length")
     parser.add_argument(
         "--vllm-limit", type=report.at_least(1.0), default=240, help="seconds for vLLM's start and rows; %(default)s"

@@ -1,5 +1,8 @@
 """A mixture's two ops with experts in each format, beside bf16: `python -m benchmarks.moe_formats --ranks 2`.
 
+`--compare` times gate and up of few tokens of three models, by the stream of touched experts and by the fastest other
+way.
+
 Every result is compared with float64 and the widened weights. Then each op is timed by itself in a CUDA graph of calls
 whose routings differ, so that no weight stays in L2. The floor is the bytes of the experts that have tokens, over 4.3
 TB/s. Kernels are compiled first, by processes beside each other. One JSON line a row.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 import json
 import os
@@ -17,8 +21,16 @@ import sys
 import time
 
 import iris
+from iris.machines import machine_of
 from iris_ops import FusedConfig
+from iris_ops.planning import experts as planned
 from iris_ops.planning.moe_ways import need_sorting
+from iris_ops.planning.operations import BY_NAME, GATE_UP
+from iris_ops.planning.plan import choose
+from iris_ops.planning.ways import WAYS
+from iris_ops.planning.ways.touched import TouchedStream
+from iris_ops.planning.weights import format_of
+from iris_ops.problem import Problem
 from iris_ops.quantised.packing import PACKINGS
 import torch
 import torch.distributed as dist
@@ -34,6 +46,8 @@ TILES = (
     (32, 128, 128, 4, 3), (32, 128, 128, 8, 3), (64, 64, 128, 4, 3), (64, 128, 128, 4, 3), (64, 128, 128, 8, 3),
     (128, 128, 128, 8, 3),
 )  # fmt: skip
+COMPARED = (("gpt-oss-120b", "mxfp4"), ("qwen3-30b-a3b", "fp8_block"), ("deepseek-v3", "int4"))
+FEW = 1, 4, 16  # tokens
 ROUTINGS, REPLAYS, CHECKED = 16, 7, 6
 GBS = 4300.0
 
@@ -113,9 +127,9 @@ class Layer:
         given = self.down.operand, self.chosen[i], self.weights
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
-    def errors(self) -> tuple[float, float]:
+    def errors(self, up: FusedConfig | None = None) -> tuple[float, float]:
         """Return the relative errors of both ops, of a few tokens."""
-        self.gate_up(0), self.reduce(0)
+        self.gate_up(0, up), self.reduce(0)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
         for t in range(len(self.A) - count, len(self.A)):
@@ -177,6 +191,44 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
         row[f"{name}_tiles"] = times
 
 
+def compare(layer: Layer, row: dict, stream: bool, warm: bool) -> None:
+    """Time gate and up by the stream of touched experts, or by the fastest other way."""
+    shape, w, weight = layer.shape, layer.ctx.num_ranks, layer.up
+    problem = Problem(
+        GATE_UP, BY_NAME[GATE_UP].forms[0], len(layer.A), 2 * layer.width, shape.hidden, w, torch.bfloat16,
+        format_of(weight.operand[0], weight.scale[0]), BY_NAME[GATE_UP].epilogue,
+        experts=planned.Experts(shape.experts, shape.top_k),
+    )  # fmt: skip
+    ways = tuple(way for way in WAYS if isinstance(way, TouchedStream) == stream)
+    config = choose(ways, problem, machine_of(layer.ctx.device), explained=False)
+    # configurations that differ in their kernels alone are one call to the library
+    config = replace(config, num_stages=config.num_stages + stream)
+    layer.middle.fill_(float("nan"))
+    errors = layer.errors(config)
+    row |= dict(kernel=config.kernel, predicted=config.prediction.total_us, error=errors[0], wrong=not errors[0] < 0.02)
+    if not warm:
+        row |= dict(up=timed(partial(layer.gate_up, config=config)))
+
+
+def run_compared(names: list[str], some: list[int], warm: bool) -> None:
+    with iris.iris(1 << 28) as ctx, torch.no_grad():
+        for name, format in COMPARED:
+            if name not in names:
+                continue
+            layer = Layer(name, format, ctx)
+            for tokens in some:
+                layer.draw(tokens)
+                for stream in (False, True):
+                    floor = layer.touched() * layer.up.bytes / GBS / 1e3
+                    row = dict(shape=name, format=format, T=tokens, up_floor=floor)
+                    try:
+                        compare(layer, row, stream, warm)
+                    except Exception as error:
+                        row |= dict(failed=f"{type(error).__name__}: {error}"[:300])
+                    say(row, ctx, warm)
+            del layer
+
+
 def same_bits(name: str, format: str, warm: bool) -> None:
     """Check that with invariant="batch" the first token has the same bits in any batch."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
@@ -235,24 +287,37 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", nargs="+", default=list(NAMES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(FEW), help="of --compare")
     parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
+    if args.compare and args.shapes == list(NAMES):
+        args.shapes = [name for name, _ in COMPARED]
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        run(args.shapes, args.formats, args.warm)
+        if args.compare:
+            run_compared(args.shapes, args.tokens, args.warm)
+        else:
+            run(args.shapes, args.formats, args.warm)
         return
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     begin = time.monotonic()
 
     def started(shapes: list[str], formats: list[str], *more: str) -> subprocess.Popen:
-        given = ["--shapes", *shapes, "--formats", *formats, *more]
+        given = ["--shapes", *shapes, *(["--formats", *formats] if formats else []), *more]
         return subprocess.Popen([*start, "-m", "benchmarks.moe_formats", *given])
 
-    for process in [started([name], [each], "--warm") for name in args.shapes for each in args.formats]:
+    kind = ["--compare"] if args.compare else []
+    if args.compare:
+        each_alone = [([name], [], *kind, "--tokens", str(n)) for name in args.shapes for n in args.tokens]
+    else:
+        each_alone = [([name], [each]) for name in args.shapes for each in args.formats]
+    for process in [started(*each, "--warm") for each in each_alone]:
         process.wait()
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    sys.exit(started(args.shapes, args.formats).wait())
+    more = [*kind, "--tokens", *map(str, args.tokens)] if kind else []
+    sys.exit(started(args.shapes, args.formats, *more).wait())
 
 
 if __name__ == "__main__":

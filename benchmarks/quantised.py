@@ -1,5 +1,4 @@
-"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`, each format against
-bf16.
+"""Measure products of few rows with quantised weights: `python -m benchmarks.quantised --ranks 2`.
 
 First every format multiplies small sizes, with and without a bias and a gate, and is compared with float64 of the
 weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two

@@ -1,4 +1,4 @@
-"""How much slower is what the planner chooses than the best way? `python -m benchmarks.regret --ranks 2 --shapes 40`.
+"""Measure how much the planner's choice loses to the best way: `python -m benchmarks.regret --ranks 2 --shapes 40`.
 
 Shapes are drawn at random: rows log-uniform in each of four classes, widths of models' layers and any others. For each
 shape every way that accepts it is measured, by the configuration that the planner prefers for it, or by several with
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
     parser.add_argument("--each", type=report.at_least(1), default=1, help="configurations a way (default 1)")
     parser.add_argument("--budget-s", dest="time_limit", type=report.at_least(1), help="as --time-limit; default 90")
-    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are judged, too")
+    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are measured, too")
     parser.set_defaults(time_limit=90)
     args = parser.parse_args(argv)
     report.settle(args, argv, "regret")

@@ -26,7 +26,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "python -m benchmarks.report", description="Writes all tables of README and docs, or prints those of FILES."
     )
     parser.add_argument("files", nargs="*", type=Path, help="results whose rows are printed; default: the docs' tables")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is not what it should be")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page would change")
     parser.add_argument("--plots", action="store_true", help="draw the plots, too; needs matplotlib")
     parser.add_argument("--out", type=Path, default=PLOTS, help="folder of the plots")
     return parser.parse_args(argv)

@@ -61,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Delays:
-    """Holds up one rank after the other, on its device or on its host; each rank draws the same numbers."""
+    """Delays of one rank after the other, on its device or on its host; each rank draws the same numbers."""
 
     def __init__(self, team: Team, seed: int, every: int) -> None:
         self.team, self.every, self.drawn = team, every, random.Random(seed)

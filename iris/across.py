@@ -200,7 +200,7 @@ class Across:
 
 
 def join(
-    across: Members, ranks: Ranks, device: torch.device, invariant: str | None, on_loss: Callable[[PeerLostError], None]
+    across: Members, ranks: Ranks, device: torch.device, on_loss: Callable[[PeerLostError], None]
 ) -> tuple[Across, Rate] | None:
     """Return this rank's group across hosts and its rate; None without one. Collective.
 
@@ -215,10 +215,6 @@ def join(
             )
         return None
     assert group is not None
-    if invariant is not None:
-        raise ArgumentError(
-            f"invariant is {invariant!r} with across: expected None, for the backend orders sums across hosts"
-        )
     line = Across(group, on_loss)
     places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
     lines = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))

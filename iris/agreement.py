@@ -32,7 +32,7 @@ def enabled() -> bool:
 
 
 class Agreement:
-    """Compares the calls of the `ranks` of a context."""
+    """The comparison of calls between the `ranks` of a context."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

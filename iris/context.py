@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from numbers import Integral
 import os
 import sys
 import threading
@@ -19,25 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import agreement, aliases, invariance, platform, registry
+from . import agreement, aliases, platform, registry
 from .across import join
 from .barrier import DeviceBarrier
+from .creation import agree, refusal, requested
 from .device import bounds, waits
 from .device.context import HEADER, pack
 from .errors import (
     ArgumentError,
     CaptureError,
-    IrisError,
     NotSymmetricError,
     PeerLostError,
-    PlatformError,
 )
-from .group import Ranks, by_rank
+from .group import Ranks
 from .heap import GRANULE, Heap
-from .launch import graphs, relaunch
+from .launch import relaunch
 from .launch.streams import SideStream
 from .log import rank_logger
-from .machines import machine_at
 from .memory.allocators import map_segment
 from .memory.offsets import rounded
 from .peers import PeerMethods
@@ -50,8 +46,6 @@ if TYPE_CHECKING:
     from .group import Members
     from .memory.pool import Pool
 
-_MAX_HEAP = 1 << 46
-
 
 def iris(
     heap_size: int = 1 << 30, allocator_type: str = "torch", group: Members = None, invariant: str | None = None,
@@ -60,21 +54,29 @@ def iris(
     """Create the symmetric heap and return this rank's handle on it. Collective: every rank calls it.
 
     Args:
-        heap_size: bytes on each rank, the same on all, rounded up to whole 256.
+        heap_size: bytes on each rank, the same on all, rounded up to a multiple of 256.
         allocator_type: "torch" (PyTorch symmetric memory on GPUs, shared memory between processes on CPUs) or "vmem"
             (reserves addresses, maps memory on demand, imports outside tensors; also "vmem_chunked"). The environment
             variable IRIS_ALLOCATOR overrides it.
         group: a process group or one dimension of a DeviceMesh, whose ranks become the world. Default: the default
             group, else the one of torchrun's environment, or on one host srun's or mpirun's, else a world of one.
-        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position;
-            "ranks": also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
+        invariant: "batch": a row of a result has the same bits whatever the number of rows and its position; "ranks":
+            also on any number of ranks; None: whatever is fastest (docs/concepts/determinism.md).
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
-            mesh["hosts"] beside `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
+            mesh["hosts"] with `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
             (docs/guides/several-hosts.md).
         copy_engine: None, for code written for ROCm/iris.
 
-    Raises `ArgumentError` for bad arguments, `PlatformError` where the machine is unfit (fewer GPUs than ranks, say)
-    or the ranks run on several hosts, `HeapExhausted` when the memory cannot be had; on every rank alike.
+    Returns:
+        The context.
+
+    Raises:
+        ArgumentError: for bad arguments.
+        PlatformError: if the machine does not fit, for example with fewer GPUs than ranks, or if the ranks run on
+            several hosts.
+        HeapExhausted: if the memory cannot be allocated.
+
+    Errors are raised on every rank.
     """
     return Iris(heap_size, allocator_type, group, invariant, copy_engine, across)
 
@@ -116,15 +118,16 @@ class Iris(PeerMethods):
         self.device = ranks.together("the device", self._own_device)
         self.gpu_id = self.device.index or 0
         settings = str(heap_size), str(allocator), os.environ.get(agreement.ENV_DEBUG) or "0", repr(invariant)
-        rates, unusable = _rates(self.device)
-        wrong = _refusal(heap_size, copy_engine) or invariance.refusal(invariant) or unusable
-        requests = ranks.all_gather(_Request(self._device_name(), *settings, rates, wrong), "the creation of a context")
-        _agree(requests)
+        requests = ranks.all_gather(
+            requested(self.device, self._device_name(), settings, refusal(heap_size, copy_engine, invariant, across)),
+            "the creation of a context",
+        )
+        agree(requests)
         self.invariant = invariant
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, invariant, self.leave_for)) is not None:
+        if (joined := join(across, ranks, self.device, self.leave_for)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
@@ -379,66 +382,3 @@ def _leave_by_exception() -> None:
             if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
                 with suppress(Exception):  # the error that ends the process may be the device's
                     ctx._announce_departure(error)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of a rank's request for a context; ranks compare them before anything is allocated."""
-
-    gpu: str | None
-    heap_size: str
-    allocator: str
-    debug: str
-    invariant: str
-    rates: tuple[str, str]
-    """A digest of what plans depend on, and its description."""
-    refusal: IrisError | None
-
-
-def _refusal(heap_size: Any, copy_engine: Any) -> IrisError | None:
-    """Return the error in this rank's arguments and environment; all ranks get it, so that none waits for this one."""
-    if isinstance(heap_size, bool) or not isinstance(heap_size, Integral) or not 0 < int(heap_size) <= _MAX_HEAP:
-        return ArgumentError(f"heap_size is {heap_size!r}; expected a number of bytes from 1 to {_MAX_HEAP}")
-    if copy_engine is not None:
-        return ArgumentError(
-            f"copy_engine is {copy_engine!r}; expected None: kernels here cannot drive copy engines, and ctx.put uses "
-            f"those of the GPU without it ({aliases.PAGE})"
-        )
-    try:
-        agreement.enabled()
-        graphs.enabled()
-    except PlatformError as error:
-        return error
-    return None
-
-
-def _rates(device: torch.device) -> tuple[tuple[str, str], IrisError | None]:
-    """Return the digest of this rank's rates with their description, or the error of a table that cannot be used."""
-    try:
-        machine = machine_at(device)
-    except PlatformError as error:
-        return ("", ""), error
-    return (machine.digest, f"{machine.name}, rates {machine.source}"), None
-
-
-def _agree(requests: list[_Request]) -> None:
-    """Raise on every rank alike when one of them cannot go on or two contradict each other."""
-    for refusal in filter(None, (request.refusal for request in requests)):
-        raise refusal
-    fields = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")
-    for name, key in (*fields, (agreement.ENV_DEBUG, "debug")):
-        values = [getattr(request, key) for request in requests]
-        if len(set(values)) > 1:
-            raise ArgumentError(f"{name} differs between ranks: {', '.join(values)}; expected the same on all")
-    if len({digest for digest, _ in (request.rates for request in requests)}) > 1:
-        rates = by_rank({rank: f"{text} ({digest})" for rank, (digest, text) in enumerate(r.rates for r in requests)})
-        raise PlatformError(
-            f"rates differ between ranks, and so would plans: {rates}; expected GPUs of one kind, and on all ranks the "
-            "same table of measured rates, or none: copy its file (iris-tp calibrate), or delete it"
-        )
-    gpus = [request.gpu for request in requests if request.gpu]
-    if len(set(gpus)) < len(gpus) and not platform.sharing_gpus():
-        raise PlatformError(
-            f"two ranks use the same GPU: {gpus}; start one rank a GPU (torchrun sets LOCAL_RANK), or let them take "
-            f"turns on it with {platform.ENV_SHARE_GPUS}=1, which is slow"
-        )

@@ -1,4 +1,4 @@
-"""Tells a process without a free file descriptor from a lost peer: either may be why the two cannot connect."""
+"""Distinguish a process without a free file descriptor from a lost peer: either may be why two ranks cannot connect."""
 
 from __future__ import annotations
 

@@ -203,7 +203,8 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor's elements where pickle would take its full storage: for a tensor on the heap, the heap.
+    """A pickler that stores a tensor's elements, where pickle would store its full storage: for a tensor on the heap,
+    the heap.
 
     Dtypes that torch writes and cannot read again, such as one-byte floats, are sent as bytes.
     """

@@ -278,7 +278,7 @@ def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: 
     for name, begin, nbytes in zip(names, begins, spans, strict=True):
         if nbytes and not begin:
             raise ArgumentError(
-                f"{call}: {name} has no memory of its own; expected a tensor with its elements in memory, of a DTensor "
+                f"{call}: {name} has no memory; expected a tensor with its elements in memory, of a DTensor "
                 f"its to_local()"
             )
 

@@ -36,7 +36,7 @@ def set_logger_level(level: int | str) -> None:
 
 
 class _Handler(logging.StreamHandler):
-    """Prints to the current sys.stderr, unless the application has a handler for the same lines."""
+    """A handler that prints to the current sys.stderr, unless the application has a handler for the same lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)  # StreamHandler's own would keep the sys.stderr of now

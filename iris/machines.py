@@ -82,8 +82,8 @@ class Machine:
     """Where the rates come from, for people."""
     library_tflops: float | None = None
     """bf16 products of torch, of the whole chip; None: as `tflops`."""
-    fp32_share: float = 0.05
-    """The rate of float32 products, of that in bf16."""
+    fp32_tflops: float | None = None
+    """float32 products of our kernels, of the whole chip; None: an H200's share of `tflops`."""
     collectives: LinkRates | None = None
     """Measured rates of collectives; None: an H200's, by this device's link."""
 
@@ -111,6 +111,12 @@ class Machine:
         resident = 1 if self.name.startswith("AMD") else 2
         return LinkRates(self.num_programs, **scaled, resident=resident, name=self.name, source=self.source)
 
+    def product_tflops(self, itemsize: int) -> float:
+        """Return the rate of our kernels' products by the bytes of an operand, of the whole chip at large tiles."""
+        if itemsize == 4 and self.fp32_tflops:
+            return self.fp32_tflops
+        return self.tflops * _SHARES[itemsize]
+
     def stages(self, block_bytes: int) -> int:
         """Return the number of pipeline stages of `block_bytes` that fit; fewer than two count as none."""
         if self.name in _GFX942:  # one of them is in registers; later chips load all to shared memory
@@ -118,6 +124,8 @@ class Machine:
         return (self.shared_bytes - _BARRIER_BYTES) // block_bytes
 
 
+# The rate of products by the bytes of an operand, over that of two bytes. float32 takes no tensor cores.
+_SHARES = {1: 1.85, 2: 1.0, 4: 0.0136}
 _GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.

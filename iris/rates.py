@@ -25,7 +25,7 @@ DATA_SHEET = "data-sheet"
 FORMAT = 1
 """Of the file, and of what its rates mean: a planner that reckons otherwise takes the next number."""
 DEVICE_RATES = (
-    "tflops", "library_tflops", "fp32_share", "hbm_gbs", "link_gbs", "launch_us", "hop_us", "exchange_us"
+    "tflops", "library_tflops", "fp32_tflops", "hbm_gbs", "link_gbs", "launch_us", "hop_us", "exchange_us"
 )  # fmt: skip
 """Fields of `Machine` that a table may hold."""
 COLLECTIVE_RATES = (

@@ -64,7 +64,7 @@ def gather(
         if not missing:
             continue
         if look.blamed is not None:
-            raise look.absent(look.blamed, "another rank has found it lost")
+            raise look.absent(look.blamed, "another rank has reported it lost")
         known: dict[int, int | None] = dict(enumerate(pids))
         known = known or {peer: pid_here(entry, here) for peer, entry in list(look.entries.items())}
         for peer, pid in known.items():

@@ -33,7 +33,7 @@ def check_triton() -> None:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers and not LEAST <= numbers < BELOW:
         raise VersionError(
-            f"triton is {version}, beside torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
+            f"triton is {version}, with torch {torch.__version__}; iris {__version__} is written for {SUPPORTED}. "
             f"Each CUDA build of torch requires one triton, so take both: pip install 'torch>=2.10,<2.16' '{SUPPORTED}'"
         )
 
@@ -48,8 +48,8 @@ def namesake() -> str:
     except metadata.PackageNotFoundError:
         return ""
     return (
-        f"{_NAMESAKE} {other} is installed beside iris-tp {__version__}: both have a package `iris`, and files of one "
-        f"may have replaced the other's. Give each an environment of its own, and install iris-tp again in its own"
+        f"{_NAMESAKE} {other} is installed together with iris-tp {__version__}: both have a package `iris`, and files "
+        f"of one may have replaced the other's. Install them in separate environments, and install iris-tp again"
     )
 
 

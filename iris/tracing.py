@@ -105,7 +105,7 @@ class Offset:
 
 
 class Tracing:
-    """Records events of kernels on this rank's device. All methods are collective."""
+    """Record events of kernels on this rank's device. All methods are collective."""
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx

@@ -2,5 +2,6 @@
 
 from .config import FusedConfig, Prediction
 from .moe.activation import Activation
+from .moe.scoring import Scoring
 
-__all__ = ["Activation", "FusedConfig", "Prediction"]
+__all__ = ["Activation", "FusedConfig", "Prediction", "Scoring"]

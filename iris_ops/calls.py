@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from iris.errors import ArgumentError, IrisError, ShapeError
-from iris.heap import check_memory, span
+from iris.heap import span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
 from iris.machines import machine_of
 import torch
 
 from . import steps
-from .checks import check_bias, check_overlap, check_tensors, warn_of_overflow
+from .checks import check_bias, check_places, check_tensors, warn_of_overflow
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
@@ -29,7 +29,7 @@ from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
 from .planning.sums import promised
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, Problem, describe
+from .problem import ALL_REDUCE, Problem, Request, describe, requested_problem
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the first call of a problem computes for later ones. `spans`: bytes of each tensor, `NAMES` first."""
+    """A problem that was checked and planned: the state that later calls use. `spans`: bytes of each tensor, `NAMES`
+    first."""
 
     problem: Problem
     config: FusedConfig
@@ -112,7 +113,7 @@ class Calls:
         return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that cannot be repeated as it is."""
+        """Run a call that `relaunch` cannot repeat."""
         ctx, calls, (out, A, B, bias, scale) = self.ctx, self.earlier, call.tensors
         prepared, addresses = self._checked(call, key)
         problem = prepared.problem
@@ -160,17 +161,17 @@ class Calls:
             if call.workspace is not None:
                 self.check_workspace(op, call.workspace)
             if call.epilogue is None:
-                check_memory(op, NAMES, addresses, prepared.spans)
-                check_overlap(op, addresses, prepared.spans)
+                check_places(op, NAMES, addresses, prepared.spans)
             else:
-                rmsnorm_epilogue.check_places((*NAMES, *EPILOGUE_NAMES), addresses, prepared.spans)
+                names = (*NAMES, *EPILOGUE_NAMES)
+                check_places(op, names, addresses, prepared.spans, rmsnorm_epilogue.WRITTEN)
         except IrisError as error:
             self.ctx.report_refusal(op, None, error)
             raise
         return prepared, addresses
 
     def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
-        """Ranks compare their calls, with IRIS_DEBUG=1."""
+        """Compare the ranks' calls, with IRIS_DEBUG=1."""
         ctx, workspace = self.ctx, call.workspace
         if ctx.agreement is None:
             return
@@ -207,7 +208,12 @@ class Calls:
         if not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx:
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
-    def plan(self, problem: Any, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
+    def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
+        """Return the problem of such a call in this context. `more`: other fields of `Request`."""
+        ctx = self.ctx
+        return requested_problem(Request(op, M, N, K, ctx.num_ranks, dtype, invariant=ctx.invariant, **more))
+
+    def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
         """Return the configuration that serves `problem` on this device."""
         return plan(problem, machine_of(self.ctx.device), explained, algorithm)
 

@@ -1,13 +1,14 @@
-"""Which tensors an op refuses: each check names the argument, what it was and what is expected."""
+"""Check an op's tensors: each error names the argument, what it was and what is expected."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris import platform, transforms
 from iris.aliases import PAGE
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_tensor, check_written
+from iris.heap import check_memory, check_tensor, check_written
 import torch
 
 from .planning import weights
@@ -88,12 +89,20 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
     check_gradient(op, name, t)
 
 
-def check_overlap(op: str, begins: tuple[int, ...], spans: tuple[int, ...]) -> None:
-    """Where out, A, B, bias and scale begin, and their bytes. Raises if `out` shares bytes with another of them."""
-    (out, *others), (size, *sizes) = begins, spans
-    for name, begin, nbytes in zip(("A", "B", "bias", "scale"), others, sizes, strict=True):
-        if begin < out + size and out < begin + nbytes and size and nbytes:
-            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+def check_places(
+    op: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int], written: Sequence[str] = ("out",)
+) -> None:
+    """Raise `ArgumentError` for a tensor without memory, and where a written one shares bytes with another.
+
+    `begins`: addresses; `spans`: bytes of each tensor.
+    """
+    check_memory(op, names, begins, spans)
+    places = {name: (at, at + size) for name, at, size in zip(names, begins, spans, strict=True) if size}
+    for name in written:
+        begin, end = places.pop(name, (0, 0))
+        for other, (first, last) in places.items():
+            if begin < last and first < end:
+                raise ArgumentError(f"{op}: {name} overlaps {other} in memory; expected separate tensors")
 
 
 def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
@@ -104,14 +113,14 @@ def check_gradient(op: str, name: str, t: torch.Tensor) -> None:
 
 
 def check_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise `ArgumentError` where one of `tensors` asks for a gradient."""
+    """Raise `ArgumentError` where one of `tensors` requires a gradient."""
     for name, t in tensors.items():
         if t is not None:
             check_gradient(op, name, t)
 
 
 def warn_of_overflow(rank: Rank, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> None:
-    """Logs a warning where `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
+    """Log a warning if `out` has inf or nan in fp16 and this rank's A and B have none. Waits for the device."""
     if out.dtype == torch.float16 and not platform.is_capturing(out.device):
         finite = [bool(t.float().isfinite().all()) for t in (out, A, B)]
         if finite == [False, True, True]:
@@ -125,5 +134,5 @@ def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
     if bias is not None and bias.shape[0] != B.shape[1]:
         raise ShapeError(
             f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B. A bias of one element "
-            f"a row is added behind the op: out += bias[:, None] ({PAGE})"
+            f"a row is added after the op: out += bias[:, None] ({PAGE})"
         )

@@ -22,7 +22,7 @@ class Prediction:
 
     @property
     def columns(self) -> tuple[tuple[str, float], ...]:
-        """The times that a trace shows, with their names."""
+        """Return the times that a trace shows, with their names."""
         return ("product", self.gemm_us), ("link", self.link_us), ("together", self.total_us)
 
 
@@ -50,7 +50,7 @@ class Prediction:
 )
 @dataclass(frozen=True)
 class FusedConfig:
-    """How a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
+    """Describe how a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
 
         field                       what it decides
         block_m, block_n, block_k   the tile of the product, powers of two from 16, in the interpreter also fewer rows;
@@ -74,7 +74,7 @@ class FusedConfig:
         "copy_gather"   gathered rows     copy engines bring rows while torch, or our kernel, multiplies others
 
     `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes; elsewhere a
-    portable kernel stands in. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
+    portable kernel runs. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
     "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that fill no wave, and
     `stagger_us` is the time over which they end these parts.
     """
@@ -135,7 +135,7 @@ class FusedConfig:
         if self.warp_specialised and nbytes > _SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_specialised is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} "
-                f"in {self.num_stages} stages and {places} tile{'s' * (places > 1)} beside them, {nbytes} bytes of "
+                f"in {self.num_stages} stages and {places} finished tile{'s' * (places > 1)}, {nbytes} bytes of "
                 f"shared memory; expected at most {_SHARED_BYTES}"
             )
 
@@ -162,12 +162,13 @@ class FusedConfig:
             )
 
     def depth(self, itemsize: int) -> int:
-        """Elements along K of a block: `block_k`, or of operands of one byte twice as many, in as much room."""
+        """Return the elements of a block along K: `block_k`, or twice as many of one-byte operands, in the same
+        room."""
         return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property
     def lamport(self) -> bool:
-        """Whether it is for few rows: each value that travels says itself whether it has arrived."""
+        """Return whether the algorithm uses Lamport values, which are for few rows."""
         return self.algorithm in ("one_shot", "two_shot")
 
     def explain(self) -> str:

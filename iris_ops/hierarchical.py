@@ -58,9 +58,9 @@ class HierarchicalOps:
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N] = sum over the ranks of all hosts of A [M,K] @ B [K,N] + bias [N]`.
+        """Compute `out [M, N] = sum over the ranks of all hosts of A [M, K] @ B [K, N] + bias [N]`.
 
-        `config` is for the op inside a host that the plan names. Other arguments and errors as in `Ops`, where
+        `config` is for the op inside a host that the plan names. The other arguments and errors are those of `Ops`;
         `async_op` must be False.
         """
         M, N = self._check(ALL_REDUCE, out, A, B, async_op)
@@ -108,7 +108,7 @@ class HierarchicalOps:
         shares = self._room(hosts * rows, N, out.dtype).view(hosts, rows, N)
         for host, share in enumerate(shares):
             block = A[host * per_host : (host + 1) * per_host]
-            if block.shape[0] < per_host:  # behind the last row are zeros, so that all parts have as many
+            if block.shape[0] < per_host:  # zeros follow the last row, so that all parts have equally many
                 block = functional.pad(block, (0, 0, 0, per_host - block.shape[0]))
             workspace = self.inside.matmul_reduce_scatter(share, block, B, bias, False, config, workspace, scale)
         result = torch.empty(rows, N, dtype=out.dtype, device=out.device)
@@ -160,7 +160,8 @@ class HierarchicalOps:
         return A.shape[0], B.shape[1]
 
     def _once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """`bias` on the first host, whose ranks add it once; zeros elsewhere, so that all hosts run one program."""
+        """Return `bias` on the first host, whose ranks add it once, and zeros elsewhere, so that all hosts run one
+        program."""
         return bias if bias is None or self._line.rank == 0 else torch.zeros_like(bias)
 
     def _sum(self, out: torch.Tensor) -> None:
@@ -172,7 +173,8 @@ class HierarchicalOps:
             out.copy_(dense)
 
     def _room(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns] of the heap, which the next call overwrites. Ranks that call alike have it at one place."""
+        """Return [rows, columns] of heap memory, which the next call overwrites. Ranks that make the same calls get the
+        same offset."""
         size = max(1, rows * columns)
         if dtype not in self._rooms or self._rooms[dtype].numel() < size:
             self._rooms.pop(dtype, None)

@@ -1,4 +1,4 @@
-"""From a plan and a rank's tensors to the steps of a call. This is the last choice: steps launch what they name.
+"""Turn a plan and a rank's tensors into the steps of a call. This is the last choice: steps launch what they name.
 
 A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
 of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
@@ -17,7 +17,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem
-from .steps import BiasTogether, CopyBack, Kernel, PartOfNothing, Several, Step
+from .steps import Change, CopyBack, Kernel, Several, Step, bias_together, part_of_nothing
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -42,33 +42,30 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
 
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
-    before: list[Step] = []
-    out, A, B, bias, scale = tensors
-    if bias is not None and bias.stride(0) != 1:
-        before.append(BiasTogether())
-        bias = bias.contiguous()
-    if problem.op == MATMUL_GATHER and problem.form == "rows" and B.shape[1] < problem.N:
-        before.append(PartOfNothing())
-        A, B, bias = A[:0], A.t(), None
-    tensors, planned = Operands(out, A, B, bias, scale), way_for(problem, config)
-    most = planned.most_rows(problem, config)  # on all ranks, also on one whose tensors another kernel loads
-    epilogue, after = problem.epilogue, []
-    fused = epilogue is not None and epilogue in planned.fuses(problem, config)
+    planned, epilogue, changes = way_for(problem, config), problem.epilogue, []
+    if tensors.bias is not None and tensors.bias.stride(0) != 1:
+        changes.append(bias_together)
+    if problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
+        changes.append(part_of_nothing)
+    fused, after = epilogue is not None and epilogue in planned.fuses(problem, config), ()
     if epilogue is not None and not fused:
-        tensors, first, after = named(epilogue.apart)(problem, tensors)
-        before += first
+        change, *after = named(epilogue.apart)(problem)
+        changes += [change] if change else []
+    for change in changes:
+        tensors = change(tensors)
+    before: list[Step] = [Change(change) for change in changes]
     way, chosen = planned, config
-    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows as they are
+    if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
     if way.rounds_rows(problem) or problem.weights not in way.weights:
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
         before += more
         way, chosen = loading(rank, problem, config, tensors)
-    config = chosen
-    step: Step = Several(way, problem, config)
+    step: Step = Several(way, problem, chosen)
     if not way.several_launches:
-        pieces = -(-problem.M // most)
-        step = Kernel(way, problem, config, fused, max(1, pieces))
+        # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
+        pieces = -(-problem.M // planned.most_rows(problem, config))
+        step = Kernel(way, problem, chosen, fused, max(1, pieces))
     return (*before, step, CopyBack(), *after)
 
 

@@ -1,7 +1,8 @@
-"""Which tensors a kernel cannot load, by their alignment, strides and sizes: each function gives the reason, or None.
+"""Explain which tensors a kernel cannot load, by their alignment, strides and sizes: functions return the reason, or
+None.
 
 A way names its function (`Way.supports`). Each rank looks at its own tensors, when a call is prepared: ranks may differ
-in the kernel that loads them, because a stand-in sends the same values to the same places.
+in the kernel that loads them, because a fallback sends the same values to the same places.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .problem import Problem, part_of
 
 
 def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/gather_matmul.py` behind copy engines."""
+    """Return why `kernels/hopper/gather_matmul.py` cannot load the tensors after copy engines, or None."""
     out, A, B, _, _ = tensors
     if problem.weights is not PLAIN:
         return f"it multiplies no weights {problem.weights.name}"
     if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
-        return "rows of A stand apart"
+        return "rows of A are not contiguous"
     if problem.epilogue is GATE and as_stored(B) is B:
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):
@@ -30,12 +31,12 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
 
 
 def pushes_sums(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/matmul_reduce.py`."""
+    """Return why `kernels/hopper/matmul_reduce.py` cannot load the tensors, or None."""
     return operands.supports(config, tensors.A, tensors.B, tensors.out, column_step(problem, config))
 
 
 def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of `kernels/hopper/matmul_gather.py`."""
+    """Return why `kernels/hopper/matmul_gather.py` cannot load the tensors, or None."""
     by_cols = problem.form == "cols"
     if not part_of(problem.N if by_cols else problem.M, problem.world_size, rank):
         return "this rank has nothing to multiply"
@@ -43,5 +44,5 @@ def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: O
 
 
 def specialised(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
-    """Of the warp-specialised Lamport kernels."""
+    """Return why the warp-specialised Lamport kernels cannot load the tensors, or None."""
     return operands.supports(config, tensors.A, tensors.B, tensors.out)

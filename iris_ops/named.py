@@ -1,4 +1,4 @@
-"""Functions and objects that arithmetic names, without importing the kernels that they stand beside."""
+"""Look up functions and objects that planning names, without importing the kernels in their modules."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .outputs import NewOutputs
 from .planning.operations import BY_NAME
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER, Request, requested_problem
+from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -32,19 +32,26 @@ _KEYWORDS = aliases.keywords(output_tensor="out", A_sharded="A", depths="k_per_r
 
 
 class Ops(MixtureOps):
-    """The fused operations of one context. All are collective, and every rank makes the same calls in the same order.
+    """Run the fused operations of one context. All are collective: every rank makes the same calls in the same order.
 
-    `out`, `A`, `B`, `bias`: device tensors of one dtype (bf16, fp16, fp32); sums are kept in fp32 in a fixed order, so
-    results are the same bits on all ranks and in each run. Between ranks partial sums may travel in that dtype, so in
-    fp16 each rank's must fit, up to 65504. `bias` is added once: either all ranks pass one or none does, and ranks
-    that differ in it return different sums without an error, unless IRIS_DEBUG=1 compares them. B may be contiguous or
-    the transpose of a contiguous tensor. `async_op`: runs on a side stream; `workspace.wait()` joins it. `config`: a
-    `FusedConfig`, the same on all ranks; None chooses by shapes. Ranks whose K (or, in a gather, N) differs must pass
-    one.
-    `workspace`: what an earlier call returned. w is the number of ranks; parts are split as `torch.chunk` does.
+    `out`, `A`, `B` and `bias` are device tensors of one dtype: bfloat16, float16 or float32. B may be contiguous or the
+    transpose of a contiguous tensor. Below, w is the number of ranks; parts are those of `torch.chunk`.
 
-    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
-    workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
+    Sums are accumulated in float32 in a fixed order, so all ranks hold the same bits, in each run. Partial sums travel
+    between ranks in the tensors' dtype, so in float16 each rank's must not exceed 65504.
+
+    Args:
+        bias: is added once. Either all ranks pass one or none does; ranks that differ in it return different sums
+            without an error, unless IRIS_DEBUG=1 compares them.
+        async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+        config: a `FusedConfig`, the same on all ranks; None chooses one by shapes. Ranks whose K, or in a gather N,
+            differ must pass one.
+        workspace: the result of an earlier call.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: for bad arguments.
+        HeapExhausted: if the workspace does not fit on the heap.
+        PeerLostError: if a rank was lost in an earlier call.
     """
 
     def __init__(self, ctx: Rank) -> None:
@@ -58,17 +65,26 @@ class Ops(MixtureOps):
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N] = sum over ranks of A [M,K] @ B [K,N] + bias [N]`.
+        """Compute `out = sum over ranks of A @ B + bias`.
 
-        With `scale`, B is quantised: the transpose of a stored weight, whose K and scales are as
-        `iris_ops/quantised/packing.py` stores them. It stands for numbers that A's dtype must have room for; it holds
-        numbers only. Each rank has its own. Up to 16 rows of bf16, in fp8 and MXFP4 of magnitudes from 2**-61 to 2**63
-        or 0, are multiplied as they are by the stored weight. With `torch.float8_e4m3fn` and one float32 scale a
-        column more rows are rounded to fp8, where the GPU multiplies those. In the other formats B is converted
-        to A's dtype in each call for more rows, and on GPUs other than Hopper.
+        Args:
+            out: [M, N].
+            A: [M, K].
+            B: [K, N]; K may differ between ranks. With `scale`, the transpose of a quantised weight, as
+                `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
+            bias: [N].
+            scale: the scales of a quantised B, each rank's own. On Hopper few rows of bfloat16 are multiplied by the
+                stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
+                float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
+                those. Otherwise each call converts B to A's dtype.
+            k_per_rank: each rank's K, if they differ, for `invariant="ranks"`.
 
-        `k_per_rank`: each rank's K, with `invariant="ranks"`, where they differ. Raises `ShapeError` where a rank's
-        part of K ends within a leaf (`iris_ops/sum_tree.py`), and lists the parts that are possible.
+        Returns:
+            The workspace of the call.
+
+        Raises:
+            ShapeError: also if a rank's part of K ends inside a leaf (`iris_ops/sum_tree.py`), with the parts that are
+                possible.
         """
         return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
 
@@ -79,12 +95,26 @@ class Ops(MixtureOps):
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
         k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N] = residual [M,N] + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
+        """Compute `out = residual + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
-        `scaled` [M,N] is `out * weight [N]`; `squares`, float32 [ceil(N/64),M], the sums of `out**2` over 64 columns.
-        The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:,None]`, a factor that a product of `scaled` may apply
-        to its own rows. All contiguous, and what is written apart from all else. One kernel where rows are few.
-        `scale`, `k_per_rank`: as in `matmul_all_reduce`.
+        The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:, None]`; a product of `scaled` may apply that factor to
+        its own rows instead. All tensors are contiguous, and those that are written overlap no other. Few rows take one
+        kernel.
+
+        Args:
+            out: [M, N].
+            scaled: [M, N], receives `out * weight`.
+            squares: float32 [ceil(N / 64), M], receives the sums of `out**2` over 64 columns each.
+            A: [M, K].
+            B: [K, N].
+            residual: [M, N], the same values on all ranks.
+            weight: [N], the norm's weight.
+            bias: [N].
+            scale: as in `matmul_all_reduce`.
+            k_per_rank: as in `matmul_all_reduce`.
+
+        Returns:
+            The workspace of the call.
         """
         epilogue = residual, weight, scaled, squares
         return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, k_per_rank)
@@ -95,10 +125,18 @@ class Ops(MixtureOps):
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K], gathered by rows, or [M,K/w], along K.
+        """Compute `out = gather(A) @ B + bias`.
 
-        With `scale`, float32 [N], B is in `torch.float8_e4m3fn` and stands for `B * scale`. Gathered rows of bf16 are
-        rounded to fp8, too, where the GPU multiplies those; else B is converted in each call.
+        Args:
+            out: [M, N].
+            A: [M / w, K], gathered by rows, or [M, K / w], gathered along K.
+            B: [K, N]. With `scale`, in `torch.float8_e4m3fn`.
+            bias: [N].
+            scale: float32 [N], by which B's columns are multiplied. Gathered rows of bfloat16 are rounded to fp8, too,
+                if the GPU multiplies fp8; otherwise each call converts B.
+
+        Returns:
+            The workspace of the call.
         """
         return self._calls.run(GATHER_MATMUL, (out, A, B, bias, scale), None, async_op, config, workspace)
 
@@ -106,10 +144,20 @@ class Ops(MixtureOps):
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N/2] = silu(C[:,:N/2]) * C[:,N/2:]` of `C [M,N] = gather(A) @ B [K,N] + bias [N]`; A is [M/w,K].
+        """Compute `out = silu(C[:, :N/2]) * C[:, N/2:]` for `C [M, N] = gather(A) @ B + bias`.
 
-        The first half of a gated MLP whose tokens the ranks share. Where warp-specialised programs multiply
-        (`FusedConfig`), neither half is ever written. `scale`: as in `all_gather_matmul`.
+        This is the first half of a gated MLP whose tokens the ranks share. Warp-specialised kernels write neither half
+        of C.
+
+        Args:
+            out: [M, N / 2].
+            A: [M / w, K].
+            B: [K, N].
+            bias: [N].
+            scale: as in `all_gather_matmul`.
+
+        Returns:
+            The workspace of the call.
         """
         return self._calls.run(GATED, (out, A, B, bias, scale), None, False, config, workspace)
 
@@ -118,9 +166,16 @@ class Ops(MixtureOps):
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """`out [M,N] = gather(A @ B + bias)`: A [M/w,K], B [K,N], by rows, or A [M,K], B [K,N/w], by columns.
+        """Compute `out = gather(A @ B + bias)`.
 
-        By columns, `bias` is [N/w], this rank's part.
+        Args:
+            out: [M, N].
+            A: [M / w, K] to gather by rows, or [M, K] to gather by columns.
+            B: [K, N] to gather by rows, or [K, N / w] to gather by columns.
+            bias: [N], or [N / w], this rank's part, to gather by columns.
+
+        Returns:
+            The workspace of the call.
         """
         return self._calls.run(MATMUL_GATHER, (out, A, B, bias, None), None, async_op, config, workspace)
 
@@ -130,9 +185,18 @@ class Ops(MixtureOps):
         async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """Return this rank's part of `sum over ranks of A [M,K] @ B [K,N] + bias [N]`: out is [M/w,N] or [M,N/w].
+        """Compute this rank's part of `sum over ranks of A @ B + bias`.
 
-        `scale`: as in `all_gather_matmul`; each rank has its own. `k_per_rank`: as in `matmul_all_reduce`.
+        Args:
+            out: [M / w, N] or [M, N / w].
+            A: [M, K].
+            B: [K, N].
+            bias: [N].
+            scale: as in `all_gather_matmul`; each rank has its own.
+            k_per_rank: as in `matmul_all_reduce`.
+
+        Returns:
+            The workspace of the call.
         """
         return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
 
@@ -154,22 +218,35 @@ class Ops(MixtureOps):
         k_per_rank: Sequence[int] | None = None,
         weights: str | None = None,
     ) -> FusedConfig:
-        """Return the configuration of such a call, with kernel, reasons and predicted time; launch nothing.
+        """Return the configuration of a call, with its kernel, its reasons and its predicted time; launch nothing.
 
-        `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows",
-        "cols" or "k" for an op that has several (by default rows). `explained`: whether with its reasons, which take
-        longer than the choice. `fp8`: whether B is in fp8, with a scale a column. `algorithm`: the best of that one
-        (`FusedConfig`), to compare; raises `ArgumentError` where it cannot serve the call. `aligned`: whether all rows
-        of A, B and `out` begin at multiples of 16 bytes, as a call sees for itself. `experts`, `top_k` (by default 1):
-        of the ops of a mixture, whose `M` is T and whose `N` and `K` are an expert's (of `moe_gate_up`, `N` is I).
-        `k_per_rank`: as the op takes it. `weights`: B's format by name, such as "fp8_block", "int4" (groups of 32),
-        "int4/128", "int4/channel" or "mxfp4".
+        Args:
+            op: the name of an op.
+            M: rows of the whole result; for a mixture, the number of tokens.
+            N: columns of the whole result, before it is gated; for a mixture, those of an expert's result
+                (`moe_gate_up`: I).
+            K: the depth that one rank multiplies.
+            dtype: the tensors' dtype.
+            form: "rows", "cols" or "k", for an op that has several; by default "rows".
+            explained: whether to list the reasons, which takes longer than the choice.
+            fp8: whether B is in fp8, with a scale for each column.
+            algorithm: the algorithm (`FusedConfig.algorithm`) whose best configuration is returned, for comparisons.
+            aligned: whether all rows of A, B and `out` begin at multiples of 16 bytes, which a call finds out by
+                itself.
+            experts: the number of experts, for the ops of mixtures.
+            top_k: experts of a token, by default 1.
+            k_per_rank: as the op takes it.
+            weights: B's format by name, such as "fp8_block", "int4" (groups of 32), "int4/128", "int4/channel" or
+                "mxfp4".
+
+        Raises:
+            ArgumentError: for bad arguments, and for an `algorithm` that does not support the call.
         """
         self._ctx.check()
-        ranks, level = self._ctx.num_ranks, self._ctx.invariant
-        stored = named_format(weights, fp8)
-        request = Request(op, M, N, K, ranks, dtype, form, stored, level, experts, top_k, k_per_rank)
-        problem = requested_problem(request)
+        of_mixture, stored = dict(experts=experts, top_k=top_k), named_format(weights, fp8)
+        problem = self._calls.requested(
+            op, M, N, K, dtype, form=form, weights=stored, k_per_rank=k_per_rank, **of_mixture
+        )  # fmt: skip
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 
@@ -177,9 +254,9 @@ class Ops(MixtureOps):
         self, op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, config: FusedConfig | None = None,
         workspace: Workspace | None = None,
     ) -> Workspace:  # fmt: skip
-        """Return a workspace with room for a call of `op` with such tensors. Collective; multiplies nothing.
+        """Return a workspace with room for a call of `op` with these tensors; multiply nothing. Collective.
 
-        It is `workspace`, what an earlier call returned, or the one that calls take when they are given none.
+        It is `workspace`, the result of an earlier call, or the one that calls use if they are given none.
         """
         self._ctx.check()
         prepared = self._calls.prepare(Call(op, Operands(out, A, B), config=config))

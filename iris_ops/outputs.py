@@ -1,6 +1,6 @@
 """New tensors for results: on the heap where peers write them, so that nothing is copied.
 
-Whether peers write a result is up to the plan, which is asked once for calls of the same sizes. The first call of a
+The plan decides whether peers write a result; it is computed once for calls of the same sizes. The first call of a
 larger result has all ranks reserve room: for outputs, and for one to copy from, on a rank that finds no room.
 """
 
@@ -40,9 +40,10 @@ class NewOutputs(Outputs):
         self, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """A new tensor of `size` for what `op` makes of A and B: on the heap if peers write it and it has room there.
+        """Return a new tensor of `size` for the result of `op` on A and B: on the heap if peers write it and there is
+        room.
 
-        Collective, as the call is that it is made for.
+        Collective, like the call for which it is made.
         """
         key = op, A.shape, B.shape, A.dtype, B.dtype, config, scale is not None and scale.ndim
         written = self._written.get(key)
@@ -55,7 +56,8 @@ class NewOutputs(Outputs):
         self, key: tuple, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], config: FusedConfig | None,
         scale: torch.Tensor | None,
     ) -> bool:  # fmt: skip
-        """Whether peers write the result. If so there is room for such ones, and to copy from where that is full."""
+        """Return whether peers write the result. If so, the heap has room for such outputs, and for a copy if they are
+        full."""
         rank = self._rank
         rank.check()
         if platform.is_capturing(rank.device):

@@ -1,4 +1,4 @@
-"""From tensors to a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
+"""Turn tensors into a `Problem`: what is multiplied, what is gathered or scattered, and along which dimension.
 
 Uneven splits follow `torch.chunk`: the first parts have ceil(size / world_size) elements, and the last may be short or
 empty. This module imports no triton. `checks.py` refuses tensors that make no problem.
@@ -84,34 +84,34 @@ class Problem:
 
     @property
     def operation(self) -> Operation:
-        """The op whose product and exchange this is."""
+        """Return the op whose product and exchange this is."""
         return operations.BY_NAME[self.op]
 
     @property
     def called_op(self) -> str:
-        """The op that was called."""
+        """Return the name of the op that was called."""
         return operations.CALLED.get((self.op, self.epilogue), self.op)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of A and B as they are multiplied."""
+        """Return the bytes of a number of A and B as they are multiplied."""
         return self.weights.operand_bytes or self.dtype.itemsize
 
     @property
     def chooses_order(self) -> bool:
-        """Whether a plan takes tiles of one order only, which it finds first."""
+        """Return whether a plan takes tiles of one order only, which it finds first."""
         return self.sums.promised and not self.operation.one_order
 
     @property
     def text(self) -> str:
-        """The problem in the words of a plan's first line."""
+        """Return the problem as the first line of a plan shows it."""
         weight = "experts" if self.operation.mixes else "B"
         stored = "" if self.weights is PLAIN else f", {weight} {self.weights.name}"
         return f"{self.called_op} {self.operation.text(self)} {self.dtype}{stored}"
 
     @property
     def free(self) -> Problem:
-        """The same problem without a promise of equal bits."""
+        """Return the same problem without a promise of equal bits."""
         return replace(self, sums=FREE_SUMS)
 
     def converted(self, machine: Machine) -> str:
@@ -120,32 +120,33 @@ class Problem:
 
     @property
     def may_convert(self) -> bool:
-        """Whether a plan compares its ways with those for a B that each call converts to A's dtype."""
+        """Return whether a plan compares its ways with those for a B that each call converts to A's dtype."""
         return self.weights.convertible and not self.operation.widens
 
     @property
     def empty(self) -> bool:
-        """Whether no rank has anything to compute. Where N may differ by rank, only M tells."""
+        """Return whether no rank has anything to compute. If N may differ by rank, only M counts."""
         return self.M == 0 or (self.N == 0 and self.operation.shared == "N")
 
     @property
     def tree(self) -> sum_tree.Tree | None:
-        """The tree in which the ranks add up products along K, if the same bits are promised on any number of them."""
+        """Return the tree in which the ranks add up products along K, if equal bits are promised on any number of
+        ranks."""
         return self.sums.tree
 
     @property
     def out_cols(self) -> int:
-        """Columns of the result."""
+        """Return the columns of the result."""
         return self.N // 2 if self.epilogue and self.epilogue.halves else self.N
 
     @property
     def pairs(self) -> int:
-        """Rows of the product: one for each row of A and expert of its."""
+        """Return the rows of the product: one for each row of A and each of its experts."""
         return self.M * self.experts.top_k
 
     @property
     def part_rows(self) -> int:
-        """Rows of the largest part that one rank contributes or owns."""
+        """Return the rows of the largest part that one rank contributes or owns."""
         return part_size(self.M, self.world_size) if self.form == "rows" else self.M
 
     @property
@@ -154,7 +155,7 @@ class Problem:
 
     @property
     def gemm(self) -> tuple[int, int, int]:
-        """The product that one rank computes: (m, n, k) of its largest part."""
+        """Return (m, n, k) of the largest product that one rank computes."""
         return self.operation.product(self)
 
     def whole_vectors(self, size: int) -> bool:
@@ -163,7 +164,7 @@ class Problem:
 
     @property
     def link_bytes(self) -> float:
-        """Bytes that each rank sends in the bandwidth-optimal algorithm."""
+        """Return the bytes that each rank sends in the bandwidth-optimal algorithm."""
         others = (self.world_size - 1) / self.world_size
         return self.operation.sent(self) * self.dtype.itemsize * others
 

@@ -1,4 +1,4 @@
-"""Calls that are recorded into a graph: by torch.compile, torch.export or torch.jit.trace."""
+"""Detect calls that are recorded into a graph: by torch.compile, torch.export or torch.jit.trace."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The steps of a prepared call. Each launches what it was made for and chooses nothing.
 
-    BiasTogether, PartOfNothing   operands as kernels take them, where a caller's are not
-    Halves                        room for a gated product whose halves are gated in a step of their own
-    Kernel, Several               one launch, or what comes with torch's product
-    CopyBack                      of what peers wrote elsewhere, to `out`
-    Gate, Norm                    what follows in kernels of their own
+    Change            operands as kernels take them, where a caller's are not
+    Kernel, Several   one launch, or what comes with torch's product
+    CopyBack          of what peers wrote elsewhere, to `out`
+    Finish            an epilogue in a kernel of its own
 
 A format of weights has steps of its own before the product (`WeightFormat.operands`). A call whose steps are all
 `repeatable` can be repeated by its launches alone.
@@ -12,7 +11,7 @@ A format of weights has steps of its own before the product (`WeightFormat.opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Step(Protocol):
-    """What a step is. Its fields say what it launches."""
+    """A step of a call; its fields define what it launches."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether a call with this step can be repeated by its launches alone."""
+        """Return whether a call with this step can be repeated by its launches alone."""
 
     def run(self, run: Run) -> None:
-        """Launch what the step stands for, in the current stream."""
+        """Launch the step in the current stream."""
 
 
 @dataclass
@@ -76,35 +75,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class BiasTogether:
-    """A bias whose elements stand apart is copied."""
+class Change:
+    """Replace operands that kernels cannot take as they are."""
 
+    change: Callable[[Operands], Operands]
     repeatable = False
 
     def run(self, run: Run) -> None:
-        assert run.tensors.bias is not None
-        run.tensors = run.tensors._replace(bias=run.tensors.bias.contiguous())
-
-
-@dataclass(frozen=True)
-class PartOfNothing:
-    """One element in all, gathered by columns and taken as by rows (`problem.describe`): this rank has no row."""
-
-    repeatable = False
-
-    def run(self, run: Run) -> None:
-        run.tensors = run.tensors._replace(A=run.tensors.A[:0], B=run.tensors.A.t(), bias=None)
-
-
-@dataclass(frozen=True)
-class Halves:
-    """The product goes to memory of its own, both halves of it."""
-
-    problem: Problem
-    repeatable = False
-
-    def run(self, run: Run) -> None:
-        run.tensors = run.tensors._replace(out=run.out.new_empty(self.problem.M, self.problem.N))
+        run.tensors = self.change(run.tensors)
 
 
 @dataclass(frozen=True)
@@ -182,7 +160,7 @@ class Several:
 
 @dataclass(frozen=True)
 class CopyBack:
-    """What peers wrote to memory of the workspace goes to `out`."""
+    """A step that copies what peers wrote to memory of the workspace to `out`."""
 
     repeatable = True
 
@@ -192,34 +170,39 @@ class CopyBack:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """The halves of the product are gated to `out`."""
+class Finish:
+    """An epilogue in a kernel of its own."""
 
+    finish: Callable[[Run], None]
     repeatable = False
 
     def run(self, run: Run) -> None:
-        gating.gate(run.out, run.tensors.out)
+        self.finish(run)
 
 
-@dataclass(frozen=True)
-class Norm:
-    """The residual is added to `out`, and the first half of the norm is computed."""
-
-    repeatable = False
-
-    def run(self, run: Run) -> None:
-        assert run.epilogue is not None
-        rmsnorm_epilogue.finish(run.out, *run.epilogue)
+def bias_together(tensors: Operands) -> Operands:
+    """Copy a bias whose elements stand apart."""
+    assert tensors.bias is not None
+    return tensors._replace(bias=tensors.bias.contiguous())
 
 
-def gate_apart(problem: Problem, tensors: Operands) -> tuple[Operands, list[Step], list[Step]]:
-    """Return the tensors of a product without its gate, and the steps before and after it."""
-    return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N)), [Halves(problem)], [Gate()]
+def part_of_nothing(tensors: Operands) -> Operands:
+    """Take one element in all, gathered by columns, as by rows (`problem.describe`): this rank has no row."""
+    return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def norm_apart(problem: Problem, tensors: Operands) -> tuple[Operands, list[Step], list[Step]]:
-    """Return the tensors of a product without the norm that follows, and the steps before and after it."""
-    return tensors, [], [Norm()]
+def gate_apart(problem: Problem) -> tuple[Callable[[Operands], Operands], Finish]:
+    """Return what a product without its gate writes, both halves to memory of their own, and the gate after it."""
+
+    def halves(tensors: Operands) -> Operands:
+        return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
+
+    return halves, Finish(lambda run: gating.gate(run.out, run.tensors.out))
+
+
+def norm_apart(problem: Problem) -> tuple[None, Finish]:
+    """Return the first half of a norm, with the residual, after a product without it, which writes `out` as it is."""
+    return None, Finish(lambda run: rmsnorm_epilogue.finish(run.out, *(run.epilogue or ())))
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

@@ -1,4 +1,4 @@
-"""In which order the products along K are added with `invariant="ranks"`: a tree that depends on K alone.
+"""Define the order in which products along K are added with `invariant="ranks"`: a tree that depends on K alone.
 
 K is cut into eight *leaves*, each a multiple of 64 as even as they come. Where K is below 2048 and no multiple of 512 a
 leaf is 64 products instead, so that heads of any number end where leaves do. The last leaf may be shorter. One
@@ -39,7 +39,7 @@ Span = tuple[int, int]  # leaves from the first to before the second
 
 @dataclass(frozen=True)
 class Tree:
-    """A sum along K in so many `leaves`, and the `spans` of them that ranks have."""
+    """A sum along K in `leaves` leaves, and the `spans` of them that ranks have."""
 
     K: int
     leaves: int
@@ -47,7 +47,7 @@ class Tree:
 
     @property
     def roots(self) -> tuple[tuple[Span, ...], ...]:
-        """Each rank's roots."""
+        """Return each rank's roots."""
         return tuple(roots(self.leaves, span) for span in self.spans)
 
     @property
@@ -56,18 +56,19 @@ class Tree:
 
     @property
     def halved(self) -> bool:
-        """Whether there are two ranks, each of which has half of the leaves."""
+        """Return whether there are two ranks, each of which has half of the leaves."""
         return [last - first for first, last in self.spans] == [LEAVES // 2] * 2
 
     @property
     def depth(self) -> int:
-        """What all leaves but a last one are multiples of: how deep a kernel's blocks may be."""
+        """Return the number that divides the sizes of all leaves but a last one: the greatest depth of a kernel's
+        blocks."""
         return gcd(*(border(self.K, leaf) for leaf in range(1, self.leaves))) or max(1, blocks_of(self.K)) * BLOCK
 
 
 @lru_cache(maxsize=4096)
 def tree_of(what: str, k_per_rank: tuple[int, ...]) -> Tree:
-    """Return the tree of ranks that have so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    """Return the tree of ranks with these products along K. Raises `ShapeError` where a leaf would be cut."""
     K = sum(k_per_rank)
     return Tree(K, leaves_of(K), checked_shares(what, k_per_rank))
 
@@ -110,7 +111,8 @@ def shares(K: int, world_size: int) -> tuple[int, ...]:
 
 
 def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
-    """The leaves of each rank that has so many products along K. Raises `ShapeError` where a leaf would be cut."""
+    """Return the leaves of each rank, from each rank's products along K. Raises `ShapeError` where a leaf would be
+    cut."""
     K = sum(k_per_rank)
     borders = {border(K, leaf): leaf for leaf in range(leaves_of(K) + 1)}
     ends = [0, *accumulate(k_per_rank)]
@@ -147,7 +149,7 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
     """Return how many of those before it each of `parts` is added to, the last one first, as the right one of two.
 
-    `parts`: subtrees that follow each other, of a tree of so many leaves, all of them. What is not added to anything
+    `parts`: subtrees that follow each other, of a tree, all of them. What is not added to anything
     yet waits, as a stack; the last part leaves one sum.
     """
     counts, waiting = [], 0
@@ -163,7 +165,7 @@ def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
 
 
 def _path(leaves: int, node: Span) -> list[Span]:
-    """From the tree's root to a node."""
+    """Return the path from the tree's root to a node."""
     path = [(0, leaves)]
     while path[-1] != node:
         first, last = path[-1]
@@ -173,5 +175,5 @@ def _path(leaves: int, node: Span) -> list[Span]:
 
 
 def _middle(node: Span) -> int:
-    """Where the second of a node's two halves begins: a node of so many leaves is halved alike wherever it is."""
+    """Return where the second of a node's two halves begins; nodes of one size are halved alike, wherever they are."""
     return node[0] + (node[1] - node[0] + 1) // 2

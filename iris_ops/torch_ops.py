@@ -20,7 +20,7 @@ Every rank must run the same operators in the same order, which the ranks' compi
 
 `product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`, which costs the host 0.6 us more
 than calling that from the layer; through torch's dispatcher it would be 3 us, by `torch.library.custom_op` 33 us. No
-operator has a gradient, and one that is asked for is refused.
+operator has a gradient; requesting one raises an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .operators import OPERATORS
 from .ops import Ops
 from .planning.operations import BY_NAME, TABLE
 from .planning.weights import format_of
-from .problem import ALL_REDUCE, GATED, MATMUL_GATHER, SCALED, Request, requested_problem
+from .problem import ALL_REDUCE, MATMUL_GATHER, SCALED
 from .recording import is_recording
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What operators ask of the context that they find by its name: `iris.Iris`, or what stands in for one."""
+    """The interface of a context that operators find by its name: `iris.Iris`, or a replacement in tests and
+    benchmarks."""
 
     cur_rank: int
     num_ranks: int
     group_name: str
-    invariant: str | None
 
     @property
     def ops(self) -> Ops: ...
@@ -77,7 +77,8 @@ _ROWS = -1  # as many rows as A has
 
 
 class Parts(NamedTuple):
-    """How the ranks' parts differ in size. `mean`: by which all plan. `k_per_rank`: each rank's K, of ordered sums."""
+    """The differences between ranks' parts. `mean`: the size by which all plan. `k_per_rank`: each rank's K, of ordered
+    sums."""
 
     mean: int | None = None
     k_per_rank: tuple[int, ...] | None = None
@@ -117,7 +118,7 @@ def product(
     op: str, ctx: Context, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, size: tuple[int, ...],
     parts: Parts = ALIKE, scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the result of `op`, one of `problem.OPS` or `GATED`: this rank's part, a new tensor of shape `size`."""
+    """Return the result of `op`, one of `operations.TABLE`: this rank's part, a new tensor of shape `size`."""
     if is_recording():
         call, more = getattr(torch.ops.iris_ops, op), (ctx.group_name, parts.mean, scale, parts.k_per_rank)
         if not torch.jit.is_tracing():
@@ -162,10 +163,9 @@ def _config(
     weights = format_of(B, scale)
     sizes = A.shape[0], B.shape[1], mean_part
     if operation.shared == "K":
-        columns = mean_part + mean_part % 2 if op == GATED else mean_part  # of gate and up together: an even number
-        sizes = size[0], columns, weights.depth(B.shape[0], A.shape[1])
-    ranks, level = ctx.num_ranks, ctx.invariant
-    return ctx.ops._calls.plan(requested_problem(Request(op, *sizes, ranks, A.dtype, weights=weights, invariant=level)))
+        sizes = size[0], operation.columns(mean_part), weights.depth(B.shape[0], A.shape[1])
+    calls = ctx.ops._calls
+    return calls.plan(calls.requested(op, *sizes, A.dtype, weights=weights))
 
 
 def _fake_product(op: str, given: _Product) -> torch.Tensor:
@@ -217,7 +217,7 @@ def _fake_reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor
 
 
 def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`matmul_gated.matmul_gated`, compiled or not."""
+    """Run `matmul_gated.matmul_gated`, in eager or compiled code."""
     if is_recording():
         return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
     return matmul_gated(ctx, A, B, bias)

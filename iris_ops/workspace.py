@@ -40,7 +40,7 @@ class Workspace:
         # of ops that overlap in several streams: two beside the current one, and what orders them
         self.lanes = Lane(ctx.device), Lane(ctx.device)
         self.marks = [Mark(ctx.device) for _ in range(ctx.num_ranks + 1)]  # two, and one a peer
-        # what copy engines set behind a rank's rows: how many barriers it had come through
+        # what copy engines set after a rank's rows: the number of barriers that it had passed
         self.arrivals = ctx.heap.reserve((ctx.num_ranks,), torch.int32).zero_()
         self._results: list[torch.Tensor] = []
         self._local: dict[str, torch.Tensor] = {}
@@ -89,7 +89,7 @@ class Workspace:
         return self._results[-1][:nbytes]
 
     def local(self, name: str, nbytes: int) -> torch.Tensor:
-        """This rank's own memory of that name, zero at first, for calls that follow each other. It only ever grows."""
+        """Return this rank's own memory `name`, initially zero, for calls that follow each other. It never shrinks."""
         room = self._local.get(name)
         if room is None or nbytes > room.nbytes:
             refuse_capture(self.ctx)
@@ -99,14 +99,15 @@ class Workspace:
         return room[:nbytes]
 
     def remember(self, problem: object, views: tuple) -> tuple:
-        """Keeps `views` of the staging memory for `problem`, of so many as prompts of ever new lengths ask for."""
+        """Keep `views` of the staging memory for `problem`, for a limited number of problems, because prompts have ever
+        new lengths."""
         if len(self.views) >= _VIEWS_KEPT:
             self.views.clear()
         self.views[problem] = views
         return views
 
     def rendezvous(self) -> None:
-        """A barrier of all ranks in the current stream, apart from those that the user has under way."""
+        """Wait for all ranks in the current stream, by a barrier apart from those that the user has in flight."""
         self.barrier(tuple(range(self.ctx.num_ranks)))
         self.ctx.check()
 

@@ -26,7 +26,7 @@ LENGTH, STEPS = 12, 3
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("widened", "fp8", "fp8_all", "fp8_block", "int4", "mxfp4")
 _WEIGHTS_HELP = "round linear weights, or widen those of a quantized checkpoint (docs/guides/quantised.md)"
-_OPS = "ops regret norms ccl rooted tiles moe all_scatter rma"
+_OPS = "ops regret routers norms ccl rooted tiles moe all_scatter rma"
 _MODELS_AND_CHECKS = "llm step fp8 quantised invariance stress litmus"
 IN_CHECKOUT = (*_OPS.split(), *_MODELS_AND_CHECKS.split())
 """Benchmarks that only a checkout has."""
@@ -108,8 +108,8 @@ _COMMANDS = {
     "generate": "generate text with a checkpoint, split over ranks",
     "demo": "split a small language model and compare its text with the unsplit model's",
     "plan": "explain which kernel a call would take; needs no GPU",
-    "calibrate": "measure this machine's rates, by which plans are made",
-    "bench": "time an op beside torch's product and collective, on this machine",
+    "calibrate": "measure this machine's rates, which plans use",
+    "bench": "time an op, and torch's product and collective, on this machine",
     "verify": "check that a row has the same bits in any batch, or on any number of ranks",
     "doctor": "list what this machine lacks, and how to get it",
 }
@@ -122,15 +122,20 @@ def generate() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="send PROMPT as a user's message, by the chat template")
     parser.add_argument("--ranks", type=ranks, help="default: one a GPU, four at most; 2 on CPUs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs, if there are any")
-    parser.add_argument("--tokens", type=count, default=128, help="new tokens, at most (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=count, default=128, help="the largest number of new tokens (default %(default)s)"
+    )
     temperature = partial(_number, above=False)
     parser.add_argument(
-        "--temperature", type=temperature, default=0.0, help="0, the default, takes the likeliest token"
+        "--temperature", type=temperature, default=0.0, help="0, the default, takes the most likely token"
     )
     parser.add_argument(
-        "--top-p", type=partial(_number, most=1.0), default=1.0, help="share of probability (default 1)"
+        "--top-p",
+        type=partial(_number, most=1.0),
+        default=1.0,
+        help="sample from the most likely tokens with this share of the probability (default 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's on GPUs, float32 on CPUs")
     parser.add_argument("--weights", choices=WEIGHTS, help=_WEIGHTS_HELP)
     parser.add_argument("--heap-gib", type=partial(_number), help="symmetric heap of a rank (default 1; 0.25 on CPUs)")
@@ -142,45 +147,43 @@ def demo() -> argparse.ArgumentParser:
     parser = _Parser("iris-tp demo", description=about)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs, if there are any")
     parser.add_argument("--ranks", type=ranks, help="default: one a GPU, four at most; 3 on CPUs")
-    parser.add_argument("--tokens", type=count, default=32, help="new tokens, at most (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=count, default=32, help="the largest number of new tokens (default %(default)s)"
+    )
     parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--engine", action="store_true", help="generate by layers.Engine, on GPUs from a CUDA graph")
+    parser.add_argument("--engine", action="store_true", help="generate with layers.Engine, on GPUs from a CUDA graph")
     return parser
 
 
 def plan() -> argparse.ArgumentParser:
-    parser = _Parser("iris-tp plan", description="Explain which kernel a call would take. Needs no GPU and no ranks.")
+    parser = _Parser("iris-tp plan", description="Explain which kernel a call would run. Needs no GPU and no ranks.")
     ops = "matmul_all_reduce, all_gather_matmul, matmul_all_gather or matmul_reduce_scatter"
-    mixtures = "of a mixture of experts moe_gate_up, moe_down_all_reduce or moe_down_reduce_scatter"
+    mixtures = "for a mixture of experts: moe_gate_up, moe_down_all_reduce or moe_down_reduce_scatter"
     parser.add_argument("op", nargs="?", help=f"{ops}; {mixtures}")
     size = partial(count, most=2**31 - 1)
-    parser.add_argument("M", type=size, nargs="?", help="rows of the whole result; of a mixture, tokens")
+    parser.add_argument("M", type=size, nargs="?", help="rows of the whole result; for a mixture, tokens")
     parser.add_argument(
-        "N", type=size, nargs="?", help="columns of the whole result; of moe_gate_up, of its gate alone"
+        "N", type=size, nargs="?", help="columns of the whole result; for moe_gate_up, those of the gate"
     )
-    parser.add_argument("K", type=size, nargs="?", help="depth that one rank multiplies")
-    parser.add_argument("--html", metavar="FILE", help="in place of all else: a page to move it in")
+    parser.add_argument("K", type=size, nargs="?", help="depth of one rank's product")
+    parser.add_argument("--html", metavar="FILE", help="write a page with sliders for all sizes to FILE instead")
     parser.add_argument("--ranks", "--world", dest="world", type=ranks, default=4, help="default: %(default)s")
     parser.add_argument("--gpu", choices=GPUS, help="default: this machine's, or h200 where there is none")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--form", help="along what is gathered or scattered: rows (default), cols or k, as the op has it"
-    )
+    parser.add_argument("--form", help="the dimension that is gathered or scattered: rows (default), cols or k")
     parser.add_argument("--fp8", action="store_true", help="B in fp8, with a scale for each column")
     parser.add_argument("--weights", metavar="FORMAT", help="B's format: fp8, fp8_block, int4, int4/128, mxfp4, ...")
-    parser.add_argument("--experts", type=int, help="of a mixture: how many there are")
-    parser.add_argument("--top-k", type=int, help="of a mixture: how many experts a token chooses (default 1)")
+    parser.add_argument("--experts", type=int, help="for a mixture: the number of experts")
+    parser.add_argument("--top-k", type=int, help="for a mixture: experts of a token (default 1)")
     invariant = "only kernels whose sums have one order (docs/concepts/determinism.md)"
     parser.add_argument("--invariant", choices=("batch", "ranks"), help=invariant)
-    parser.add_argument("--algorithm", help="the best of this one, as one_shot or sequential (FusedConfig.algorithm)")
+    parser.add_argument("--algorithm", help="the best plan of this algorithm, such as one_shot or sequential")
     return parser
 
 
 def calibrate() -> argparse.ArgumentParser:
-    about = (
-        "Measure this machine's rates and keep them in the user's cache, for plans. Takes two minutes, and the GPUs."
-    )
+    about = "Measure this machine's rates and store them in the user's cache, where plans find them. Takes two minutes."
     parser = _Parser("iris-tp calibrate", description=about)
     parser.add_argument("--ranks", type=ranks, help="default: one a GPU")
     return parser
@@ -190,14 +193,14 @@ def bench(in_checkout: bool) -> argparse.ArgumentParser:
     """Return the parser of `bench`; `in_checkout`: whether to list the benchmarks of a checkout."""
     parser = _Parser(
         "iris-tp bench",
-        description="Time an op beside torch's product and collective, on this machine. Both are checked first.",
-        epilog=f"Benchmarks with options of their own: {', '.join(IN_CHECKOUT)}" if in_checkout else None,
+        description="Time an op, and torch's product and collective, on this machine. Both are checked first.",
+        epilog=f"Benchmarks with their own options: {', '.join(IN_CHECKOUT)}" if in_checkout else None,
     )
     parser.add_argument("op", nargs="?", choices=CALLS.values(), help="default: all four")
     size = partial(count, most=2**31 - 1)
     parser.add_argument("M", type=size, nargs="?", help="rows of the whole result")
-    parser.add_argument("N", type=size, nargs="?", help="columns of it")
-    parser.add_argument("K", type=size, nargs="?", help="depth that one rank multiplies")
+    parser.add_argument("N", type=size, nargs="?", help="columns of the whole result")
+    parser.add_argument("K", type=size, nargs="?", help="depth of one rank's product")
     parser.add_argument("--ranks", type=ranks, help="default: one a GPU, or 2 on CPUs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs, if there are any")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -207,20 +210,24 @@ def bench(in_checkout: bool) -> argparse.ArgumentParser:
 
 
 def verify() -> argparse.ArgumentParser:
-    parser = _Parser("iris-tp verify", description="Check on this machine that bits are as promised.")
-    levels = "batch: the same bits at every number of rows; ranks: also of ranks; load: weights as in their files"
+    parser = _Parser("iris-tp verify", description="Check guarantees on this machine: equal bits, or loaded weights.")
+    levels = (
+        "batch: equal bits for any number of rows; ranks: also for any number of ranks; load: weights equal the files"
+    )
     parser.add_argument("level", choices=("batch", "ranks", "load"), help=levels)
-    parser.add_argument("--model", help="a folder or a name that transformers loads; default: that of iris-tp demo")
-    how_many = "default: one a GPU, or 3 on CPUs; for ranks several, as 1,2,4, each compared with the first"
+    parser.add_argument("--model", help="a folder or a name on the hub; default: the model of iris-tp demo")
+    how_many = "default: one a GPU, or 3 on CPUs; for `ranks` a list such as 1,2,4, each compared with the first"
     parser.add_argument("--ranks", type=_ranks_list, help=how_many)
-    parser.add_argument("--batches", type=counts, help="sizes, as 2,7,64, which is the default; on CPUs 2,7")
+    parser.add_argument("--batches", type=counts, help="batch sizes (default 2,7,64; on CPUs 2,7)")
     parser.add_argument("--steps", type=count, default=STEPS, help="tokens to generate (default %(default)s)")
-    parser.add_argument("--length", type=count, default=LENGTH, help="of the prompt, in tokens (default %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="decoder layers compiled, as Engine(compile=True)")
+    parser.add_argument(
+        "--length", type=count, default=LENGTH, help="length of the prompt, in tokens (default %(default)s)"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile decoder layers, as Engine(compile=True) does")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--weights", choices=WEIGHTS, help=_WEIGHTS_HELP)
     parser.add_argument("--heap-gib", type=_number, default=1.0, help="symmetric heap of a rank (default 1)")
-    parser.add_argument("--nothing", action="store_true", help="of a context that promises nothing, to compare")
+    parser.add_argument("--nothing", action="store_true", help="use a context without guarantees, for comparison")
     return parser
 
 

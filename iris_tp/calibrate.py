@@ -2,14 +2,14 @@
 
     iris-tp calibrate [--ranks 4]
 
-All GPUs take part, and each case of `rate_cases.py` is measured as in `iris-tp bench`: in CUDA graphs, the median of
-repeats, the slowest rank. The table replaces an earlier one only when all is measured.
+All GPUs take part, and each call of `rate_cases.py` is measured as in `iris-tp bench`: in CUDA graphs, the median of
+repeats, the slowest rank. Rates that predict other calls no better than those of the source are not taken.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 import datetime
 import importlib.metadata
@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 import tempfile
 import time
+from typing import Any
 
 import iris
 from iris import machines, rates
@@ -28,28 +29,53 @@ from torch import distributed
 from . import launch
 from .bench.compare import compare
 from .bench.team import KERNEL_SECONDS, Team
-from .bench.timing import Budget
-from .rate_cases import Case, Collective, Copy, Fused, TorchProduct, cases, derived
+from .bench.timing import INTERPRETED, Budget
+from .rate_cases import (
+    Call,
+    Collective,
+    Copy,
+    Fused,
+    Outcome,
+    Study,
+    TorchProduct,
+    errors,
+    judged,
+    rates_of,
+    study,
+)
 
 _HEAP = 1 << 30
-_BUDGET = Budget(measure_ms=40.0, repeats=(5, 15))
+# Calls enough that a batch outweighs how far apart its ranks begin.
+_BUDGET = Budget(batch_ms=4.0, longest_ms=25.0, measure_ms=40.0, calls=(100, 300), repeats=(5, 9))
+_COPIES = 8
 _TOGETHER = 6  # cases that are timed in turns: the memory of all of them is held meanwhile
 
 
 def run(args: argparse.Namespace) -> tuple[int, str]:
-    """Measure on all ranks, and write the table; return the exit code, and for a refusal its reason."""
+    """Measure on all ranks, and write the table if plans are better by it; return the exit code and a refusal's reason.
+
+    Where they are not, a table of an earlier run is deleted.
+    """
     try:
         ranks = usable_ranks(args.ranks)
         path = rates.check_writable(machines.machine_named(*_gpu(0)).name)
         with tempfile.TemporaryDirectory() as folder:
             launch.run_reporting(measure_and_report, ranks, Path(folder))
-            table = rates.parse((Path(folder) / _TABLE).read_text())
-        rates.write(table)
+            written = Path(folder) / _TABLE
+            table = rates.parse(written.read_text()) if written.exists() else None
+        if table is not None:
+            rates.write(table)
     except IrisError as error:
         return 2, str(error)
     except launch.RankError as error:
         return 1, str(error)
-    print(f"written: {path}")
+    if table is not None:
+        print(f"written: {path}")
+    elif path.is_file():
+        path.unlink()
+        print(f"the rates of the source predict as well: {path}, of an earlier run, is deleted")
+    else:
+        print("the rates of the source predict as well: nothing is written")
     return 0, ""
 
 
@@ -84,56 +110,73 @@ def measure_and_report(folder: Path) -> None:
     with launch.reporting(folder), iris.iris(_HEAP) as ctx, alone(ctx, _HEAP) as single:
         team = Team(ctx.cur_rank, ctx.num_ranks, ctx.device)
         machine = machines.machine_of(ctx.device)
-        measured = cases(machine, team.world)
-        us = Stage(team, ctx, single).measure(measured)
-        result = derived(machine, measured, us)
+        measured = study(machine, team.world)
+        us = Stage(team, ctx, single).measure(measured.calls)
+        outcome = judged(machine, measured, us)
         if team.rank == 0:
-            print(report(machine, result, measured, us))
-            (folder / _TABLE).write_text(rates.text_of(table_of(result, team.world, us)))
+            print(report(machine, measured, us, outcome))
+            if outcome.taken:
+                (folder / _TABLE).write_text(rates.text_of(table_of(outcome, team.world, us)))
 
 
 def alone(ctx: iris.Iris, heap_size: int) -> iris.Iris:
     """Return a context of this rank alone. Collective: every rank takes part in making every group."""
-    groups = [distributed.new_group([rank], backend="gloo") for rank in range(ctx.num_ranks)]
+    groups: list[Any] = [distributed.new_group([rank], backend="gloo") for rank in range(ctx.num_ranks)]
     return iris.iris(heap_size, group=groups[ctx.cur_rank])
 
 
 class Stage:
-    """What the cases are measured with: contexts of all ranks and of this one alone, and a group of two ranks."""
+    """The setting in which cases are measured: contexts of all ranks and of this one alone, and a group of two
+    ranks."""
 
     def __init__(self, team: Team, ctx: iris.Iris, single: iris.Iris) -> None:
         self.team, self.ctx, self.single = team, ctx, single
         pairs = [list(range(first, min(first + 2, team.world))) for first in range(0, team.world, 2)]
         self.pair = [distributed.new_group(pair) for pair in pairs][team.rank // 2]
 
-    def measure(self, measured: list[Case]) -> dict[str, float]:
-        """Return the microseconds of each case on the slowest rank.
+    def measure(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """Return the microseconds of each call on the slowest rank.
 
-        Raises `PlatformError` for a case that cannot be measured.
+        Raises `PlatformError` for one that cannot be measured.
         """
         us: dict[str, float] = {}
-        begin = time.monotonic()
-        for first in range(0, len(measured), _TOGETHER):
-            some = measured[first : first + _TOGETHER]
-            calls = {case.name: self.prepare(case) for case in some}
-            result = compare(self.team, calls, _once, 1, _BUDGET)
+        begin, names = time.monotonic(), list(calls)
+        for first in range(0, len(names), _TOGETHER):
+            some = {name: calls[name] for name in names[first : first + _TOGETHER]}
+            copies = {name: call for name, call in some.items() if isinstance(call, Copy)}
+            us |= {name: self.team.slowest([self.copy_us(call.nbytes)])[0] for name, call in copies.items()}
+            made = {name: self.prepare(call) for name, call in some.items() if name not in copies}
+            result = compare(self.team, made, _once, 1, _BUDGET if self.team.cuda else INTERPRETED)
             if result["failed"]:
                 name, reason = next(iter(result["failed"].items()))
                 raise PlatformError(f"{name} could not be measured: {reason}")
             us |= result["us"]
-            for case in some:
-                self.team.say(f"[{time.monotonic() - begin:3.0f} s] {case.name}: {us[case.name]:.1f} us")
+            for name in some:
+                self.team.say(f"[{time.monotonic() - begin:3.0f} s] {name}: {us[name]:.1f} us")
         return us
 
-    def prepare(self, case: Case) -> Callable[[int], torch.Tensor]:
-        """Return the case's call with its tensors."""
-        make = {Copy: self._copy, TorchProduct: self._torch_product, Fused: self._fused, Collective: self._collective}
-        return make[type(case.call)](case.call)
-
-    def _copy(self, call: Copy) -> Callable[[int], torch.Tensor]:
-        source = torch.zeros(call.nbytes, dtype=torch.int8, device=self.ctx.device)
+    def copy_us(self, nbytes: int) -> float:
+        """Return the microseconds of a copy in memory, several one after the other; in a graph it would be slower."""
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=self.ctx.device)
         target = torch.empty_like(source)
-        return lambda _: target.copy_(source)
+        target.copy_(source)
+        if not self.team.cuda:
+            begin = time.perf_counter()
+            target.copy_(source)
+            return 1e6 * (time.perf_counter() - begin)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / _COPIES
+
+    def prepare(self, call: TorchProduct | Fused | Collective) -> Callable[[int], torch.Tensor]:
+        """Return a function that makes the call, with its tensors."""
+        if isinstance(call, TorchProduct):
+            return self._torch_product(call)
+        return self._fused(call) if isinstance(call, Fused) else self._collective(call)
 
     def _torch_product(self, call: TorchProduct) -> Callable[[int], torch.Tensor]:
         A, W = self._random(call.M, call.K), self._random(call.N, call.K)
@@ -182,17 +225,18 @@ def _once(name: str, call: Callable[[int], torch.Tensor]) -> float:
     return 0.0
 
 
-def table_of(machine: Machine, ranks: int, us: dict[str, float]) -> rates.Table:
-    """Return the table of `machine`'s measured rates, with the times from which they were derived."""
+def table_of(outcome: Outcome, ranks: int, us: Mapping[str, float]) -> rates.Table:
+    """Return the table of the rates that were taken, with the times from which they were derived."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    own, shared = rates_of(outcome.machine, outcome.taken)
     return rates.Table(
-        name=machine.name,
-        num_programs=machine.num_programs,
+        name=outcome.machine.name,
+        num_programs=outcome.machine.num_programs,
         ranks=ranks,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         versions={"iris-tp": iris.__version__, **versions},
-        rates={name: _short(getattr(machine, name)) for name in rates.DEVICE_RATES},
-        collectives={name: _short(getattr(machine.links, name)) for name in rates.COLLECTIVE_RATES},
+        rates={name: _short(value) for name, value in own.items()},
+        collectives={name: _short(value) for name, value in shared.items()},
         measurements={name: round(value, 2) for name, value in us.items()},
     )
 
@@ -201,20 +245,19 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def report(known: Machine, measured: Machine, compared: list[Case], us: dict[str, float]) -> str:
-    """Return the measured rates beside the `known` ones, and how far predictions are from what was measured."""
-    lines = [f"{'':24}{'measured':>10}{'before':>10}   ({measured.name}; before: {known.source})"]
-    for holder, names, text in (
-        (lambda m: m, rates.DEVICE_RATES, ""),
-        (lambda m: m.links, rates.COLLECTIVE_RATES, "collectives: "),
-    ):
-        for name in names:
-            before = getattr(holder(known), name) or known.tflops
-            lines.append(f"{text + name:24}{getattr(holder(measured), name):10.4g}{before:10.4g}")
-    checked = [case for case in compared if not case.rate]
-    for machine, text in ((known, "before"), (measured, "measured")):
-        misses = [abs(case.call.predicted_us(machine) / us[case.name] - 1) for case in checked]
-        mean = sum(misses) / len(misses)
-        off = f"predictions are off by {mean:.0%}, {max(misses):.0%} at most"
-        lines.append(f"{len(checked)} other calls, by the rates {text}: {off}")
+def report(known: Machine, measured: Study, us: Mapping[str, float], outcome: Outcome) -> str:
+    """Return the rates of each group beside those of the source, which groups were taken, and what plans gain."""
+    lines = [f"{known.name}; rates of the source: {known.source}"]
+    lines += [f"{'rate':26}{'source':>10}{'measured':>10}"]
+    for group in measured.groups:
+        changed = group.applied(replace(known, collectives=known.links), us)
+        verdict = "taken" if group in outcome.taken else "kept: the source's predict as well"
+        lines.append(f"{group.name}: {verdict}")
+        for before, after in zip(rates_of(known, [group]), rates_of(changed, [group]), strict=True):
+            lines += [f"  {name:24}{value:10.4g}{after[name]:10.4g}" for name, value in before.items()]
+    for machine, text, mean in ((known, "of the source", outcome.before), (outcome.machine, "taken", outcome.after)):
+        worst = max(errors(machine, measured.judging, us))
+        lines.append(
+            f"{len(measured.judging)} other calls, by the rates {text}: off by {mean:.1%}, {worst:.0%} at most"
+        )
     return "\n".join(lines)

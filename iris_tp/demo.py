@@ -31,7 +31,7 @@ from . import arguments, launch, smollm2
 
 @dataclass(frozen=True)
 class Task:
-    """What to generate, in a form that travels to the rank processes."""
+    """The text to generate and its options, in a form that can be sent to the rank processes."""
 
     folder: Path
     prompt: str

@@ -64,7 +64,7 @@ class MixtureGrid:
 
 
 class _Texts:
-    """Numbers texts that are repeated."""
+    """A table that numbers texts, which may repeat."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}

@@ -1,43 +1,40 @@
-"""The calls from which `iris-tp calibrate` derives a machine's rates, each with the planner's prediction of its time.
+"""The calls from which `iris-tp calibrate` derives a machine's rates, and those by which it judges them.
 
-A case is dominated by one rate: a large product by that of the tensor cores, a tiny all-reduce by a hop. Its rate is
-the one at which the planner predicts the time that was measured. So a rate means what the planner takes it for,
-whatever else a call spends its time on. Cases share the small rates, so all are solved in turns until they agree.
+The planner's model was fitted to an H200, so its rates are those that fit the model best, not those that a stopwatch
+shows. A case therefore measures how much faster or slower this machine is than an H200 at one thing, and scales the
+H200's rates by that. Latencies that no case tells apart are scaled together.
+
+Other calls judge: rates are taken in groups, and each only if the planner then predicts these calls better than before.
+So plans by a table are made by a better model of the machine, or there is no table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import exp, log
+from typing import Any
 
 from iris.ccl import Config
 from iris.ccl import plan as collective_plan
 from iris.ccl import problem as collectives
 from iris.errors import PlatformError
-from iris.machines import H200_LINK_GBS, LinkRates, Machine, machine_named
+from iris.machines import Machine, machine_named
 from iris_ops.config import FusedConfig
 from iris_ops.planning.plan import plan, predict
 from iris_ops.planning.torch_model import expected_us
-from iris_ops.problem import (
-    ALL_REDUCE,
-    GATHER_MATMUL,
-    MATMUL_GATHER,
-    REDUCE_SCATTER,
-    Problem,
-    Request,
-    requested_problem,
-)
+from iris_ops.problem import ALL_REDUCE, OPS, Problem, Request, requested_problem
 import torch
 
 COLLECTIVES = "collectives."
-_PRODUCT_US = 600.0  # of the large product: the time at which the model expects neither a cool chip nor a hot one
-_SIDE = 8192
-_COPIED = 1 << 29
+H200 = machine_named("NVIDIA H200", 132)
+_SIDE, _PRODUCT_US = 8192, 600.0  # of the large product: the time at which a chip is neither cool nor hot
+_COPIED = 1 << 30
 _TINY, _PAIR, _LARGE = 2 << 10, 4 << 20, 32 << 20  # bytes that a rank puts into a collective
-_WIDEST = 50.0  # by how much a rate may differ from the data sheet's
-_TURNS = 16  # through all cases, until they agree
-_HALVINGS = 30
+_WIDEST = 100.0  # by how much a machine may differ from an H200
+_BETTER = 0.005  # of the time of calls: by how much predictions must improve
+_PASSES = 3  # over all groups, for one may be right only with another
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,6 @@ class Copy:
     """A copy of `nbytes` within this GPU's memory."""
 
     nbytes: int
-
-    def predicted_us(self, machine: Machine) -> float:
-        return 2 * self.nbytes / (machine.hbm_gbs * 1e3) + machine.launch_us
 
 
 @dataclass(frozen=True)
@@ -100,78 +94,157 @@ Call = Copy | TorchProduct | Fused | Collective
 
 @dataclass(frozen=True)
 class Case:
-    """A call and the field of `Machine`, or with "collectives." of its `LinkRates`, that its time determines.
+    """A call that measures one thing, and the time that an H200 takes for it."""
 
-    `rate`: "" for a call whose prediction is only compared.
+    name: str
+    call: Call
+    h200_us: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rates that are taken together: fields of `Machine`, or with "collectives." of its `LinkRates`.
+
+    `cases`: their times over an H200's, in the geometric mean, are the factor of the H200's rates.
     """
 
     name: str
-    rate: str
-    call: Call
+    rates: tuple[str, ...]
+    cases: tuple[Case, ...]
+
+    def applied(self, machine: Machine, us: Mapping[str, float]) -> Machine:
+        """Return `machine` with this group's rates. Raises `PlatformError` for times that no machine takes."""
+        slower = exp(sum(log(us[case.name] / case.h200_us) for case in self.cases) / len(self.cases))
+        if not 1 / _WIDEST < slower < _WIDEST:
+            names = " and ".join(case.name for case in self.cases)
+            raise PlatformError(
+                f"{names}: {slower:.3g} times an H200's time; expected at most {_WIDEST:g} times more or less. See that"
+                " nothing else uses the GPUs, and calibrate again"
+            )
+        for rate in self.rates:
+            machine = _with(machine, rate, _get(H200, rate) * (slower if rate.endswith("_us") else 1 / slower))
+        return machine
 
 
-def cases(machine: Machine, world: int) -> list[Case]:
-    """Return the calls to measure among `world` ranks of `machine`, whose rates need not be right."""
-    bf16, fp32 = torch.bfloat16, torch.float32
+@dataclass(frozen=True)
+class Study:
+    """What is measured: the groups' cases, and calls that only judge, by name."""
+
+    groups: tuple[Group, ...]
+    judging: Mapping[str, Call]
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        cases = {case.name: case.call for group in self.groups for case in group.cases}
+        return {**cases, **self.judging}
+
+
+def study(machine: Machine, world: int) -> Study:
+    """Return what to measure among `world` ranks of `machine`, whose rates need not be right."""
     depth = _PRODUCT_US * machine.tflops * 1e6 / (2 * _SIDE * _SIDE)
     depth = min(16384, max(512, round(depth / 256) * 256))
-    fused = partial(_fused, machine)
+    fused, large = partial(_fused, machine), 2.0 * _SIDE * _SIDE * depth / 1e6
     flags, lamport = Config(protocol="flags"), Config(protocol="lamport")
     one_shot = Config(all_reduce_variant="one_shot", protocol="lamport")
     two_shot = Config(all_reduce_variant="two_shot", protocol="lamport")
     by_flags = Config(all_reduce_variant="two_shot", protocol="flags")
     reduced, gathered = collectives.ALL_REDUCE, collectives.ALL_GATHER
-    result = [
-        Case("copy in memory, 512 MiB", "hbm_gbs", Copy(_COPIED)),
-        Case("large product, bf16", "tflops", fused(ALL_REDUCE, _SIDE, _SIDE, depth, 1, bf16)),
-        Case("large product of torch, bf16", "library_tflops", TorchProduct(_SIDE, _SIDE, depth)),
-        Case("product, float32", "fp32_share", fused(ALL_REDUCE, 2048, 2048, 1024, 1, fp32)),
-        Case("tiny product", "launch_us", fused(ALL_REDUCE, 1, 1024, 256, 1, bf16)),
-        Case("tiny all-reduce, one shot", "collectives.launch_us", Collective(reduced, _TINY, one_shot, world)),
-        Case("tiny all-reduce, two shots", "collectives.hop_us", Collective(reduced, _TINY, two_shot, world)),
-        Case("tiny all-reduce by flags", "collectives.signal_us", Collective(reduced, _TINY, by_flags, world)),
-        Case("tiny all-gather by flags", "collectives.enter_us", Collective(gathered, _TINY, flags, world)),
-        Case("all-gather of 32 MiB", "collectives.link_gbs", Collective(gathered, _LARGE, flags, world)),
-        Case("all-reduce of 4 MiB, pairs", "collectives.pair_gbs", Collective(reduced, _PAIR, two_shot, world, True)),
-        Case("tiny product and all-reduce", "exchange_us", fused(ALL_REDUCE, 1, 1024, 256, world, bf16)),
-    ]
-    if world > 2:
-        result += [
-            Case("all-gather of 1 MiB", "collectives.lamport_gbs", Collective(gathered, 1 << 20, lamport, world)),
-            Case("all-reduce of 4 MiB", "collectives.two_hops_gbs", Collective(reduced, _PAIR, two_shot, world)),
-        ]
-    for nbytes in (256 << 10, 4 << 20):
-        result.append(
-            Case(f"all-gather of {nbytes >> 10} KiB by flags", "", Collective(gathered, nbytes, flags, world))
-        )
-    for op in (ALL_REDUCE, REDUCE_SCATTER, GATHER_MATMUL, MATMUL_GATHER):
-        for rows in (16, 2048):
-            result.append(Case(f"{op} {rows} x 4096 x 2048", "", fused(op, rows, 4096, 2048, world, bf16)))
-    return result
+
+    def collective(name: str, *of: Any) -> Case:
+        call = Collective(*of)
+        return Case(name, call, call.predicted_us(H200))  # within 3 % on an H200
+
+    tiny = (
+        collective("tiny all-reduce, one shot", reduced, _TINY, one_shot, world),
+        collective("tiny all-reduce, two shots", reduced, _TINY, two_shot, world),
+        collective("tiny all-reduce by flags", reduced, _TINY, by_flags, world),
+        collective("tiny all-gather by flags", gathered, _TINY, flags, world),
+    )
+    pair = collective("all-reduce of 4 MiB, pairs", reduced, _PAIR, two_shot, world, True)
+    latencies = (*(f"{COLLECTIVES}{name}_us" for name in ("launch", "hop", "signal", "enter")), "exchange_us", "hop_us")
+    links = ("link_gbs", COLLECTIVES + "link_gbs", COLLECTIVES + "lamport_gbs", COLLECTIVES + "two_hops_gbs")
+    ours = fused(ALL_REDUCE, _SIDE, _SIDE, depth, 1, torch.bfloat16)
+    copied = Case("copy in memory", Copy(_COPIED), 2 * _COPIED / _H200_COPY_GBS / 1e3)
+    tiny_product = Case("tiny product", fused(ALL_REDUCE, *_TINY_PRODUCT, 1, torch.bfloat16), _H200_TINY_US)
+    large_product = Case("large product", ours, large / _H200_TFLOPS)
+    torch_product = Case("large product of torch", TorchProduct(_SIDE, _SIDE, depth), large / _H200_TORCH_TFLOPS)
+    fp32_product = Case("product in float32", fused(ALL_REDUCE, *_FP32_PRODUCT, 1, torch.float32), _H200_FP32_US)
+    groups = (
+        Group("memory", ("hbm_gbs",), (copied,)),
+        Group("links", links, (collective("all-gather of 32 MiB", gathered, _LARGE, flags, world),)),
+        Group("pairs", (COLLECTIVES + "pair_gbs",), (pair,)),
+        Group("latencies", latencies, tiny),
+        Group("launches", ("launch_us",), (tiny_product,)),
+        Group("products", ("tflops",), (large_product,)),
+        Group("torch's products", ("library_tflops",), (torch_product,)),
+        Group("float32", ("fp32_tflops",), (fp32_product,)),
+    )
+    judging: dict[str, Call] = {
+        "all-gather of 256 KiB": Collective(gathered, 256 << 10, lamport, world),
+        "all-gather of 4 MiB": Collective(gathered, 4 << 20, flags, world),
+        "all-reduce of 64 KiB": Collective(reduced, 64 << 10, one_shot, world),
+        "all-reduce of 16 MiB": Collective(reduced, 16 << 20, by_flags, world),
+        "product of 4 rows": fused(ALL_REDUCE, 4, 8192, 8192, 1, torch.bfloat16),
+        "product of 4096 rows": fused(ALL_REDUCE, 4096, 4096, 4096, 1, torch.bfloat16),
+        "torch's product of 4096 rows": TorchProduct(4096, 4096, 4096),
+        "float32 product of 1024 rows": fused(ALL_REDUCE, 1024, 1024, 512, 1, torch.float32),
+    }
+    for op in OPS:
+        for rows in (16, 512, 4096):
+            judging[f"{op} {rows} x 4096 x 2048"] = fused(op, rows, 4096, 2048, world, torch.bfloat16)
+    return Study(groups, judging)
 
 
-def derived(machine: Machine, cases: list[Case], measured_us: Mapping[str, float]) -> Machine:
-    """Return `machine` with the rates at which the planner predicts what was measured.
+# What an H200 does in these cases, torch 2.11, triton 3.6: copied twice a byte, GB/s; bf16 products of 600 us, TFLOP/s;
+# microseconds of small products.
+_H200_COPY_GBS, _H200_TFLOPS, _H200_TORCH_TFLOPS = 4268.0, 758.0, 768.0
+_TINY_PRODUCT, _H200_TINY_US = (1, 1024, 256), 4.0
+_FP32_PRODUCT, _H200_FP32_US = (2048, 2048, 1024), 915.0
 
-    Raises `PlatformError` for a time that no sensible rate explains.
+
+@dataclass(frozen=True)
+class Outcome:
+    """The machine to plan by; the groups that were taken; and how far predictions are off, before and after."""
+
+    machine: Machine
+    taken: tuple[Group, ...]
+    before: float
+    after: float
+
+
+def judged(machine: Machine, measured: Study, us: Mapping[str, float]) -> Outcome:
+    """Return `machine` with the groups of rates by which the judging calls are predicted better, one after the other.
+
+    Raises `PlatformError` for times that no machine takes.
     """
     machine = replace(machine, collectives=machine.links)
-    start = {case.rate: _get(machine, case.rate) for case in cases if case.rate}
-    for turn in range(_TURNS):
-        for case in cases:
-            if case.rate:
-                last = turn == _TURNS - 1
-                value = _solved(case, machine, measured_us[case.name], start[case.rate], last)
-                machine = _with(machine, case.rate, value)
-    solved, share = {case.rate for case in cases}, machine.links.link_gbs / start[COLLECTIVES + "link_gbs"]
-    for name in ("lamport_gbs", "two_hops_gbs"):  # rates among three ranks and more, which two cannot measure
-        if COLLECTIVES + name not in solved:
-            machine = _with(machine, COLLECTIVES + name, share * _get(machine, COLLECTIVES + name))
-    return replace(
-        machine,
-        link_gbs=machine.links.link_gbs * H200_LINK_GBS / LinkRates.link_gbs,
-        hop_us=machine_named("NVIDIA H200", 132).hop_us * machine.links.signal_us / LinkRates.signal_us,
-    )
+    before = error = mean_error(machine, measured.judging, us)
+    taken: list[Group] = []
+    for _ in range(_PASSES):
+        for group in (each for each in measured.groups if each not in taken):
+            changed = group.applied(machine, us)
+            if (less := mean_error(changed, measured.judging, us)) < error - _BETTER:
+                machine, error = changed, less
+                taken.append(group)
+    return Outcome(machine, tuple(taken), before, error)
+
+
+def mean_error(machine: Machine, calls: Mapping[str, Any], us: Mapping[str, float]) -> float:
+    """Return by what share of its time a call's prediction is off, in the mean."""
+    return sum(errors(machine, calls, us)) / len(calls)
+
+
+def errors(machine: Machine, calls: Mapping[str, Any], us: Mapping[str, float]) -> list[float]:
+    """Return by what share of its time each call's prediction is off."""
+    return [abs(call.predicted_us(machine) / us[name] - 1) for name, call in calls.items()]
+
+
+def rates_of(machine: Machine, groups: Iterable[Group]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the rates of the `groups` by name, those of the machine and those of its collectives."""
+    names = [rate for group in groups for rate in group.rates]
+    own = {name: _get(machine, name) for name in names if not name.startswith(COLLECTIVES)}
+    shared = {name: _get(machine, name) for name in names if name.startswith(COLLECTIVES)}
+    return own, {name.removeprefix(COLLECTIVES): value for name, value in shared.items()}
 
 
 def _fused(machine: Machine, op: str, M: int, N: int, K: int, world: int, dtype: torch.dtype) -> Fused:
@@ -179,40 +252,15 @@ def _fused(machine: Machine, op: str, M: int, N: int, K: int, world: int, dtype:
     return Fused(problem, plan(problem, machine, explained=False))
 
 
-def _solved(case: Case, machine: Machine, measured_us: float, start: float, last: bool) -> float:
-    """Return the value of the case's rate at which its prediction is `measured_us`, or the nearest one.
-
-    `start`: the data sheet's. Raises `PlatformError` in the `last` turn where a prediction is nowhere near.
-    """
-
-    def predicted_us(value: float) -> float:
-        return case.call.predicted_us(_with(machine, case.rate, value))
-
-    low, high = start / _WIDEST, start * _WIDEST
-    at_low, at_high = predicted_us(low), predicted_us(high)
-    least, most = min(at_low, at_high), max(at_low, at_high)
-    if last and not (measured_us <= most and (measured_us >= least or case.rate.endswith("_us"))):
-        raise PlatformError(
-            f"{case.name} took {measured_us:.1f} us; expected {least:.1f} to {most:.1f} us, at {_WIDEST:g} times the "
-            f"data sheet's {case.rate} or less: see that nothing else uses the GPUs, and calibrate again"
-        )
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        if (predicted_us(middle) > measured_us) == (at_high > at_low):
-            high = middle
-        else:
-            low = middle
-    return (low * high) ** 0.5
-
-
 def _get(machine: Machine, rate: str) -> float:
     if rate.startswith(COLLECTIVES):
         return getattr(machine.links, rate.removeprefix(COLLECTIVES))
-    return getattr(machine, rate) or machine.tflops  # of torch's products where no other is known
+    defaults = {"library_tflops": machine.tflops, "fp32_tflops": machine.product_tflops(4)}
+    return getattr(machine, rate) or defaults[rate]
 
 
 def _with(machine: Machine, rate: str, value: float) -> Machine:
+    changed: dict[str, Any] = {rate.removeprefix(COLLECTIVES): value}
     if rate.startswith(COLLECTIVES):
-        changed = replace(machine.links, **{rate.removeprefix(COLLECTIVES): value})
-        return replace(machine, collectives=changed)
-    return replace(machine, **{rate: value})
+        return replace(machine, collectives=replace(machine.links, **changed))
+    return replace(machine, **changed)

@@ -35,7 +35,7 @@ def modes_on(device: torch.device) -> tuple[str, ...]:
 
 
 class _Watch:
-    """Collects the outputs of modules for one row, in the order of calls; `compiled` ones count as one module."""
+    """Hooks that collect the outputs of modules for one row, in the order of calls; `compiled` modules count as one."""
 
     def __init__(self, model: torch.nn.Module, compiled: list, place: int, batch: int, length: int) -> None:
         self.place, self.batch, self.length = place, batch, length

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from iris_ops import torch_ops
 from iris_ops.moe.activation import Activation
+from iris_ops.moe.router_ops import Choice
 from iris_ops.moe.torch_ops import MixtureCall, mixture
 import torch
 from torch import nn
@@ -79,13 +80,15 @@ def part_of_experts(intermediate: int, world: int, rank: int, group: int = 1) ->
 
 
 class SplitExperts(nn.Module):
-    """Replaces `module` and takes over its attributes: `moe_gate_up`, then `moe_down_all_reduce`.
+    """A module that replaces `module`, with its attributes, by `moe_gate_up` followed by `moe_down_all_reduce`.
 
     `coded`: by name the weights that are stored as codes with scales (`store`); `reasons`: why others are not.
     """
 
     op = "moe_gate_up, moe_down_all_reduce"
     shared: tuple[nn.Module, ...] = ()  # a shared expert, whose partial result joins the sum over ranks
+    choice: Choice | None = None
+    """The experts that the block's router has chosen for the next forward, in order (`hf/routers.py`)."""
 
     def __init__(self, module: nn.Module, form: Form, ctx: Iris):
         super().__init__()
@@ -107,10 +110,13 @@ class SplitExperts(nn.Module):
         (up, up_scale), (down, down_scale) = self._operands(form.first), self._operands(form.second)
         bias, last = (getattr(self, f"{key}_bias", None) for key in (form.first, form.second))
         assert form.activation is not None
+        choice, self.choice = self.choice, None
+        if choice is not None and choice.experts is not experts:  # the block has changed them
+            choice = None
+        rows, offsets = (None, None) if choice is None else (choice.rows, choice.offsets)
         call = MixtureCall(x, up, down, experts, weights, bias, last, shared, form.activation, form.interleaved)
-        return mixture(
-            self.ctx, call._replace(gate_up_scale=up_scale, down_scale=down_scale, width=self._width)
-        )  # fmt: skip
+        call = call._replace(gate_up_scale=up_scale, down_scale=down_scale, width=self._width)
+        return mixture(self.ctx, call._replace(rows=rows, offsets=offsets))
 
     def _operands(self, key: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a weight [E, K, N] and its scales, if it has some."""
@@ -184,7 +190,8 @@ class SumOverRanks:
 
 
 class OnFirstRank(nn.Module):
-    """Returns its input on rank 0, else zeros: for a residual inside a module whose output is summed over ranks."""
+    """A module that returns its input on rank 0, else zeros: for a residual inside a module whose output is summed over
+    ranks."""
 
     def __init__(self, ctx: Iris):
         super().__init__()

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Splits the outputs: each rank computes its columns of y. With `gather_output` every rank gets all of them."""
+    """Split the outputs of a linear: each rank computes its columns of y; with `gather_output` every rank gets all of
+    them."""
 
     dim = 0
 
@@ -132,7 +133,8 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several outputs in one weight (gate and up). Each is split by itself, so the local result has parts of all."""
+    """Split several outputs that share one weight, such as gate and up; each is split by itself, so a rank has a part
+    of each."""
 
     def __init__(
         self,
@@ -172,7 +174,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value in one weight, split by whole heads: `heads` are this rank's; `split(y)` gives the three."""
+    """Split query, key and value, which share one weight, by whole heads: `heads` are this rank's; `split(y)` returns
+    the three."""
 
     def __init__(
         self,
@@ -228,7 +231,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """Splits the inputs: each rank multiplies its columns of x, the products are summed, and the bias is added once."""
+    """Split the inputs of a linear: each rank multiplies its columns of x, the products are summed, the bias is added
+    once."""
 
     dim = 1
 

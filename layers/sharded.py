@@ -60,10 +60,11 @@ class ShardedLinear(nn.Module):
         like: dict[str, Any] = {"dtype": dtype, "device": placed}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
-        self._invariant = ctx.invariant
+        self.rows_alike = bool(ctx.invariant)
+        """Whether a row has the same bits among any number of rows."""
         k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
         self._across_ranks = torch_ops.Parts(mean, k_per_rank)
-        self.own_steps = type(self).own_steps and not self._invariant
+        self.own_steps = self.may_step = type(self).own_steps and not self.rows_alike
         self.weight_scale: nn.Parameter | None = None  # of a storage that has scales
         self.storage: InDtype = IN_DTYPE
         if not self.weight.is_meta:
@@ -89,10 +90,6 @@ class ShardedLinear(nn.Module):
     def served_by(self) -> str:
         """Return the op of forward, for reports."""
         return self.op
-
-    def few_rows(self, gated: bool) -> int:
-        """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
-        return self.storage.few_rows(self, gated)
 
     def reset_parameters(self) -> None:
         """Draw the local part of a fresh weight at torch.nn.Linear's scale. Padding and bias are zero."""
@@ -226,7 +223,7 @@ class ShardedLinear(nn.Module):
         """Return `x` [..., K] times this rank's weight, plus the bias, without an exchange."""
         weight, scale, bias = self.terms(x.dtype)
         bias = bias if biased else None
-        if self._invariant:
+        if self.rows_alike:
             return matmul.linear(self.ctx, x, weight, bias, scale)
         if self.own_steps:
             return skinny_matmul.linear(x, weight, bias, scale)

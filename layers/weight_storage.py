@@ -131,6 +131,17 @@ class InDtype:
         return apply(fn)
 
 
+def unstorable(layer: Layer) -> str:
+    """Return why no form serves a layer; "" if one may."""
+    if layer.ctx.invariant == RANKS:  # scales go by the rank
+        return "invariant='ranks'"
+    if hasattr(layer, "tied_to"):
+        return f"it is tied to {layer.tied_to}"
+    if layer.op not in STORABLE:
+        return f"{layer.op} takes no scales"
+    return "its inputs are in several parts" if layer.dim == 1 and len(layer.parts) > 1 else ""
+
+
 class Quantised(InDtype):
     """The weight in codes and scales of a `form`; `exact_dtype` is the dtype of inputs and outputs.
 
@@ -139,15 +150,10 @@ class Quantised(InDtype):
 
     def __init__(self, layer: Layer, form: Form) -> None:
         super().__init__()
-        if layer.ctx.invariant == RANKS:
+        if reason := unstorable(layer):
             raise ArgumentError(
-                f"weights in {form.name} have scales that go by the rank: with invariant='ranks' expected 16 bits or"
-                " float32"
-            )
-        if layer.op not in STORABLE or (layer.dim == 1 and len(layer.parts) > 1):
-            raise ArgumentError(
-                f"the layer is served by {layer.op}, with {len(layer.parts)} parts: expected {', '.join(STORABLE)}, and"
-                f" one part where inputs are split, for {form.name} weights"
+                f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that is served"
+                f" by {' or '.join(STORABLE)}, whose inputs are in one part, without invariant='ranks'"
             )
         self.form, self.packing = form, form.packing
         self.exact_dtype, self._op = layer.weight.dtype, layer.op
@@ -172,7 +178,7 @@ class Quantised(InDtype):
         layer.op = self.named(self._op)
         # what is summed over ranks has no steps of its own, and its depth may differ between them
         alone = streamed or self._op == REDUCED
-        layer.own_steps = type(layer).own_steps and not layer.ctx.invariant and alone
+        layer.own_steps = layer.may_step and alone
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
         return self.exact_dtype

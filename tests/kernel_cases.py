@@ -12,9 +12,10 @@ from typing import Any
 
 from iris import platform
 from iris.ccl import Config
-from iris_ops import FusedConfig
+from iris_ops import FusedConfig, Scoring
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
+from iris_ops.moe.scoring import SIGMOID, SOFTMAX_OF_CHOSEN
 from iris_ops.quantised import packing, scaled_matmul
 from iris_tp.bench.rows import CALLS, Row
 import torch
@@ -179,12 +180,18 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_route_counted", 8192, True, {}, 2),
     ):
         yield name, partial(_gate_up, tokens, transposed, options), dict(launch=launch)
+    for name, tokens, experts, scoring in (
+        ("moe_choose", 1024, 128, Scoring()),
+        ("moe_choose_sorted", 64, 128, Scoring(SOFTMAX_OF_CHOSEN, False)),
+        ("moe_choose_of_groups", 48, 256, Scoring(SIGMOID, True, 1e-20, 2.5, 8, 4)),
+    ):
+        yield name, partial(_choose, tokens, experts, scoring), dict(launch=0)
     for name, tokens, coded, options in (
-        ("moe_gate_up_fp8", 8, "fp8", {}),
+        ("moe_gate_up_fp8", 24, "fp8", {}),
         ("moe_gate_up_fp8_block", 8192, "fp8_block 128", {}),
-        ("moe_gate_up_fp8_cut_block", 8, "fp8_block 64", {}),
+        ("moe_gate_up_fp8_cut_block", 24, "fp8_block 64", {}),
         ("moe_gate_up_int4", 64, "int4 32", {}),
-        ("moe_gate_up_mxfp4", 8, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ("moe_gate_up_mxfp4", 24, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
         ("moe_gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
     ):
         yield name, partial(_gate_up, tokens, True, options, coded=coded)
@@ -194,6 +201,17 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_lamport_down_int4", 4, "int4"),
     ):
         yield name, partial(_down, "moe_down_all_reduce", tokens, coded=coded), dict(world_size=2)
+    if target.backend == "cuda" and target.arch == 90:
+        for name, tokens, coded, options in (
+            ("fp8", 8, "fp8", {}),
+            ("fp8_block", 16, "fp8_block 128", {}),
+            ("fp8_cut_block", 3, "fp8_block 64", {}),
+            ("int4", 1, "int4 32", {}),
+            ("int4_channel", 4, "int4", {}),
+            ("mxfp4", 1, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+            ("mxfp4_many", 16, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
+        ):
+            yield f"moe_stream_{name}", partial(_gate_up, tokens, True, options, coded=coded)
     for name, op, tokens, ranks, launch in (
         ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
         ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1),
@@ -225,6 +243,11 @@ def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any, coded: str 
     B, scale = _coded(coded, 2048, 2048) if transposed else (new(128, 2048, 2048), None)
     options = options | dict(scale=scale)
     ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, _experts(ctx, tokens), **options)
+
+
+def _choose(tokens: int, experts: int, scoring: Scoring, ctx: Any) -> None:
+    bias = new(experts, dtype=FP32) if scoring.kind == SIGMOID else None
+    ctx.ops.moe_choose(new(tokens, experts), 8, scoring, bias)
 
 
 def _down(op: str, tokens: int, ctx: Any, coded: str = "", **options: Any) -> None:

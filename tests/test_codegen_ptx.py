@@ -92,7 +92,15 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
         assert (steps["first"], steps["waits"], steps["leads"]) == ("griddepcontrol.wait", 1, 1), kernel.name
         # tensor cores: sums, fp32, gates
         plain = {"step_weigh", "step_weigh_pairs", "step_wide", "gate", "norm", "norm_sum", "first_half", "round_rows"}
-        plain |= {"moe_route", "moe_route_counted", "moe_count", "moe_lamport_token", "moe_lamport_token_columns"}
+        plain |= {
+            "moe_choose",
+            "moe_choose_sorted",
+            "moe_choose_of_groups",
+            "moe_route",
+            "moe_route_counted",
+            "moe_count",
+        }
+        plain |= {"moe_lamport_token", "moe_lamport_token_columns"}
         without = kernel.name in plain or "combine" in kernel.name
         assert steps["multiplies"] != without, kernel.name
         # LLVM puts the loop over an expert's rows behind the rest, where a look at the order of lines does not follow

@@ -215,8 +215,8 @@ def test_iris_on_amd_keeps_triton_from_cutting_addresses() -> None:
 @pytest.mark.parametrize(
     "given, said",
     [
-        ("3.5.1", "triton is 3.5.1, beside torch "),
-        pytest.param("3.10.0+git1", "triton is 3.10.0+git1, beside torch ", marks=pytest.mark.slow),
+        ("3.5.1", "triton is 3.5.1, with torch "),
+        pytest.param("3.10.0+git1", "triton is 3.10.0+git1, with torch ", marks=pytest.mark.slow),
         (None, "needs triton, which is not installed: pip install 'triton>=3.6,<3.10'"),
     ],
 )

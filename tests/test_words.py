@@ -1,8 +1,9 @@
-"""The words of the documentation: none of them is retired.
+"""The words of the documentation: none of them is retired, and docstrings of functions begin with a verb.
 
 `RETIRED` has the retired words, each with the field's word for it. Files that a page names exist.
 """
 
+import ast
 from pathlib import Path
 import re
 
@@ -85,3 +86,38 @@ def test_retired_words_are_found_in_prose_only() -> None:
     text = "The rank is told so.\n\n```python\ntold = 1\n```\n\nStand-ins run.\n"
     assert [each.split(" ")[0] for each in retired(text)] == ["'told'", "'Stand-ins'"]
     assert retired("A kinder, retold story about `timeline_roles_h200_x4`.") == []
+
+
+SOURCES = ("iris", "iris_ops", "layers", "iris_tp", "benchmarks", "examples")
+NO_VERBS = set(
+    "a all an and as at by each for from how if in its it no of on one or over same some that the their there these "
+    "this those to two what when where whether which who whose why with without".split()
+)
+"""First words of docstrings that leave out the verb."""
+VERBS_IN_S = {"Pass", "Process", "Address", "Compress", "Discuss", "Guess", "Express"}
+
+
+def begins_with_a_verb(docstring: str) -> bool:
+    """Return whether the first word can be an imperative: a capitalised word, none of `NO_VERBS`, without an "s"."""
+    match = re.match(r"([A-Z][a-z-]+)[ ,.:]", docstring)
+    if match is None or match[1].lower() in NO_VERBS:
+        return False
+    return not match[1].endswith("s") or match[1] in VERBS_IN_S
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                docstring = ast.get_docstring(node)
+                if docstring and not begins_with_a_verb(docstring):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {docstring.splitlines()[0]}")
+    assert wrong == []
+
+
+def test_docstrings_without_a_verb_are_found() -> None:
+    good = ("Return it.", "Pass the ball.", "Right-pad rows.", "Compute `out`.")
+    bad = ("The sum.", "`out` of it.", "Returns it.", "(row, column) of it.", "What it is.", "Of a tile.", "Columns.")
+    assert [text for text in (*good, *bad) if begins_with_a_verb(text)] == list(good)

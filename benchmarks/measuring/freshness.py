@@ -35,6 +35,7 @@ _SEQUENTIAL = "with_torch.sequential"  # torch's product, then a collective of t
 _BEGINNINGS = {
     "ops": (),
     "regret": (),
+    "routers": ("iris_ops.moe.router", "iris_ops.moe.routing"),
     "norms": ("iris_ops.kernels.rmsnorm_epilogue",),
     "ccl": ("iris.ccl.",),
     "rma": ("iris.device.", "benchmarks.cases.rma_kernels"),

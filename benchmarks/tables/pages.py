@@ -66,6 +66,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("quantised linears", "docs/guides/quantised.md", quantised_table.linears),
     ("quantised experts", "docs/guides/quantised.md", quantised_table.experts),
+    ("touched experts", "docs/guides/quantised.md", quantised_table.touched),
     ("regret", "docs/lab/regret.md", regret_table.regret),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
@@ -74,7 +75,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
 
 
 EVERY_ROW: dict[str, Callable[[dict], str]] = dict.fromkeys(
-    ("ops", "norms", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
+    ("ops", "norms", "routers", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
 ) | {"rma": rma_table.render, "regret": regret_table.render}
 
 

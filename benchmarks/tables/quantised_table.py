@@ -9,6 +9,7 @@ from benchmarks.measuring.report import RESULTS
 
 _LINEARS = RESULTS / "quantised_variants_h200_x2.json"
 _EXPERTS = RESULTS / "experts_formats_h200_x2.json"
+_TOUCHED = RESULTS / "experts_touched_h200_x2.json"
 _FORMATS = "bf16", "fp8", "fp8_block", "int4", "mxfp4"
 
 
@@ -31,6 +32,25 @@ def experts(folder: str) -> str:
     head = f"**`moe_gate_up` and `moe_down_all_reduce`, \u00b5s; in brackets bfloat16's time over it.** {_header(run)}"
     lines = [[f"{shape}, {tokens}", *_cells(us)] for (shape, tokens), us in times.items()]
     return f"{head} [All figures]({folder}{_EXPERTS.name}).\n\n" + _table("model, tokens", lines)
+
+
+def touched(folder: str) -> str:
+    """Return the time of gate and up by model and tokens, by the stream of touched experts and by tiles."""
+    run = json.loads(_TOUCHED.read_text())
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in run["rows"]:
+        us = times.setdefault((row["shape"], row["format"], row["T"]), {"bytes": row["up_floor"]})
+        us[row["kernel"]] = row["up"]
+    head = f"**`moe_gate_up` of few tokens, \u00b5s; in brackets the time by tiles over it.** {_header(run)}"
+    lines = [
+        "| model, format | tokens | by tiles | stream | bytes at 4.3 TB/s |",
+        "| --- " + "| ---: " * 4 + "|",
+    ]
+    for (shape, stored, tokens), us in times.items():
+        tiles, stream = us["moe.grouped_matmul"], us["moe.touched_stream"]
+        gain = f"{stream:.1f} ({tiles / stream:.2f})"
+        lines.append(f"| {shape}, {stored} | {tokens} | {tiles:.1f} | {gain} | {us['bytes']:.1f} |")
+    return f"{head} [All figures]({folder}{_TOUCHED.name}).\n\n" + "\n".join(lines)
 
 
 def _header(run: dict[str, Any]) -> str:

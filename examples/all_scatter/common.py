@@ -1,4 +1,5 @@
-"""What the variants share: a case with its tensors, the product of a tile, the push of a tile, and how a variant runs.
+"""Code that the variants share: a case with its tensors, the product of a tile, the push of a tile, and how a variant
+runs.
 
 A variant is a function `all_scatter(case)` that launches kernels in the current stream, after which `case.out` holds
 the whole product on every rank. Its kernels begin with `enter` and end with `leave`, so that no rank writes into an

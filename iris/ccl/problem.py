@@ -91,7 +91,7 @@ def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
         m = t.view(-1, t.shape[-1])
     except RuntimeError:
         raise ArgumentError(
-            f"{op}: {name} {tuple(t.shape)} has strides {t.stride()}; expected rows that stand one stride apart. Pass "
+            f"{op}: {name} {tuple(t.shape)} has strides {t.stride()}; expected rows at one stride. Pass "
             f"{name}.contiguous()"
         ) from None
     return Rows(m.shape[0], m.shape[1], m.stride(0), m.stride(1))

@@ -82,7 +82,7 @@ class OneShotLamport(TwoShotLamport):
 
 
 class TwoShotFlags(Collective):
-    """Stores to owners, and a signal for each chunk of them."""
+    """Ranks store to owners, and send a signal for each chunk of stores."""
 
     variant, protocol = "two_shot", "flags"
     ops = frozenset((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL))

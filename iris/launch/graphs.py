@@ -119,7 +119,7 @@ class Graphed:
 
 
 class Capturer:
-    """Captures in a separate stream, into separate memory."""
+    """The capture of a call, in a separate stream and into separate memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

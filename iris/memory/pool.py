@@ -118,7 +118,7 @@ class HostPool:
 
 
 class _ToHeap(TorchDispatchMode):
-    """Moves every tensor that an operation has allocated to the heap."""
+    """A dispatch mode that moves every tensor that an operation allocates to the heap."""
 
     def __init__(self, heap: Heap, blocks: list[tuple[int, int]]) -> None:
         super().__init__()

@@ -284,7 +284,7 @@ def _differs(reports: list[_Report]) -> str:
 
 def _raise_exhausted(failure: str) -> None:
     if failure:
-        raise HeapExhausted(f"more memory behind the heap could not be had: {failure}")
+        raise HeapExhausted(f"the heap could not grow: {failure}")
 
 
 def _digest(value: Any) -> int:

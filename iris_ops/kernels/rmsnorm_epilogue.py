@@ -14,13 +14,10 @@ KB, twice a layer. Where rows are many the all-reduce is a kernel without such a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from iris import platform
 from iris.device import arch
 from iris.device.function import device_function
 from iris.errors import ArgumentError, DtypeError, ShapeError
-from iris.heap import check_memory
 import torch
 from torch.nn import functional as F
 import triton
@@ -34,6 +31,7 @@ OP = NORM
 
 # Of a call, beside those of an all-reduce.
 EPILOGUE_NAMES = ("residual", "weight", "scaled", "squares")
+WRITTEN = "out", "scaled", "squares"
 Epilogue = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # Rows of a program after an all-reduce without this epilogue; the interpreter is quicker with large blocks.
 _BLOCK_M = {"cuda": 16, "cpu": 256}
@@ -137,14 +135,3 @@ def check(epilogue: Epilogue, out: torch.Tensor) -> None:
             raise DtypeError(f"{OP}: {name} has dtype {t.dtype}; expected {dtype}")
         if not t.is_contiguous():
             raise ArgumentError(f"{OP}: {name} has strides {t.stride()}; expected a contiguous tensor")
-
-
-def check_places(names: Sequence[str], begins: Sequence[int], sizes: Sequence[int]) -> None:
-    """Raise for a tensor without memory, and where one that is written shares some with another."""
-    check_memory(OP, names, begins, sizes)
-    places = {name: (begin, begin + size) for name, begin, size in zip(names, begins, sizes, strict=True) if size}
-    for name in ("out", "scaled", "squares"):
-        begin, end = places.pop(name, (0, 0))
-        for other, (first, last) in places.items():
-            if begin < last and first < end:
-                raise ArgumentError(f"{OP}: {name} overlaps {other} in memory; expected separate tensors")

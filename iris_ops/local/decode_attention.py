@@ -27,7 +27,7 @@ import triton.language as tl
 from ..operators import OPERATORS
 
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
-_MOST_SCANNED, _TOLD_BYTES = 4096, 4096
+_MOST_SCANNED, _REDUCTION_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
 _HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
 _SPLIT = 128  # of a cache, where it must not depend on the batch
@@ -192,7 +192,7 @@ def pipeline_of(groups: int, row_bytes: int, shared_bytes: int) -> tuple[int, in
     too.
     """
     for rows, stages in ((_BLOCK, _STAGES), (_BLOCK // 2, _STAGES), (_BLOCK // 2, 2)):
-        if (2 * (stages - 1) * rows + 2 * groups) * row_bytes + _TOLD_BYTES <= shared_bytes:
+        if (2 * (stages - 1) * rows + 2 * groups) * row_bytes + _REDUCTION_BYTES <= shared_bytes:
             return rows, stages
     return _BLOCK // 2, 1
 

@@ -18,10 +18,10 @@ from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..operands import Operands
 from ..planning.candidates import copy_gather_configs
-from ..planning.needs import GATE
+from ..planning.product_model import local_problem
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us, gate_us
-from ..problem import DTYPES, GATHER_MATMUL, Problem
+from ..problem import DTYPES, Problem
 from . import gating, matmul
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     if ctx.invariant:
         matmul.gated(ctx, out, A, B, bias)
         return out
-    problem = Problem(GATHER_MATMUL, "rows", A.shape[0], B.shape[1], B.shape[0], 1, A.dtype, epilogue=GATE)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated=True)
     config = chosen(problem, machine_of(ctx.device))
     if config is None or as_stored(B) is B or operands.supports(config, A, B, out):
         gating.multiply(out, A, B, bias)

@@ -116,6 +116,22 @@ class TokenForm:
     STAGES: int
 
 
+@dataclass(frozen=True)
+class StreamedForm:
+    """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
+
+    CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. GATE: as in `GroupedForm`. LATER: the
+    factor of sums that a `Widening` names.
+    """
+
+    BLOCK_M: int
+    TOP_K: int
+    CHOICES: int
+    STAGES: int
+    GATE: str | None
+    LATER: float
+
+
 def choice_of(where: torch.Tensor | Routing) -> Choice:
     """Return the `Choice` of `where`: experts as they were chosen, or sorted."""
     if isinstance(where, torch.Tensor):

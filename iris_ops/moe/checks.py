@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DtypeError, ExpertError, ShapeError
-from iris.heap import check_memory, check_written, extent
+from iris.heap import check_written, extent
 import torch
 
-from ..checks import check_kind
+from ..checks import check_kind, check_places
 from ..config import FusedConfig
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
@@ -191,13 +191,9 @@ def _problem(
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
     check_written(op, "out", out)
-    others = {name: t for name, t in given.items() if t is not None and name != "out"}
-    places = {name: extent(t) for name, t in {"out": out, **others}.items()}
-    check_memory(op, tuple(places), [b for b, _ in places.values()], [e - b for b, e in places.values()])
-    begin, end = places.pop("out")
-    for name, (first, last) in places.items():
-        if first < end and begin < last and end > begin and last > first:
-            raise ArgumentError(f"{op}: out overlaps {name} in memory; expected separate tensors")
+    extents = {name: extent(t) for name, t in {"out": out, **given}.items() if t is not None}
+    begins = [begin for begin, _ in extents.values()]
+    check_places(op, tuple(extents), begins, [end - begin for begin, end in extents.values()])
 
 
 def check_config(op: str, config: object) -> None:

@@ -3,8 +3,8 @@
 `iris_ops/quantised/packing.py` has the layouts, `widen_*` here are the policies: how codes become numbers in K's order.
 
 A scale of a column multiplies the sum at the end, in fp32. A scale of a group multiplies the tile, which is then
-rounded once to the tokens' dtype. So the product is the one of the widened weights in the tokens' dtype. Why not sums
-of their own for each group, which would be exact: a group of 32 is two instructions long, and its sums would take as
+rounded once to the tokens' dtype. So the product is the one of the widened weights in the tokens' dtype. Why not
+separate sums for each group, which would be exact: a group of 32 is two instructions long, and its sums would take as
 many registers again.
 """
 

@@ -3,7 +3,7 @@
     moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
     moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
-The result's row is the pair's, so what follows needs no order of its own. `grouped.py` has the steps. A program has one
+The result's row is the pair's, so later steps need no separate order. `grouped.py` has the steps. A program has one
 tile, or with few pairs one expert's rows in all; none waits for another.
 """
 
@@ -159,8 +159,8 @@ def arguments(
 def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     """Return whether gate and up, in halves of B, are multiplied by one instruction.
 
-    Of few rows so that columns fill the tensor cores' rows, of many so that these are read once for both. Only a
-    descriptor of a transposed weight reads both halves as they are to lie for the latter.
+    With few rows, columns then fill the tensor cores' rows; with many, rows are read once for both. Only a descriptor
+    of a transposed weight reads both halves in the layout that the latter needs.
     """
     if block_m < 64:
         return block_n < 64

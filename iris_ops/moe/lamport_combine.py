@@ -10,7 +10,7 @@ A launch exchanges the sums of as many tokens as the exchange area has room for 
 
 Sums are Lamport values (`lamport_steps.py`), so what a program reads of its memory and what it sends overlap, and no
 rank waits for a peer's last value before it begins. A program sends all that it has before it takes any: no wait is
-circular. Of "all", this rank's own sums stand in `out` meanwhile.
+circular. With "all", this rank's own sums are in `out` meanwhile.
 """
 
 from __future__ import annotations

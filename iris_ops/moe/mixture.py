@@ -23,9 +23,11 @@ from ..planning.moe_ways import need_sorting
 from ..planning.operations import GATE_UP, ROUTE
 from ..planning.plan import plan, way_for, workspace_size
 from ..problem import Problem
-from . import checks, routing
+from . import checks, router, routing
 from .operands import Down, GateUp
+from .router import CHOOSE
 from .routing import Routing
+from .scoring import Scoring
 from .steps import Launches, Steps
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Mixture:
     def _first(
         self, op: str, tensors: GateUp | Down, config: FusedConfig | None, workspace: Workspace
     ) -> Launches | None:  # fmt: skip
-        """Run a call that cannot be repeated as it is. Return its launches, or None if they cannot be repeated."""
+        """Run a call that `relaunch` cannot repeat. Return its launches, or None if they cannot be repeated."""
         ctx, collective = self._ctx, op != GATE_UP
         with ctx.reporting_refusals(op, None) if collective else nullcontext():
             problem = checks.describe(op, ctx, tensors)
@@ -98,6 +100,24 @@ class Mixture:
         routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=ctx.device))
         routing.sort(self._steps, chosen, routed.rows, routed.offsets)
         return routed
+
+    def choose(
+        self, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
+        sort: bool,
+    ) -> tuple[Routing, torch.Tensor]:  # fmt: skip
+        """Run `ctx.ops.moe_choose`: return new tensors, filled on the device."""
+        ctx = self._ctx
+        router.check(CHOOSE, logits, top_k, scoring, bias, dtype, ctx.device)
+        (tokens, experts), device = logits.shape, ctx.device
+        chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
+        weights = torch.empty(tokens, top_k, dtype=dtype, device=device)
+        rows = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+        routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=device))
+        room = routed if sort and not ctx.invariant else None
+        is_sorted = router.choose(self._steps, logits, bias, scoring, chosen, weights, room, bool(ctx.invariant))
+        if sort and not is_sorted:
+            routing.sort(self._steps, chosen, rows, routed.offsets)
+        return routed, weights
 
     def _chosen(self, problem: Problem, config: FusedConfig | None) -> FusedConfig:
         checks.check_config(problem.op, config)

@@ -14,6 +14,7 @@ from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from .mixture import Mixture
 from .operands import Down, GateUp
 from .routing import Routing
+from .scoring import Scoring
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -43,23 +44,47 @@ class MixtureOps:
         self._ctx.check()
         return self._mixture.route(experts, num_experts)
 
+    def moe_choose(
+        self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32, sort: bool = True,
+    ) -> tuple[Routing, torch.Tensor]:  # fmt: skip
+        """Return each token's `top_k` experts, sorted as by `moe_route`, and their weights [T,top_k] in `dtype`.
+
+        `logits` [T,E] of the router in bf16, fp16 or fp32, rows contiguous. `scoring`: how they become weights, an
+        `iris_ops.Scoring`, by default a softmax, of which the chosen weights are divided by their sum. `bias` [E] is
+        added to scores for the choice alone. A token's experts come by falling score, of equal scores the lowest index
+        first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
+        in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
+        """
+        self._ctx.check()
+        return self._mixture.choose(logits, top_k, scoring or Scoring(), bias, dtype, sort)
+
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
         bias: torch.Tensor | None = None, activation: str | Activation = "silu", interleaved: bool = False,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Compute `out [T*k,I]`: row t*k+j is the activation of `A[t] @ B[e] + bias[e]`, with e = experts[t,j] and
-        tokens A [T,H].
+        """Compute the activations of all pairs of token and expert: row t * k + j is that of `A[t] @ B[e] + bias[e]`, e
+        = experts[t, j].
 
-        B [E,H,2I] has gate columns, then up columns, or both in turn (`interleaved`), and may be the transpose of a
-        contiguous [E,2I,H]. Experts without a gate have B [E,H,I]. bias is [E,2I]. `experts` is [T,k] as in
-        `moe_route`, or its result. `activation` is an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2" or
-        "gpt_oss". Sums, bias and activation are computed in fp32 and rounded once. I, this rank's part, may differ by
-        rank.
+        Sums, bias and activation are computed in float32 and rounded once. I, this rank's part, may differ between
+        ranks.
 
-        With `scale` [E,2I], or [E,2I,ceil(H/g)] for groups of g, a power of two, B holds codes (`iris_ops.moe`), which
-        the product widens as it reads them. B is then the transpose of a contiguous [E,2I,H] in `torch.float8_e4m3fn`,
-        or [E,2I,H/2] in `torch.uint8`.
+        Args:
+            out: [T * k, I].
+            A: [T, H], the tokens.
+            B: [E, H, 2 I] with gate columns, then up columns, or the transpose of a contiguous [E, 2 I, H]; [E, H, I]
+                for experts without a gate.
+            experts: [T, k] as in `moe_route`, or its result.
+            bias: [E, 2 I].
+            activation: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2" or "gpt_oss".
+            interleaved: whether gate and up columns alternate.
+            scale: [E, 2 I], or [E, 2 I, ceil(H / g)] for groups of g, a power of two. B then holds codes, which the
+                product widens as it reads them: the transpose of a contiguous [E, 2 I, H] in `torch.float8_e4m3fn`, or
+                of [E, 2 I, H / 2] in `torch.uint8` (`iris_ops.moe`).
+
+        Returns:
+            The workspace of the call.
         """
         tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
         return self._mixture.run(GATE_UP, tensors, config, workspace)
@@ -69,16 +94,24 @@ class MixtureOps:
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Compute `out [T,H]`: for each token, `weights [T,k] * (A @ B[e] + bias[e])`, summed over its k experts and
-        all ranks.
+        """Compute, for each token, the weighted sum of its experts' down projections over all ranks.
 
-        A [T*k,I] is the result of `moe_gate_up`; B is [E,I,H] or the transpose of a contiguous [E,H,I]; weights are
-        float32 or of A's dtype. bias [E,H], the same on all ranks, is added once. shared [T,H] is this rank's part of a
-        shared expert's result and is added before the sum over ranks. `experts` is as in `moe_gate_up`. I may differ by
-        rank, and be 0.
+        Row t is the sum over ranks and j of `weights[t, j] * (A[t * k + j] @ B[e] + bias[e])`, with e = experts[t, j].
+        Products, and what ranks exchange, are rounded to the tensors' dtype. They are added in float32, experts in the
+        order of j, then ranks in order.
 
-        Products, and what ranks exchange, are rounded to the tensors' dtype; they are added in fp32, experts in the
-        order of j, then ranks in order. `scale` [E,H], or [E,H,ceil(I/g)], is as in `moe_gate_up`.
+        Args:
+            out: [T, H].
+            A: [T * k, I], the result of `moe_gate_up`; I may differ between ranks, and be 0.
+            B: [E, I, H], or the transpose of a contiguous [E, H, I].
+            experts: as in `moe_gate_up`.
+            weights: [T, k], float32 or A's dtype.
+            bias: [E, H], the same on all ranks; it is added once.
+            shared: [T, H], this rank's part of a shared expert's result, which is added before the sum over ranks.
+            scale: [E, H], or [E, H, ceil(I / g)], as in `moe_gate_up`.
+
+        Returns:
+            The workspace of the call.
         """
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
         return self._mixture.run(DOWN_ALL_REDUCE, tensors, config, workspace)
@@ -88,6 +121,7 @@ class MixtureOps:
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Return this rank's tokens of `moe_down_all_reduce`: out is [T/w,H], rows as torch.chunk splits them."""
+        """Compute this rank's tokens of `moe_down_all_reduce`: out is [T / w, H], with the rows that `torch.chunk`
+        gives this rank."""
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
         return self._mixture.run(DOWN_REDUCE_SCATTER, tensors, config, workspace)

@@ -7,79 +7,42 @@ program has all tokens, it goes on to sort them by expert, as `routing.py` does,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from iris.device import arch
 from iris.device.function import device_function
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, DtypeError, ShapeError
 import torch
 import triton
 import triton.language as tl
 
+from ..checks import check_kind
+from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS
+from ..problem import DTYPES
+from .routing import Routing
+from .scoring import KINDS, Scoring
 from .steps import Steps
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = "softmax", "sigmoid", "softmax of the chosen"
-KINDS = (SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN)
+CHOOSE = "moe_choose"
+OPEN = tl.constexpr(-1)  # the rank of what is not chosen
 MOST_SORTED = 512  # pairs of token and expert that one program sorts
+_LEAST_BINS = 32  # of a histogram
 _MOST_HELD = 16384  # scores that one program holds, of 512 threads
-_BLOCK, _BLOCK_SCORES = 128, 1024  # pairs sorted at once; scores of a program where there are several
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """How a router's logits become the weights of the experts that it chooses.
-
-    `kind`: weights are a softmax of all logits, of the chosen ones alone, or the sigmoid of each. `normalised`: divided
-    by the sum of the chosen ones and `epsilon`. `scale`: what they are multiplied by. With `groups`, only experts of
-    the `kept_groups` best groups are chosen; a group counts as the sum of its `group_best` highest scores, 1 or 2.
-    """
-
-    kind: str = SOFTMAX
-    normalised: bool = True
-    epsilon: float = 0.0
-    scale: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    group_best: int = 2
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ArgumentError(f"scoring.kind is {self.kind!r}; expected one of {', '.join(map(repr, KINDS))}")
-        if not 1 <= self.kept_groups <= self.groups or self.group_best not in (1, 2):
-            raise ArgumentError(
-                f"scoring keeps {self.kept_groups} of {self.groups} groups by {self.group_best} scores; expected 1 to"
-                " all of them, by 1 or 2"
-            )
-
-    def refusal(self, experts: int, top_k: int) -> str | None:
-        """Return why the kernel cannot choose `top_k` of `experts` so; None if it can."""
-        size = experts // self.groups
-        if not 1 <= top_k <= experts:
-            return f"top_k is {top_k}; expected 1 to {experts}"
-        if experts > _MOST_HELD:
-            return f"there are {experts} experts; expected at most {_MOST_HELD}"
-        if self.groups > 1 and (size * self.groups != experts or size & (size - 1) or self.groups & (self.groups - 1)):
-            return f"{experts} experts are in {self.groups} groups; expected powers of two"
-        if self.groups > 1 and (size < self.group_best or top_k > size * self.kept_groups):
-            return (
-                f"groups have {size} experts, of which {top_k} are chosen from {self.kept_groups} groups; expected more"
-            )
-        return None
+_BLOCK, _BLOCK_SCORES = 128, 512  # pairs sorted at once; scores of a program where there are several
 
 
 @device_function
-def _best(values, taken, e, BINS: tl.constexpr):
-    """(highest of the values [T, BINS] that are not taken, where: the lowest index of equal ones)."""
-    highest = tl.max(tl.where(taken != 0, float("-inf"), values), 1)
-    is_best = (taken == 0) & (values == highest[:, None])
-    return highest, tl.min(tl.where(is_best, e[None, :], BINS), 1)
+def _best(values, rank, e, BINS: tl.constexpr):
+    """Return where the highest value of each row [T, BINS] is, of those without a rank: the lowest index of equal
+    ones."""
+    highest = tl.max(tl.where(rank == OPEN, values, float("-inf")), 1)
+    is_best = (rank == OPEN) & (values == highest[:, None])
+    return tl.min(tl.where(is_best, e[None, :], BINS), 1)
 
 
 @device_function
 def _of_kept_groups(
     values, T: tl.constexpr, BINS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr
 ):  # fmt: skip
-    """`values` [T, BINS], where those of groups that are not kept are -inf."""
+    """Return `values` [T, BINS] with -inf in the groups that are not kept."""
     SIZE: tl.constexpr = BINS // GROUPS
     grouped = tl.reshape(values, (T, GROUPS, SIZE))
     group_score = tl.max(grouped, 2)
@@ -88,17 +51,16 @@ def _of_kept_groups(
         first = tl.min(tl.where(grouped == group_score[:, :, None], i, SIZE), 2)
         group_score += tl.max(tl.where(i == first[:, :, None], float("-inf"), grouped), 2)
     g = tl.arange(0, GROUPS)
-    kept = tl.zeros((T, GROUPS), tl.int32)
-    for _ in tl.static_range(KEPT):
-        _, best = _best(group_score, kept, g, GROUPS)
-        kept = tl.where(g[None, :] == best[:, None], 1, kept)
-    grouped = tl.where((kept > 0)[:, :, None], grouped, float("-inf"))
+    rank = tl.full((T, GROUPS), OPEN, tl.int32)
+    for number in tl.static_range(KEPT):
+        rank = tl.where(g[None, :] == _best(group_score, rank, g, GROUPS)[:, None], number, rank)
+    grouped = tl.where((rank != OPEN)[:, :, None], grouped, float("-inf"))
     return tl.reshape(grouped, (T, BINS))
 
 
 @device_function
 def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """As `moe_route_kernel`, by one program: order [pairs], offsets [experts + 1]."""
+    """Sort pairs as `moe_route_kernel` does, in one program: order [pairs], offsets [experts + 1]."""
     e = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
     for block in range(BLOCKS):
@@ -120,18 +82,19 @@ def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["tokens", "stride"])
 def moe_choose_kernel(
     logits, bias, chosen, weights, order, offsets, tokens, stride, SCALE, EPSILON, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
     NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """logits [tokens, EXPERTS] to chosen, weights [tokens, TOP_K], the highest score first.
+    """Choose experts by logits [tokens, EXPERTS]: chosen and weights [tokens, TOP_K], the highest score first.
 
     KIND: index in `KINDS`. bias [EXPERTS] is added to scores for the choice only. BLOCKS > 0: one program has all
     tokens, and sorts the pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].
     """
     arch.follow()
-    t, e, j = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS), tl.arange(0, WIDTH)
-    there = (t < tokens)[:, None] & (e < EXPERTS)[None, :]
+    t, e = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS)
+    known = (e < EXPERTS)[None, :]
+    there = (t < tokens)[:, None] & known
     x = tl.load(logits + (t.to(tl.int64) * stride)[:, None] + e[None, :], mask=there, other=0.0).to(tl.float32)
     scores = x
     if KIND == 1:
@@ -142,61 +105,86 @@ def moe_choose_kernel(
     values = tl.where(values == values, values, float("inf"))  # torch's top-k, too, takes NaN for the highest
     if GROUPS > 1:
         values = _of_kept_groups(values, T, BINS, GROUPS, KEPT, BEST)
-    taken = tl.where(e[None, :] < EXPERTS, tl.zeros((T, BINS), tl.int32), 1)
-    where = tl.zeros((T, WIDTH), tl.int32)
-    score = tl.full((T, WIDTH), float("-inf"), tl.float32)
+    # all results stay where the scores are, by expert: what a row chooses is found by its rank, and moves in the store
+    rank = tl.where(known, tl.full((T, BINS), OPEN, tl.int32), OPEN - 1)
     for number in tl.static_range(TOP_K):
-        _, best = _best(values, taken, e, BINS)
-        is_best = e[None, :] == best[:, None]
-        taken = tl.where(is_best, 1, taken)
-        at = j[None, :] == number
-        where = tl.where(at, best[:, None], where)
-        score = tl.where(at, tl.sum(tl.where(is_best, scores, 0.0), 1)[:, None], score)
-    of_token = (j < TOP_K)[None, :]
-    weight = tl.where(of_token, score, 0.0)
+        rank = tl.where(e[None, :] == _best(values, rank, e, BINS)[:, None], number, rank)
+    is_chosen = rank >= 0
+    weight = scores
     if KIND != 1:
-        among = tl.where(of_token, score, float("-inf")) if KIND == 2 else tl.where(there, x, float("-inf"))
-        highest = tl.max(among, 1)
-        highest = tl.where(t < tokens, highest, 0.0)
-        all_of_them = tl.sum(tl.exp(among - highest[:, None]), 1)
-        all_of_them = tl.where(t < tokens, all_of_them, 1.0)
-        weight = tl.where(of_token, tl.exp(score - highest[:, None]) / all_of_them[:, None], 0.0)
+        among = tl.where(is_chosen if KIND == 2 else known, x, float("-inf"))
+        weight = tl.exp(among - tl.max(among, 1)[:, None])
+        weight = weight / tl.sum(weight, 1)[:, None]
     if NORMALISED:
-        weight = weight / (tl.sum(weight, 1) + EPSILON)[:, None]
+        weight = weight / (tl.sum(tl.where(is_chosen, weight, 0.0), 1) + EPSILON)[:, None]
     weight *= SCALE
     arch.lead()
-    mask = (t < tokens)[:, None] & of_token
-    place = (t * TOP_K)[:, None] + j[None, :]
-    tl.store(chosen + place, where.to(chosen.dtype.element_ty), mask=mask)
+    mask, place = is_chosen & (t < tokens)[:, None], (t * TOP_K)[:, None] + rank
+    tl.store(chosen + place, (e[None, :] + tl.zeros((T, BINS), tl.int32)).to(chosen.dtype.element_ty), mask=mask)
     tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=mask)
     if BLOCKS > 0:
         tl.debug_barrier()  # other threads of the program read what these have stored
         _sort_pairs(chosen, order, offsets, tokens * TOP_K, EXPERTS, BINS, BLOCK, BLOCKS)
 
 
+def check(
+    op: str, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Raise a typed error for arguments of `moe_choose` that the kernel cannot take."""
+    check_kind(op, "logits", logits, device)
+    if logits.ndim != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS or logits.shape[0] >= 1 << 24:
+        raise ShapeError(f"{op}: logits is {tuple(logits.shape)}; expected (T,E), E from 1 to {MOST_EXPERTS}")
+    if logits.dtype not in DTYPES:
+        raise DtypeError(f"{op}: logits has dtype {logits.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ArgumentError(f"{op}: logits has strides {logits.stride()}; expected contiguous rows")
+    if dtype not in DTYPES:
+        raise DtypeError(f"{op}: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}")
+    if type(scoring) is not Scoring:
+        raise ArgumentError(f"{op}: scoring is {scoring!r}; expected an iris_ops.Scoring")
+    if type(top_k) is not int or not 1 <= top_k <= min(MOST_CHOSEN, logits.shape[1]):
+        most = min(MOST_CHOSEN, logits.shape[1])
+        raise ArgumentError(f"{op}: top_k is {top_k!r}; expected an integer from 1 to {most}")
+    if reason := scoring.refusal(logits.shape[1], top_k):
+        raise ArgumentError(f"{op}: {reason}")
+    if bias is not None:
+        check_kind(op, "bias", bias, device)
+        if tuple(bias.shape) != (logits.shape[1],) or not bias.is_contiguous():
+            raise ShapeError(f"{op}: bias is {tuple(bias.shape)}; expected ({logits.shape[1]},), contiguous")
+        if bias.dtype not in DTYPES:
+            raise DtypeError(f"{op}: bias has dtype {bias.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+
+
 def choose(
     steps: Steps, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
-    weights: torch.Tensor, order: torch.Tensor | None, offsets: torch.Tensor | None,
+    weights: torch.Tensor, room: Routing | None, invariant: bool = False,
 ) -> bool:  # fmt: skip
-    """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether `order` and `offsets` were filled as well.
+    """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether rows and offsets of `room` were filled, too.
 
-    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens.
+    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `invariant`: programs
+    hold as many tokens whatever T is, so that sums over experts have one order.
     """
     (tokens, experts), top_k = logits.shape, chosen.shape[1]
-    bins = max(32, triton.next_power_of_2(experts))
-    height = max(1, triton.next_power_of_2(tokens))
-    sorts = order is not None and 0 < tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
     if tokens == 0:
-        return False
-    rows = height if sorts else max(1, min(height, _BLOCK_SCORES // bins))
+        if room is not None:
+            room.offsets.zero_()
+        return room is not None
+    bins = experts if scoring.groups > 1 else max(_LEAST_BINS, triton.next_power_of_2(experts))
+    height = triton.next_power_of_2(tokens)
+    sorts = room is not None and bins >= _LEAST_BINS and tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
+    several = max(1, _BLOCK_SCORES // bins)
+    rows = height if sorts else several if invariant else min(height, several)
     blocks = triton.next_power_of_2(triton.cdiv(tokens * top_k, _BLOCK)) if sorts else 0
+    order, offsets = (room.rows, room.offsets) if room is not None and sorts else (None, None)
     args = dict(
-        logits=logits, bias=bias, chosen=chosen, weights=weights, order=order if sorts else None,
-        offsets=offsets if sorts else None, tokens=tokens, stride=logits.stride(0), SCALE=float(scoring.scale),
-        EPSILON=float(scoring.epsilon), EXPERTS=experts, TOP_K=top_k, BINS=bins, WIDTH=triton.next_power_of_2(top_k),
-        T=rows, KIND=KINDS.index(scoring.kind), NORMALISED=scoring.normalised, GROUPS=scoring.groups,
-        KEPT=scoring.kept_groups, BEST=scoring.group_best, HAS_BIAS=bias is not None, BLOCK=_BLOCK, BLOCKS=blocks,
+        logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,
+        stride=logits.stride(0), SCALE=float(scoring.scale), EPSILON=float(scoring.epsilon), EXPERTS=experts,
+        TOP_K=top_k, BINS=bins, T=rows, KIND=KINDS.index(scoring.kind),
+        NORMALISED=scoring.normalised, GROUPS=scoring.groups, KEPT=scoring.kept_groups, BEST=scoring.group_best,
+        HAS_BIAS=bias is not None, BLOCK=_BLOCK, BLOCKS=blocks,
     )  # fmt: skip
-    warps = max(1, min(16, rows * bins // 1024)) if sorts else 4
+    # one warp where several programs work: its threads reduce a row without waiting for others
+    warps = max(1, min(16, rows * bins // 1024))
     steps.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
     return sorts

@@ -19,7 +19,7 @@ Launches = list[Callable[[], object]]
 
 
 class Steps:
-    """Launches on one rank. Those between `begin` and `end` are what makes a call."""
+    """The launches of one call on one rank, between `begin` and `end`."""
 
     def __init__(self, ctx: Rank, kernels: dict[tuple, object]) -> None:
         self.ctx = ctx

@@ -5,7 +5,7 @@
     torch.ops.iris_ops.moe_down(A, B, experts, weights, bias, shared, scatter, group, scale)
                                 -> Tensor [T,H] or [T/w,H]
     torch.ops.iris_ops.moe_experts(A, gate_up, down, experts, weights, gate_up_bias, down_bias, shared, activation,
-                                   interleaved, scatter, gate_up_scale, down_scale, width, group)
+                                   interleaved, scatter, gate_up_scale, down_scale, width, rows, offsets, group)
                                    -> Tensor [T,H] or [T/w,H]
 
 The last one is both, with the tokens sorted once. `width`: this rank's part of the experts' intermediate size.
@@ -51,6 +51,9 @@ class MixtureCall(NamedTuple):
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
     width: int | None = None
+    rows: torch.Tensor | None = None
+    """With `offsets`, the tokens by expert as in `Routing`, where the router has sorted them (`router_ops.py`)."""
+    offsets: torch.Tensor | None = None
 
 
 class _GateUp(NamedTuple):
@@ -84,7 +87,8 @@ def mixture(ctx: Context, call: MixtureCall) -> torch.Tensor:
     A, experts, count = call.A, call.experts, call.gate_up.shape[0]
     routing: torch.Tensor | Routing = experts
     if need_sorting(experts.numel(), count):
-        routing = ctx.ops.moe_route(experts, count)
+        ordered = call.rows is not None and call.offsets is not None
+        routing = Routing(experts, call.rows, call.offsets) if ordered else ctx.ops.moe_route(experts, count)
     middle = A.new_empty(experts.numel(), call.down.shape[1] if call.width is None else call.width)
     gates = call.gate_up_bias, call.activation, call.interleaved
     ctx.ops.moe_gate_up(middle, A, call.gate_up, routing, *gates, scale=call.gate_up_scale)
@@ -171,6 +175,6 @@ OPERATORS.add(
 OPERATORS.add(
     "moe_experts(Tensor A, Tensor gate_up, Tensor down, Tensor experts, Tensor weights, Tensor? gate_up_bias, "
     "Tensor? down_bias, Tensor? shared, str activation, bool interleaved, bool scatter, Tensor? gate_up_scale, "
-    "Tensor? down_scale, SymInt? width, str group) -> Tensor",
+    "Tensor? down_scale, SymInt? width, Tensor? rows, Tensor? offsets, str group) -> Tensor",
     _experts, _fake_experts,
 )  # fmt: skip

@@ -25,7 +25,7 @@ def can_be_described(B: torch.Tensor, n_step: int = 0) -> bool:
 
 
 def is_transposed(B: torch.Tensor) -> bool:
-    """Return whether the K of an expert's column stand side by side in memory."""
+    """Return whether the K entries of an expert's column are adjacent in memory."""
     return B.stride(1) == 1 and B.stride(2) != 1
 
 

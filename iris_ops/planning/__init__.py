@@ -1,1 +1,1 @@
-"""Which way serves a problem, and how long does it take? Numbers only: nothing here knows Triton or a kernel."""
+"""Plan which way computes a problem, and predict its time. Numbers only: nothing here imports Triton or a kernel."""

@@ -31,9 +31,10 @@ def movers(problem: Problem, machine: Machine) -> int:
 
 
 def narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> bool:
-    """Whether tiles of so few columns may serve, by measurement: of an all-reduce, whole ones, one for a program.
+    """Return whether tiles with so few columns may serve, by measurement: whole ones of an all-reduce, one for each
+    program.
 
-    Lower ones come folded, and the tensor cores would take them from registers, where they are the rows.
+    Lower tiles come folded, and the tensor cores would read them from registers, where they are the rows.
     """
     one_each = problem.M % block_m == 0 and problem.M // block_m * -(-problem.N // block_n) <= machine.num_programs
     return problem.op == ALL_REDUCE and problem.world_size <= 2 and one_each and machine.name.startswith("NVIDIA")
@@ -41,9 +42,9 @@ def narrow(problem: Problem, block_m: int, block_n: int, machine: Machine) -> bo
 
 @lru_cache(maxsize=256)
 def tree_tiles(depth: int, itemsize: int, machine: Machine) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Tiles of few rows of whose blocks along K `depth` is a multiple, less deep than others where they must be.
+    """Return the tiles of few rows whose blocks along K divide `depth`, less deep than other tiles where they must be.
 
-    Beside the operands on their way, shared memory has room for the sum of a leaf, which is stored meanwhile.
+    Besides the operands in flight, shared memory has room for the sum of a leaf, which is stored meanwhile.
     """
     stages_of: dict[tuple[int, int, int, int], int] = {}
     for m, n, k, warps, stages in fitting(itemsize, machine, few=True):
@@ -57,7 +58,8 @@ def tree_tiles(depth: int, itemsize: int, machine: Machine) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=256)
 def fitting(itemsize: int, machine: Machine, few: bool) -> tuple[tuple[int, int, int, int, int], ...]:
-    """(block_m, block_n, block_k, warps, stages) of tiles, for few rows or many, for which shared memory has room."""
+    """Return (block_m, block_n, block_k, warps, stages) of the tiles, for few rows or many, that fit in shared
+    memory."""
     tiles = FP32_TILES if itemsize == 4 else LAMPORT_TILES if few else GPU_TILES
     most = {tile: machine.stages((tile[0] + tile[1]) * tile[2] * itemsize) for tile in tiles}
     return tuple((*tile, min(stages, most[tile])) for tile, (stages, _) in tiles.items() if most[tile] > 1)
@@ -97,10 +99,11 @@ def specialised(kernel: str, architecture: str, kind: str, itemsize: int) -> tup
 
 
 def splits(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """2 where the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are without work.
+    """Return 2 if the last tiles of an all_gather_matmul are better cut in two, so that fewer programs are idle, else
+    1.
 
-    Of a single wave of tiles all are cut: while some units move data, others multiply. By measurement: more parts,
-    parts of larger tiles, and parts in reductions cost more to add up than they save.
+    In a single wave, all tiles are cut: while some units move data, others multiply. By measurement, more parts, parts
+    of larger tiles and parts in reductions cost more to add up than they save.
     """
     if config.algorithm != "overlapped" or machine.name == INTERPRETER:
         return 1

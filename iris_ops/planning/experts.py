@@ -33,7 +33,7 @@ ONE_EXPERT = Experts()
 
 
 def lies_by_lines(weights: WeightFormat) -> bool:
-    """Return whether an element of a stored weight has entries of a whole line of 128, not of its own place alone."""
+    """Return whether an element of a stored weight has entries of a whole line of 128, not only of one place."""
     return weights is not PLAIN and (PACKINGS[weights.packing].per_element > 1 or 0 < weights.group < LINE)
 
 

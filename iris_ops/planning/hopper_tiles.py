@@ -2,7 +2,7 @@
 
 Another architecture is another file like this one, under its name in `tile_model.SPECIALISED_TILES`. The kernels differ
 in what their mover warps do meanwhile. That takes registers, shared memory and issue cycles from the MMA warps, so each
-has tiles and rates of its own.
+has separate tiles and rates.
 """
 
 from __future__ import annotations

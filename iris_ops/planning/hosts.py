@@ -1,6 +1,6 @@
-"""How long data takes between hosts, and which way an op takes that adds over the ranks of several: arithmetic.
+"""Predict transfers between hosts, and plan the ops that add over the ranks of several hosts: arithmetic.
 
-Each rank has a network link of its own. An all-reduce across hosts is a ring for large data, which sends all but a part
+Each rank has its own network link. An all-reduce across hosts is a ring for large data, which sends all but a part
 of it twice, and a tree for small data, which sends it whole in few hops.
 """
 
@@ -18,7 +18,7 @@ SCATTER, WHOLE = "share by share", "whole"
 
 @dataclass(frozen=True)
 class Network:
-    """What lies between hosts: `hosts`, GB/s that each rank sends (`gbs`), and the time of a message (`hop_us`)."""
+    """The network between `hosts`: GB/s that each rank sends (`gbs`), and the time of a message (`hop_us`)."""
 
     hosts: int
     gbs: float
@@ -36,17 +36,13 @@ class Network:
         n = self.hosts
         return (n - 1) * self.hop_us + self._us((n - 1) / n * nbytes)
 
-    def send_us(self, nbytes: float) -> float:
-        """Return the microseconds until `nbytes` have arrived at another host."""
-        return self.hop_us + self._us(nbytes)
-
     def _us(self, nbytes: float) -> float:
         return nbytes / (self.gbs * 1e3)
 
 
 @dataclass(frozen=True)
 class HostsPlan:
-    """How an op over the ranks of several hosts is computed: `way`, the plan inside a host, and times in us."""
+    """The plan of an op over the ranks of several hosts: `way`, the plan inside a host, and times in us."""
 
     way: str
     inside: FusedConfig
@@ -57,7 +53,7 @@ class HostsPlan:
 
     @property
     def total_us(self) -> float:
-        """The predicted time, in microseconds."""
+        """Return the predicted time, in microseconds."""
         return self.inside_us + self.across_us + self.gather_us
 
     def explain(self) -> str:
@@ -99,7 +95,8 @@ def plan_all_reduce(
 
 
 def plan_reduce_scatter(nbytes: int, ranks: int, network: Network, inside: FusedConfig) -> HostsPlan:
-    """One matmul_reduce_scatter inside each host for each host's rows, then a reduce-scatter of the shares across."""
+    """Return the plan of one matmul_reduce_scatter inside each host for each host's rows, then a reduce-scatter across
+    hosts."""
     times = network.hosts * _us(inside), network.reduce_scatter_us(nbytes / ranks), 0.0
     lines = [
         _head("matmul_reduce_scatter", network, ranks),

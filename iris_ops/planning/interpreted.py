@@ -22,7 +22,7 @@ def tiles(problem: Problem) -> tuple[Tile, ...]:
 
 
 def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
-    """Those of `tree_matmul`, all of one depth, of which its bits depend."""
+    """Return the tiles of `tree_matmul`, all of one depth, because its bits depend on the depth."""
     assert problem.tree is not None
     multiple = problem.tree.depth
     depth = next(depth for depth in (128, BLOCK) if multiple % depth == 0)
@@ -31,7 +31,7 @@ def tree_tiles(problem: Problem) -> tuple[Tile, ...]:
 
 
 def _least_rows() -> int:
-    """The fewest rows of a tile that `FusedConfig` takes in this process, which only in tests is one with GPUs."""
+    """Return the fewest rows of a tile that `FusedConfig` accepts in this process, which has GPUs only in tests."""
     return 1 if platform.interpreting() else 16
 
 

@@ -1,7 +1,7 @@
-"""What the ways of a mixture's ops have in common, as numbers: tiles, times and sizes of what ranks send each other.
+"""Numbers that the ways of a mixture's ops share: tiles, times and sizes of what ranks send each other.
 
 A grouped product of few rows to an expert is a stream of the weights of the experts that have rows; of many it is a
-product whose blocks are each one expert's, the last of them partly empty. Both times stand in `product_us`.
+product whose blocks are each one expert's, the last of them partly empty. `product_us` has both times.
 
 All ways round and add alike: along K from 0 on, experts in the order of a token's choice, ranks in order. So where a
 context promises a row's bits at every number of rows (`orders.py`), tiles of one instruction are all that is needed.
@@ -27,12 +27,15 @@ _TILES = (
     *FEW_TILES, (32, 128, 64, 4, 3, 0.26, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 4, 0.75, 512),
 )  # fmt: skip
-# Of gate and up the depth of a step, in tiles of few rows and so many columns or more: the fastest that was measured.
+# The depth of a step of gate and up, in tiles of few rows, from a number of columns on: the fastest that was measured.
 # The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
 DEEP, DEEP_COLUMNS = 128, 128
 # Of a code's way into a product: instructions, and which part of all that a multiprocessor can issue one program does,
 # or several that share it. Cycles in a microsecond.
 _WIDENING, _ALONE, _SHARED, _CYCLES = 4.5, 0.45, 0.75, 1700.0
+# Widening and products overlap, the more so the deeper the product: what part of both remains, measured on two H200
+# (`benchmarks/results/experts_touched_h200_x2.json`). K of a tile's beginning.
+_MOST_REMAINS, _REMAINS, _BEGINNING = 0.8, 0.31, 1000
 MOST_CODED_COLUMNS = 128  # of a tile whose codes are widened by lines of 128: registers hold no more
 NOT_BACK = 32  # rows of a tile that was never the fastest on the way back: 16 or 64 were
 # Of `lamport_token.py`: columns of a tile, and its elements in all, which four warps keep in registers; stages, where a
@@ -46,7 +49,7 @@ MOST_EXCHANGED = 1 << 27  # bytes of the heap, for what the ranks send each othe
 
 
 def need_sorting(pairs: int, experts: int) -> bool:
-    """Return whether so many pairs of token and expert are sorted first; else each program looks through them.
+    """Return whether pairs of token and expert are sorted first; else each program looks through them.
 
     An expert's rows beyond one block would be multiplied by the same program, which then reads the weights again: the
     busiest expert has some four times the mean.
@@ -66,14 +69,14 @@ def one_token(problem: Problem) -> str | None:
 
 
 def waits_too_wide(problem: Problem, block_n: int, machine: Machine) -> str | None:
-    """Return why columns in blocks of so many would have too many programs wait at once, if they would."""
+    """Return why too many programs would wait at once with this width of blocks, or None."""
     if machine.name != INTERPRETER and -(-problem.N // block_n) >= machine.num_programs:
         return f"{problem.N} columns are more blocks of {block_n} than programs run at once"
     return None
 
 
 def exchange_form(problem: Problem) -> str:
-    """To whom a rank's sums of many tokens go (`lamport_combine.py`)."""
+    """Return which ranks receive a rank's sums of many tokens (`lamport_combine.py`)."""
     if problem.op == DOWN_REDUCE_SCATTER:
         return "scatter"
     few = problem.world_size == 2 or problem.M * problem.N <= _MOST_TO_ALL
@@ -81,7 +84,7 @@ def exchange_form(problem: Problem) -> str:
 
 
 def tokens_at_once(problem: Problem) -> int:
-    """Of how many tokens `lamport_combine.py` exchanges the sums in one launch."""
+    """Return how many tokens' sums `lamport_combine.py` exchanges in one launch."""
     if problem.op == DOWN_REDUCE_SCATTER:  # whose parts are of all tokens
         return problem.M
     token_bytes = sums_bytes(problem, problem.world_size) // problem.world_size
@@ -109,7 +112,7 @@ def weight_bytes(problem: Problem) -> float:
 
 
 def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
-    """Tiles that suit so many pairs; of a problem that is to be invariant, those of one order (`orders.py`)."""
+    """Return the tiles for the problem's number of pairs; where bits are promised, those of one order (`orders.py`)."""
     few = not need_sorting(problem.pairs, problem.experts.count)
     if not problem.sums.promised:
         return FEW_TILES if few else _TILES
@@ -119,7 +122,7 @@ def tiles_of(problem: Problem, machine: Machine) -> Sequence[tuple]:
 
 
 def product_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -> float:
-    """In tiles of `_TILES`."""
+    """Return the microseconds of the product in tiles of `_TILES`."""
     if not problem.pairs:
         return 0.0
     size, columns = problem.dtype.itemsize, problem.N
@@ -136,14 +139,14 @@ def product_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -
     drawing = min(1.0, programs / (_DRAW_ALL * machine.num_programs))  # of what the memory gives
     memory = (streamed + passed) / (drawing * machine.hbm_gbs * 1e3)
     math = waves * flops / (rate * machine.tflops * 1e6)
-    math += _widening_us(problem, block_n, programs, machine)
+    if problem.weights is not PLAIN and machine.name != INTERPRETER:
+        remains = min(_MOST_REMAINS, _REMAINS + _BEGINNING / max(1, problem.K))
+        math = remains * (math + _widening_us(problem, block_n, programs, machine))
     return max(memory, math) + 0.25 * min(memory, math)
 
 
 def _widening_us(problem: Problem, block_n: int, programs: float, machine: Machine) -> float:
-    """Return the microseconds in which programs widen the codes of their tiles; 0 for experts in the tokens' dtype."""
-    if problem.weights is PLAIN or machine.name == INTERPRETER:
-        return 0.0
+    """Return the microseconds in which programs widen the codes of their tiles."""
     alone = problem.K * block_n * _WIDENING / 128 / _CYCLES  # of a program, four warps of which always have work
     return max(alone / _ALONE, alone * programs / machine.num_programs / _SHARED)
 

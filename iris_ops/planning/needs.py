@@ -1,4 +1,5 @@
-"""What a problem needs of a way, beside its sizes and its sums (`sums.py`): the format of weights, the epilogue.
+"""Describe what a problem needs of a way, besides its sizes and its sums (`sums.py`): the format of weights, the
+epilogue.
 
 Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
 one: an object, and its name in the ways that serve it.
@@ -24,9 +25,9 @@ _RESTORED, _RESTORE_US = 0.7, 3.0
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` lists the others.
+    """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` has the others.
 
-    A format has a module of its own (`planning/weights/fp8.py`) with a subclass that overrides what differs.
+    A format has a separate module (such as `planning/weights/fp8.py`) with a subclass that overrides what differs.
     """
 
     name: str = "in A's dtype"
@@ -64,17 +65,17 @@ class WeightFormat:
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows of A are rounded to the same format before they are multiplied."""
+        """Return whether rows of A are rounded to the same format before they are multiplied."""
         return self.operand_bytes > 0
 
     @property
     def rounding(self) -> str:
-        """What a trace says of a way that multiplies rounded rows."""
+        """Return how a trace describes a way that multiplies rounded rows."""
         return f"rows rounded to {self.name.removeprefix('in ')}"
 
     @property
     def row_text(self) -> str:
-        """What an order of sums says of rows of A; "" where they stay as they are."""
+        """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return f"rows {self.name}" if self.rounds_rows else ""
 
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
@@ -138,11 +139,11 @@ PLAIN = WeightFormat()
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the sum of a call, in the same kernel or in one of its own."""
+    """An operation that follows the sum of a call, in the same kernel or in a separate one."""
 
     name: str
     apart: str
-    """`module:function` below `iris_ops` that makes the steps of a kernel of its own (`launch.py`)."""
+    """`module:function` below `iris_ops` that makes the steps of a separate kernel (`launch.py`)."""
     halves: bool = False
     """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 

@@ -60,7 +60,7 @@ class Operation:
     expected: str
     """The shapes, in words."""
     mixes: bool = False
-    """Whether each row has experts of its own."""
+    """Whether each row chooses its own experts."""
     widens: bool = False
     """Whether kernels widen all weights to A's dtype on the way into the product."""
     portable: bool = True
@@ -98,8 +98,12 @@ class Operation:
         return self.expected
 
     def refuses(self, N: int) -> str | None:
-        """Return the reason why there is no problem with so many columns, or None."""
+        """Return the reason why no problem has these columns, or None."""
         return None
+
+    def columns(self, mean: int) -> int:
+        """Return the least number of columns from `mean` on of which there is a problem."""
+        return mean
 
     def product(self, problem: Any) -> tuple[int, int, int]:
         """Return (m, n, k) of a rank's largest product."""
@@ -183,6 +187,9 @@ class Gated(GatherMatmul):
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
         rows, n = shapes.out[0], shapes.B[1]
         return super().sizes(form, shapes._replace(out=(rows, n))) if n == 2 * shapes.out[1] else None
+
+    def columns(self, mean: int) -> int:
+        return mean + mean % 2
 
     def refuses(self, N: int) -> str | None:
         return "expected an even number, the columns of gate and up together" if N % 2 else None

@@ -1,4 +1,4 @@
-"""In which order the products of a row are added up: ways of one order give a row the same bits.
+"""Describe the order in which the products of a row are added: ways of one order give a row the same bits.
 
 A sum of rounded numbers depends on its order. Here is what differs between the ways of this library:
 
@@ -9,10 +9,10 @@ A sum of rounded numbers depends on its order. Here is what differs between the 
     early_bias    whether rank 0 adds a bias to its own sum, because a collective that follows knows of none
 
 And what does not, in no kernel: along K a tile is summed from 0 on in fp32; each rank's sum is rounded to the tensors'
-dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias comes behind that, but for an early one, and
-then it is rounded once.
+dtype, its own too; the ranks' are added in fp32 from rank 0 on; a bias follows, except an early one, and then the
+sum is rounded once.
 
-Two things have no order of their own, for they depend on how many rows there are: tiles that programs share along K
+Two things have no fixed order, because it depends on the number of rows: tiles that programs share along K
 (`stream_k.py`), and a library's product, which may cut K, and has other kernels for few rows.
 
 With a promise of equal bits (`Problem.sums`) a plan takes ways of one order only. Which one depends on everything but
@@ -57,7 +57,7 @@ class Order:
 
     @property
     def preference(self) -> tuple[int, int]:
-        """The rank of this order among those that no time decides; the lowest is taken."""
+        """Return the rank of this order among those that no time decides; the lowest is taken."""
         return _INSTRUCTIONS.index(self.instruction), self.step
 
     def __str__(self) -> str:
@@ -69,7 +69,8 @@ class Order:
 
 
 def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of kernels that sum a tile, or each leaf, from the first step along K on; None where programs share tiles."""
+    """Return the order of kernels that sum a tile, or each leaf, from the first step along K on; None where programs
+    share tiles."""
     if config.splits > 1:
         return None
     leaves = problem.tree.leaves if problem.tree else 0
@@ -84,12 +85,12 @@ def of_tiles(problem: Problem, config: FusedConfig, machine: Machine) -> Order |
 
 
 def of_library(problem: Problem, config: FusedConfig, machine: Machine) -> Order | None:
-    """Of `with_torch`: in calls that are to be invariant the product is `local/matmul.py`'s, else a library's."""
+    """Return the order of `with_torch`: where bits are promised, that of `local/matmul.py`; a library has none."""
     return replace(of_product(problem, machine), early_bias=problem.sums.biased) if problem.sums.promised else None
 
 
 def of_product(problem: Problem, machine: Machine) -> Order:
-    """Of `local/matmul.py`, by whichever of its kernels."""
+    """Return the order of `local/matmul.py`, whichever of its kernels runs."""
     if machine.name == INTERPRETER:
         return Order("fixed order", problem.K)
     block = FusedConfig(_WARP_GROUP, _WARP_GROUP)
@@ -97,7 +98,8 @@ def of_product(problem: Problem, machine: Machine) -> Order:
 
 
 def least_rows(machine: Machine) -> int:
-    """Of a block of `local/skinny_matmul.py`: on AMD fewer have another instruction than `of_product` says."""
+    """Return the fewest rows of a block of `local/skinny_matmul.py`: on AMD fewer rows use another instruction than
+    `of_product` says."""
     return 32 if machine.name.startswith("AMD") else 16
 
 

@@ -1,8 +1,9 @@
-"""What the ways' times have in common: hops, pushes, and what hides behind a product. And what hardware they need.
+"""Model the hops, the pushes, and the overlap with a product, which the ways' times share, and the hardware that they
+need.
 
 An analytical model in the manner of tritonBLAS (https://github.com/ROCm/tritonBLAS). The product takes waves of tiles
 (`tile_model.py`). The exchange takes its bytes over the link's rate, and a fixed latency for each hop. How much of one
-hides behind the other was measured on H200s, and stands in each way's own file in `ways/`.
+overlaps with the other was measured on H200s; each way's own file in `ways/` has the figures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .waves import gemm_tiles, programs_of
 _LEAF_US = 0.1
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
-# Elements that travel behind a product, at most; one of rounded rows hides less.
+# The most elements whose transfer a product hides; a product of rounded rows hides less.
 _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
 
@@ -41,10 +42,10 @@ def push_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int)
 
 
 def spread_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
-    """Over what time a program warp-specialised pushes a tile, while it multiplies the next.
+    """Return the time over which a warp-specialised program pushes a tile while it multiplies the next.
 
-    As long as the link takes for a tile of every program, of product first to all peers: faster ones would queue for it
-    and hold up the loads behind them. Sums of an all-reduce do not keep to it, by measurement.
+    It is as long as the link takes for a tile of every program, in products first to all peers: faster pushes would
+    queue for the link and delay the loads after them. Sums of an all-reduce are not paced, by measurement.
     """
     copies = problem.world_size - 1 if problem.op == MATMUL_GATHER else min(1, problem.world_size - 1)
     together = push_us(problem, config, machine, copies * programs_of(config, machine.num_programs))
@@ -62,7 +63,7 @@ def leaf_ends(problem: Problem, config: FusedConfig) -> float:
 
 
 def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine) -> list[FusedConfig]:
-    """`configs`, each with the time over which its programs start, or end what they share first."""
+    """Return `configs`, each with the time over which its programs start, or end what they share first."""
     result = []
     for config in configs:
         over_us = _stagger_us(problem, config, machine)
@@ -71,11 +72,12 @@ def staggered(configs: Sequence[FusedConfig], problem: Problem, machine: Machine
 
 
 def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
-    """Over what time the programs of an op that pushes tiles start, or, warp-specialised, end what they share first.
+    """Return the time over which the programs of an op that pushes tiles start, or, if warp-specialised, end what they
+    share first.
 
-    Best is, by measurement, about the time that all of them take to push a tile at once; a third more where tiles go to
-    everyone. With more than a tile's product the last would push with the first again. Programs that have one tile each
-    gain nothing.
+    By measurement, the best value is about the time that all of them take to push a tile at once, and a third more
+    where tiles go to every rank. With more than a tile's product the last program would push together with the first
+    again. Programs that have one tile each gain nothing.
     """
     if config.warp_specialised and (problem.op == REDUCE_SCATTER or config.splits == 1 or config.block_n < 256):
         return 0  # what others sum is pushed while the next tile is multiplied; small tiles lose by unequal shares

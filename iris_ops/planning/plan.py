@@ -1,4 +1,4 @@
-"""Of all ways in the table (`ways/`), `choose` takes the configuration that serves a problem fastest.
+"""Choose the configuration that computes a problem fastest, of all ways in the table (`ways/`).
 
 It is arithmetic on shapes, dtype, world size and device rates, so every rank chooses the same without talking, and the
 plan can explain itself. A problem that promises equal bits is served by tiles of one order only (`orders.py`).
@@ -35,7 +35,7 @@ def plan(problem: Any, machine: Machine, explained: bool = True, algorithm: str 
 def choose(
     ways: tuple[Way, ...], problem: Any, machine: Machine, explained: bool = True, algorithm: str | None = None
 ) -> FusedConfig:
-    """`plan`, among the given ways."""
+    """Return what `plan` returns, chosen among the given ways."""
     if reason := problem.converted(machine):
         return _converted(ways, problem, machine, explained, algorithm, reason)
     comparison = compare_ways(ways, problem, machine)
@@ -92,12 +92,12 @@ def _refusal(problem: Any, comparison: Comparison, algorithm: str | None, requir
 
 
 def predict(problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
-    """Return the time that a user's `config` should take, by the way that it stands for."""
+    """Return the time that a user's `config` should take, by the way that it selects."""
     return way_for(problem, config).predicted(problem, config, machine)
 
 
 def way_for(problem: Any, config: FusedConfig, ways: Sequence[Way] = WAYS) -> Way:
-    """Return the way that a user's `config` stands for. Raises `ArgumentError` where there is none for the op."""
+    """Return the way that a user's `config` selects. Raises `ArgumentError` where there is none for the op."""
     serving = [way for way in ways if problem.op in way.ops]
     for way in reversed(serving):
         if way.means(problem, config):
@@ -132,7 +132,7 @@ def common_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
 
 
 def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
-    """Raise `ArgumentError` for a user's configuration that sums in an order of its own, where bits are portable."""
+    """Raise `ArgumentError` for a user's configuration that sums in another order, where bits are portable."""
     if not problem.sums.on_any_ranks:
         return
     expected, way = common_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)

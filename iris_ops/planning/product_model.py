@@ -1,4 +1,4 @@
-"""How a product without ranks is computed whose rows do not depend on each other, and how long it takes.
+"""Plan a product of one rank whose rows do not depend on each other, and predict its time.
 
 The kernels are those of `local/`: `skinny_matmul.py`, a stream of weights, and, warp-specialised, the local form of
 `kernels/hopper/gather_matmul.py`. Both sum a tile by the same instruction from the first step along K to the last.
@@ -27,7 +27,7 @@ _SKINNY = tuple(
 
 
 def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Problem:
-    """x [M, K] times a weight of N columns, on one rank."""
+    """Return the problem of x [M, K] times a weight of N columns on one rank."""
     return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=GATE if gated else None)
 
 
@@ -74,7 +74,7 @@ def library_us(problem: Problem, machine: Machine) -> float:
 
 
 def library_us_in_turn(rows: list[int], problem: Problem, machine: Machine) -> list[float]:
-    """Return the microseconds of each of several such products after each other, of so many rows."""
+    """Return the microseconds of each of several such products in turn, with the given rows."""
     if problem.sums.promised:
         return [product_us(m, problem.N, problem.K, problem, machine) for m in rows]
     return expected_in_turn(rows, problem.N, problem.K, machine, weights=problem.weights)

@@ -1,4 +1,4 @@
-"""Which results of a row have the same bits: the levels that users ask for, and the sums that keep them.
+"""Define the levels of equal bits that users request, and the sums that satisfy them.
 
 A level is an object; `LEVELS` of `iris/invariance.py` names those that there are. It promises `Sums` of each problem,
 whose `kind` ways list in `sums` where they keep it. To add one: an object, its line in `LEVELS`, and a way.
@@ -57,7 +57,8 @@ class Level:
 
 
 class _Ranks(Level):
-    """Keeps a row's bits on any number of ranks, too: sums over ranks are those of a tree (`sum_tree.py`)."""
+    """The level that keeps a row's bits on any number of ranks, too: sums over ranks are those of a tree
+    (`sum_tree.py`)."""
 
     def refuses(self, problem: Any) -> str | None:
         if not problem.operation.portable:
@@ -80,7 +81,7 @@ class _Ranks(Level):
         return "rows and ranks"
 
     def best(self, orders: Sequence[Any], us: Callable[[Any], float]) -> Any:
-        """What is fastest depends on the ranks, so it does not count."""
+        """Return the preferred order: which one is fastest depends on the ranks, so times do not count."""
         return min(orders, key=lambda order: order.preference, default=None)
 
     def without_order(self, problem: Any) -> str | None:
@@ -102,7 +103,7 @@ def level_of(name: str | None) -> Level | None:
 
 @dataclass(frozen=True)
 class Sums:
-    """Which results of a row have the same bits: `kind` is what ways list.
+    """The promise which results of a row have the same bits; ways list its `kind`.
 
     `level`: that promises them. `k_per_rank`: each rank's K, of sums that are alike on any number of ranks; else empty.
     `biased`: whether a bias follows the ranks' sum, of which bits are promised.
@@ -115,17 +116,17 @@ class Sums:
 
     @property
     def promised(self) -> bool:
-        """Whether any bits are promised: then a plan takes tiles of one order only, which it finds first."""
+        """Return whether any bits are promised; then a plan takes tiles of one order only, which it finds first."""
         return self.level is not None
 
     @property
     def on_any_ranks(self) -> bool:
-        """Whether they are promised on any number of ranks."""
+        """Return whether the bits are promised on any number of ranks."""
         return self.level is not None and self.level.portable
 
     @property
     def tree(self) -> sum_tree.Tree | None:
-        """The tree in which the ranks add up products along K (`sum_tree.py`), if they do."""
+        """Return the tree in which the ranks add up products along K (`sum_tree.py`), or None."""
         return sum_tree.tree_of("", self.k_per_rank) if self.k_per_rank else None
 
 

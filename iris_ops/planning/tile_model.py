@@ -1,4 +1,4 @@
-"""How long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
+"""Predict how long a rank's product takes in tiles of our kernels: waves of tiles, or the stream of its operands.
 
 A product takes as many waves as its tiles need programs, each as long as one tile takes. A product of few rows takes as
 long as its weights take from memory. The tables here say which tiles there are and what share of the chip's rate a full
@@ -49,7 +49,7 @@ BYTE_TILES: Tiles = {
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
 }
-_EXCHANGE_PROGRAMS = 60  # so many of them draw that rate
+_EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
 _ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
@@ -60,9 +60,8 @@ FP32_TILES: Tiles = {
     (32, 64, 32, 4): (3, 0.7),
     (16, 64, 64, 4): (3, 0.4),
 }
-# Of tiles of few rows, by bytes of an operand; the rate of products of bytes, over those of two bytes.
+# Of tiles of few rows, by bytes of an operand.
 EXCHANGED_TILES = {1: BYTE_TILES, 2: LAMPORT_TILES, 4: FP32_TILES}
-_BYTE_SHARE = 1.85
 _ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
@@ -78,7 +77,8 @@ _FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
 
 
 def specialised_tiles(architecture: str) -> SpecialisedTiles:
-    """The tables of `Machine.architecture`; Hopper's where no kernel is warp-specialised, for questions about it."""
+    """Return the tables of `Machine.architecture`; Hopper's if no kernel is warp-specialised, for questions about
+    it."""
     return SPECIALISED_TILES.get(architecture, HOPPER)
 
 
@@ -146,6 +146,5 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
-    share *= {1: _BYTE_SHARE, 2: 1.0, 4: machine.fp32_share}[problem.itemsize]
-    rate = machine.tflops * share / machine.num_programs  # TFLOP/s of one program
+    rate = machine.product_tflops(problem.itemsize) * share / machine.num_programs  # TFLOP/s of one program
     return 2.0 * bm * bn * max(problem.gemm[2], config.depth(problem.itemsize)) / (rate * 1e6) + 1.5

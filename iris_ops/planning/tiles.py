@@ -1,4 +1,4 @@
-"""What a table of tiles says: which tiles a kind of kernel takes, and how near to the chip's rate each comes."""
+"""Describe tables of tiles: the tiles of a kind of kernel, and how near each comes to the chip's rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long torch's own product takes, cuBLAS's or hipBLASLt's, and the gate behind one: a model fitted to measurements.
+"""Model the time of torch's own product, cuBLAS's or hipBLASLt's, and of a gate after it, fitted to measurements.
 
 It covers the products that a plan compares with its own kernels. It reckons with waves of the library's tiles, like the
 model of our kernels, but the library chooses its tiles by rules that it does not tell.
@@ -21,7 +21,7 @@ _TILES = {
     192: {192: 1.0, 256: 1.0},
     256: {160: 1.0, 192: 1.0},
 }
-# cuBLAS' tiles on Hopper come in multiples of 8 rows: from so many on one that fits, with so much of the share between.
+# cuBLAS' tiles on Hopper come in multiples of 8 rows: the rows from which one fits, and the share in between.
 _LEAST_FITTED, _FITTED = 160, 0.95
 _MOST_FITTED = 8  # blocks of rows, of more those of round numbers fit well enough
 _SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
@@ -33,10 +33,10 @@ _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its e
 
 
 def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, weights: WeightFormat = PLAIN) -> float:
-    """Microseconds of a product [m, k] @ [k, n] in 16 bits: waves of the tiles that suit it best, or its stream.
+    """Return the microseconds of torch's product [m, k] @ [k, n] in 16 bits: waves of its best tiles, or its stream.
 
-    Within a tenth of what cuBLAS takes on an H200, on nine products of ten, from 128 rows on. `weights`: how
-    the library takes them.
+    On an H200, from 128 rows on, it is within a tenth of cuBLAS's time on nine products of ten. `weights` is the format
+    that the library multiplies.
     """
     return expected_in_turn([m], n, k, machine, most_splits, weights)[0] - _HIDDEN * machine.launch_us
 
@@ -44,7 +44,7 @@ def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, 
 def expected_in_turn(
     rows: list[int], n: int, k: int, machine: Machine, most_splits: int = 2, weights: WeightFormat = PLAIN
 ) -> list[float]:
-    """Microseconds of each of several products after each other, of so many rows: they warm the chip together."""
+    """Return the microseconds of each of several products in turn, with the given rows: they warm the chip together."""
     waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
     streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
@@ -92,12 +92,12 @@ def _heated(us: float) -> float:
     return us / (fast + (slow - fast) * warmth)
 
 
-# Of the memory's rate, what gating reaches, and microseconds of a kernel behind another.
+# The share of the memory's rate that gating reaches, and microseconds of a kernel after another.
 _GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 def gate_us(problem: Problem, machine: Machine) -> float:
-    """Return the microseconds of `gate` after a product of so many rows and columns, both halves."""
+    """Return the microseconds of `gate` after a product of these rows and columns, both halves."""
     nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
     return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
 

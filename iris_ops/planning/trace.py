@@ -16,7 +16,7 @@ from .orders import Order
 
 @dataclass(frozen=True)
 class Choice:
-    """What a choice was made from. `free`: the times without a promise of equal bits, where there is one."""
+    """The facts of a choice. `free`: the times without a promise of equal bits, if there is one."""
 
     problem: Any
     machine: Machine

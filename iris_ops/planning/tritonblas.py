@@ -22,20 +22,21 @@ Tile = tuple[int, int, int, int, int]
 
 
 def tiles(problem: Problem, machine: str) -> list[Tile]:
-    """[(block_m, block_n, block_k, warps, stages)] if this device is a `machine`; empty where none is selected."""
+    """Return [(block_m, block_n, block_k, warps, stages)] if this device is a `machine`; an empty list if none is
+    selected."""
     tile, _ = _selected(problem, machine)
     return [tile] if tile else []
 
 
 def reasons(problem: Problem, machine: str) -> list[str]:
-    """Where the tile comes from, or why the selector that is installed did not give it, for `FusedConfig.explain`."""
+    """Return where the tile comes from, or why the installed selector did not provide it, for `FusedConfig.explain`."""
     _, reason = _selected(problem, machine)
     return [reason] if reason else []
 
 
 @lru_cache(maxsize=4096)
 def _selected(problem: Problem, machine: str) -> tuple[Tile | None, str]:
-    # what the selector knows of the device it asks the device itself, so it cannot plan for another one
+    # the selector queries the device itself, so it cannot plan for another one
     if torch.version.hip is None or not all(problem.gemm) or machine != torch.cuda.get_device_name():
         return None, ""
     try:

@@ -1,4 +1,4 @@
-"""How many tiles a rank's product has, and which of them are cut, shared or computed early: arithmetic.
+"""Count the tiles of a rank's product, and those that are cut, shared or computed early: arithmetic.
 
 `programs` is how many programs run at once on the device. All of them taking a tile is a wave. A configuration may take
 fewer programs.
@@ -48,9 +48,10 @@ def loose_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[int, int]:
-    """(tiles that warp-specialised programs share, by how many): those that do not fill a wave (`stream_k.Units`).
+    """Return (tiles that warp-specialised programs share, the number of programs): those that do not fill a wave
+    (`stream_k.Units`).
 
-    A tile is cut into about `config.splits` parts at most, each of one step along K at least.
+    A tile is cut into at most about `config.splits` parts, each of at least one step along K.
     """
     programs = programs_of(config, programs)
     shared, steps = loose_tiles(problem, config, programs), steps_along_k(problem, config)
@@ -64,7 +65,7 @@ def steps_along_k(problem: Problem, config: FusedConfig) -> int:
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:
-    """Return whether `stream_k.Units` can count, in int32, the steps of so many shared tiles."""
+    """Return whether `stream_k.Units` can count the steps of the shared tiles in int32."""
     return 2 * sharers * shared * steps < 1 << 31
 
 
@@ -103,9 +104,10 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
 
 
 def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """How many columns of tiles `tile_orders.OthersFirst` takes at a time, the peer's tiles first: all, or a wave's.
+    """Return how many columns of tiles `tile_orders.OthersFirst` takes at a time, the peer's tiles first: all, or a
+    wave's.
 
-    The same of B is read for own tiles behind them, best from L2; then tiles are sent behind the last wave, too.
+    Own tiles then read the same part of B afterwards, best from L2; but tiles are also sent after the last wave.
     """
     num_m, num_n = -(-problem.M // config.block_m), -(-problem.N // config.block_n)
     if problem.K * problem.N * problem.dtype.itemsize <= _L2_BYTES:

@@ -1,4 +1,4 @@
-"""`Way`: one way to serve a problem, as numbers. Its kernel and the kernel's launcher stand in a module that it names.
+"""`Way`: one way to compute a problem, as numbers. It names the module of its kernel and of the kernel's launcher.
 
 A way is one object in `planning/ways/`, and one line of the table there. The engine (`iris/planning.py`) leaves out the
 ways that object to a problem, and compares the times of the others' tiles. A new way overrides `tiles`, `together` and
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-# Microseconds of an epilogue in a kernel of its own.
+# Microseconds of an epilogue in a separate kernel.
 _EPILOGUE_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
 
 
 class Sizes(NamedTuple):
-    """What a call needs of its workspace: int32 flags, bytes of staging memory, bytes of the exchange area."""
+    """The memory that a call needs of its workspace: int32 flags, bytes of staging memory, bytes of the exchange
+    area."""
 
     flags: int = 0
     staging: int = 0
@@ -40,7 +41,8 @@ class Sizes(NamedTuple):
 
 
 class Way(planning.Way):
-    """What a way accepts, its tiles, its times and its memory. All ranks compute the same from equal arguments."""
+    """A kernel, or a torch call, that computes ops: what it accepts, its tiles, its times and its memory. All ranks
+    compute the same from equal arguments."""
 
     kernel: str
     """The kernel's name: its module below `iris_ops/kernels`, or below `iris_ops/` (`launch_names.py`)."""
@@ -53,7 +55,8 @@ class Way(planning.Way):
     follows: bool = False
     """Whether the kernel begins by `arch.follow`."""
     options: str = ""
-    """`module:function` that gives more launch options: of (the grid's programs, those that run at once, arguments)."""
+    """`module:function` that gives more launch options, by the grid's programs, those that run at once, and the
+    arguments."""
     algorithms: tuple[str, ...] = ("overlapped",)
     """Of `FusedConfig.algorithm`, those that this way has a form of."""
     warp_specialised: bool = False
@@ -67,7 +70,8 @@ class Way(planning.Way):
         return None
 
     def objection(self, problem: Any, machine: Machine) -> str | None:
-        """The reason why `problem` cannot be served: its weights, its sums, or what `accepts` says; None if it can."""
+        """Return the reason why `problem` is not supported: its weights, its sums, or what `accepts` says; None if it
+        is."""
         if problem.weights not in self.weights:
             return f"it multiplies no weights {problem.weights.name}"
         if problem.sums.kind not in self.sums:
@@ -88,7 +92,7 @@ class Way(planning.Way):
 
     @property
     def name(self) -> str:
-        """What a trace calls it where it cannot serve."""
+        """Return the name that a trace shows where this way is not supported."""
         return self.kernel
 
     def fallback_for(self, problem: Any) -> str:
@@ -96,16 +100,16 @@ class Way(planning.Way):
         return self.fallback
 
     def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
-        """Return the reason why blocks of so many columns cannot serve, or None."""
+        """Return the reason why blocks of this width are not supported, or None."""
         return None
 
     def means(self, problem: Any, config: FusedConfig) -> bool:
-        """Return whether a user's `config` stands for this way. Of several, the last in the table counts."""
+        """Return whether a user's `config` selects this way. Of several, the last in the table counts."""
         alike = config.warp_specialised == self.warp_specialised
         return alike and problem.op in self.ops and config.algorithm in self.algorithms
 
     def predicted(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
-        """`times`, and what runs in kernels of its own: rounding, and an epilogue that this way does not fuse."""
+        """Return `times` plus what runs in separate kernels: rounding, and an epilogue that this way does not fuse."""
         times, rest = self.times(problem, config, machine), 0.0
         if problem.epilogue and problem.epilogue not in self.fuses(problem, config):
             rest += _EPILOGUE_US[problem.epilogue](problem, machine)
@@ -124,7 +128,7 @@ class Way(planning.Way):
         return gemm_us(problem, config, machine)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-        """Microseconds of (the exchange alone, product and exchange together), given those of the product."""
+        """Return the microseconds of (the exchange alone, product and exchange together), from those of the product."""
         raise NotImplementedError
 
     def workspace(self, problem: Any, config: FusedConfig, programs: int) -> Sizes:
@@ -136,7 +140,7 @@ class Way(planning.Way):
         return orders.of_tiles(problem, config, machine)
 
     def fuses(self, problem: Any, config: FusedConfig) -> tuple[Epilogue, ...]:
-        """Return the parts of the epilogue that this way computes itself; others run in a kernel of their own."""
+        """Return the parts of the epilogue that this way computes itself; others run in a separate kernel."""
         return ()
 
     def rounds_rows(self, problem: Any) -> bool:

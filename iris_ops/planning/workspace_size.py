@@ -1,4 +1,4 @@
-"""How what the ranks stage for each other is laid out, and how much of it there is: arithmetic on shapes."""
+"""Lay out what the ranks stage for each other, and compute its size: arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, MATMUL_GATHER, TMA_ALIGNMENT, Problem, owned_part, part_size
 from .waves import loose_tiles
 
-# Elements of the exchange area: a row has a multiple of so many.
+# Elements of the exchange area: a row has a multiple of this number.
 _EXCHANGE_GRANULE = 16
 # What a mover of all_gather_matmul pushes before it signals: long against the signal, short against a tile's product.
 _PIECE_BYTES = 1 << 19
@@ -28,9 +28,9 @@ def staged(problem: Problem, config: FusedConfig) -> tuple[int, int]:
 
 
 def parts(problem: Problem, config: FusedConfig, programs: int) -> int:
-    """For how many parts of tiles, which the unit that has a tile's last part adds up, a rank has room.
+    """Return the number of parts of tiles for which a rank has room, which the unit with a tile's last part adds up.
 
-    As many on ranks whose K, or N in a gather, differs, or their heaps would differ too.
+    It is equal on ranks whose K, or N in a gather, differs; otherwise their heaps would differ, too.
     """
     if problem.op == GATHER_MATMUL:
         most = 2 * (config.num_programs or programs) - 1  # tiles that are cut, however many there are
@@ -52,7 +52,7 @@ def exchange_ld(cols: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Rounded up; as an int, where Triton's is for kernels too and takes the host microseconds."""
+    """Return a / b, rounded up, as an int; Triton's `cdiv` takes the host microseconds."""
     return -(-a // b)
 
 

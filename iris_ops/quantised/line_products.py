@@ -107,14 +107,24 @@ def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: g
 
     `rows` are transposed. Of runs, a single row stands for all `BLOCK_M`.
     """
+    if widen.RUNS:
+        LOADED: gl.constexpr = runs_layout(rows.shape[0] // 4, BLOCK_M, widen.WORDS // 8, ACROSS)
+    else:
+        LOADED: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
+    x = rows.load(LOADED)
+    if rows.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
+        x, _all = gl.broadcast(x, gl.zeros((rows.shape[0], 32, BLOCK_M), x.dtype, layout=LOADED))
+    return products_of(x, widen, MMA)
+
+
+@gluon.jit
+def products_of(x, widen: gl.constexpr, MMA: gl.constexpr):
+    """Return these operands of numbers in registers: runs [4 * lines, 32, rows], or words of four [lines, 32, rows]."""
     ROWS: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     result = ()
     if widen.RUNS:
-        LINES: gl.constexpr = rows.shape[0] // 4
-        RUNS: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, ACROSS)
-        x = rows.load(RUNS)
-        if x.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
-            x, _all = gl.broadcast(x, gl.zeros((4 * LINES, 32, BLOCK_M), x.dtype, layout=RUNS))
+        LINES: gl.constexpr = x.shape[0] // 4
+        BLOCK_M: gl.constexpr = x.shape[2]
         if widen.SCALED:
             x = _scaled(x)
         PARTS: gl.constexpr = widen.PRODUCTS // 4  # of a run of 32
@@ -123,7 +133,7 @@ def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: g
         for i in gl.static_range(4 * PARTS):
             result = result + (gl.convert_layout(parts[i], ROWS),)
     else:
-        result = _apart(rows.load(ROWS))
+        result = _apart(gl.convert_layout(x, ROWS))
     return result
 
 
@@ -185,6 +195,15 @@ def runs_layout(lines, rows, k_width, across):
     lanes = [[0, each, 0] for each in inner[1]] + [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
     of_warps = [[0, 0, 0]] * _bits(across) + [[4 << i, 0, 0] for i in range(_bits(lines))]
     return gl.DistributedLinearLayout(held + [[1, 0, 0], [2, 0, 0]], lanes, of_warps, [], [4 * lines, 32, rows])
+
+
+@triton.constexpr_function
+def words_layout(lines, rows):
+    """Return the layout of words of four numbers [lines, 32, rows], in which each warp holds a line as dot operands."""
+    held = [[0, 1, 0], [0, 2, 0], [0, 16, 0]] + [[0, 0, 8 << i] for i in range(_bits(rows // 8))]
+    lanes = [[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    of_warps = [[1 << i, 0, 0] for i in range(_bits(lines))]
+    return gl.DistributedLinearLayout(held, lanes, of_warps, [], [lines, 32, rows])
 
 
 @triton.constexpr_function

@@ -1,4 +1,4 @@
-"""How programs of the stream of weights divide a product: tiles, warps, rings, and how many run at once.
+"""Divide a product among programs of the stream of weights: tiles, warps, rings, and how many programs run at once.
 
 A program's time is about that of the bytes that its multiprocessor loads: the weights of its columns and, once for
 each tile, all of A. Weights come from memory, and A from the L2 cache. Up to 16 rows, A is small beside the weights.
@@ -23,13 +23,13 @@ RINGS = {
 }
 MULTIPLIED_ROWS = 16  # at most, by weights that a warp has widened: of more rows it has several such blocks
 _WARPS, _COLUMNS = 4, 16  # of a program and of a tile of fp8 with a scale for each column
-_SHARED, _MOST, _RESERVED = 228 << 10, 227 << 10, 1536  # bytes of a multiprocessor, of a program, beside ring and sums
+SHARED, _MOST, RESERVED = 228 << 10, 227 << 10, 1536  # bytes of a multiprocessor, of a program, beside ring and sums
 _VECTOR = 16  # bytes of scales that the hardware copies at least
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How programs divide the work.
+    """The division of the work among programs.
 
     COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
@@ -46,14 +46,14 @@ class Choice:
 
     def stages(self, rows: int, T: int, words: int, scales: int, resident: int) -> int:
         """Return for how many stages there is room where so many programs run on a multiprocessor; 2 are needed."""
-        others = _RESERVED + _sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
+        others = RESERVED + sums_bytes(rows, T * self.COLUMNS, self.WARPS // self.COLUMN_WARPS)
         stage = stage_bytes(rows, T * self.COLUMNS, words, scale_bytes(self.LINES, scales), self.LINES)
-        return min(self.STAGES, (min(_SHARED // resident, _MOST) - others) // stage)
+        return min(self.STAGES, (min(SHARED // resident, _MOST) - others) // stage)
 
     def grid_and_stages(
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
-        """Return the programs of a product, which run at once on so many multiprocessors, and their rings' stages."""
+        """Return the programs of a product, all resident at once, and the stages of their rings."""
         groups = _cdiv(columns, self.COLUMNS)
         resident = max(1, min(self.RESIDENT, _cdiv(groups, programs)))
         while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
@@ -78,7 +78,8 @@ COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
 def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
-    """Return how programs divide `rows` of A by so many columns of weights, of `words` and bytes of `scales` a line.
+    """Return how programs divide `rows` rows of A and `columns` columns of weights, of `words` words and `scales` bytes
+    of scales a line.
 
     The tile of which the busiest program loads the fewest bytes.
     """
@@ -126,20 +127,21 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
 
 def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
-    """Return the launch options of a grid whose programs must all run at once on so many multiprocessors."""
+    """Return the launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
     most = registers(_cdiv(grid, programs), warps)
     return {"num_warps": warps} | ({"maxnreg": most} if most else {})
 
 
 def registers(resident: int, warps: int = _WARPS) -> int:
-    """Return the registers of a thread, where so many programs run at once; 0 where all that one can have fit."""
+    """Return the registers of a thread, if `resident` programs run at once; 0 if the most that a thread can have
+    fit."""
     most = 65536 // (32 * warps * resident) // 8 * 8
     return most if most < 255 else 0
 
 
 def shared_bytes(rows: int, T: int, stages: int) -> int:
     """Return the bytes of shared memory of a program of fp8 with a scale for each column, without its barriers."""
-    return stages * stage_bytes(rows, T * _COLUMNS, 32) + _sums_bytes(rows, T * _COLUMNS)
+    return stages * stage_bytes(rows, T * _COLUMNS, 32) + sums_bytes(rows, T * _COLUMNS)
 
 
 def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int = 4) -> int:
@@ -149,11 +151,11 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
 
 
 def scale_bytes(lines: int, scales: int) -> int:
-    """Return the bytes of a column's scales that a stage has, of so many a line: whole vectors."""
+    """Return the bytes of a column's scales in a stage, of `scales` bytes a line, as whole vectors."""
     return _cdiv(lines * scales, _VECTOR) * _VECTOR
 
 
-def _sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
+def sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
     return slices * _power_of_2(columns) * max(8, rows) * 4
 
 

@@ -327,12 +327,12 @@ class Launch:
     operands: dict
 
     def options(self, programs: int) -> dict[str, int]:
-        """Return the launch's options where its programs run at once on so many multiprocessors."""
+        """Return the launch's options for programs that run at once on `programs` multiprocessors."""
         return options(self.grid, programs, self.form.WARPS)
 
 
 def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: int, **more: Any) -> Launch:
-    """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by so many programs at once.
+    """Return the launch of A [M, K] times B, the transpose of a stored weight [N, ...], by `programs` programs at once.
 
     A as lines of words or runs, B as lines of words, in blocks of some lines for all warps. `more`: of the form.
     """
@@ -354,15 +354,15 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         grid, stages = chosen.grid_and_stages(rows, N, T, widen.WORDS, nbytes, programs)
     lines = chosen.LINES
     if widen.RUNS:
-        a = _described(A, 32, lines * LINE // 32, rows)
+        a = described(A, 32, lines * LINE // 32, rows)
     else:
-        a = _described(A.view(torch.int64), 32, lines, rows)
-    b = _described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
+        a = described(A.view(torch.int64), 32, lines, rows)
+    b = described(B.t().view(torch.int32), widen.WORDS, lines, chosen.COLUMNS)
     scales = None
     if groups:
         row = scale_bytes(lines, nbytes)
         block = [chosen.COLUMNS, row // scale.itemsize]
-        scales = word_descriptor(scale, block, _layout(row, scale.itemsize, 2))
+        scales = word_descriptor(scale, block, block_layout(row, scale.itemsize, 2))
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
         multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
@@ -376,14 +376,15 @@ def widening_of(B: torch.Tensor, scale: torch.Tensor | None) -> Widening:
     return named(format_of(B, scale).widening)
 
 
-def _described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescriptor:
-    """Return `t` [rows, n] as the hardware loads it: [n / width, rows, width], `rows` of so many `lines` at a time."""
+def described(t: torch.Tensor, width: int, lines: int, rows: int) -> GluonDescriptor:
+    """Return `t` [rows, n] as the hardware loads it: [n / width, rows, width], `rows` rows of `lines` lines at a
+    time."""
     pieces = t.as_strided((t.shape[1] // width, t.shape[0], width), (width, t.stride(0), 1))
     # words of eight bytes in lines of 256: two lines of the widest swizzle
-    return word_descriptor(pieces, [lines, rows, width], _layout(width * t.itemsize, t.itemsize, 3))
+    return word_descriptor(pieces, [lines, rows, width], block_layout(width * t.itemsize, t.itemsize, 3))
 
 
-def _layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+def block_layout(line: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     """Return the layout of lines of `line` bytes in shared memory."""
     swizzle = min(line, 128) if line >= 32 else 0
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=rank)

@@ -16,7 +16,7 @@ _BUFFER = 32 << 20
 
 
 class Staging:
-    """Copies between files and tensors on `device`; `bytes_read` and `bytes_written` count their bytes."""
+    """Copy between files and tensors on `device`; `bytes_read` and `bytes_written` count the bytes."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)

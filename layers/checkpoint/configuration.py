@@ -94,7 +94,7 @@ def empty_model(
     computed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
     if computed > checkpoint.nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"the configuration asks for {computed} bytes of buffers and the files hold {checkpoint.nbytes} of weights"
+            f"the configuration needs {computed} bytes of buffers and the files hold {checkpoint.nbytes} of weights"
         )
     if model.can_generate():
         model.generation_config = _generation_config(folder)

@@ -74,17 +74,29 @@ def from_pretrained(
 ) -> SplitModel:
     """Load a model that generates text, split over the ranks of `ctx` by its tensor-parallel plan. Collective.
 
-    Return it in eval mode. It is a causal language model, an encoder-decoder, or a model of text and images.
+    No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows
+    it.
 
-    `path_or_id` is a folder, which needs no network, or a name on the Hugging Face hub. `dtype` is the configuration's
-    by default. Quantised weights (see `formats`) of split linears keep their codes and scales where a packing holds
-    them. Others, and all with `weights="widened"`, are widened to `dtype`. `verify` compares a weight of each kind with
-    the files (see `checkpoint.verify`). `mesh` and `options` are those of `parallelize`; with a "pp" in the mesh a rank
-    reads its slices of its own stage's layers only. The model's `parallel_report` lists how each module is split.
-    No code that comes with the model runs, neither its own nor a kernel of the hub, unless `trust_remote_code` allows.
-    Raises CheckpointError on every rank, before anything is loaded, if the files do not hold what the model needs, or,
-    with `strict`, if they hold more. Raises ArgumentError, before anything is read, for arguments that are wrong on any
-    rank, or differ from rank 0's.
+    Args:
+        path_or_id: a folder, which needs no network, or a name on the Hugging Face hub.
+        ctx: the context.
+        dtype: the dtype of weights that are not kept quantised; by default the configuration's.
+        strict: whether tensors that the model does not need are an error.
+        trust_remote_code: whether code that comes with the model may run.
+        verify: whether to compare a weight of each kind with the files after loading (see `checkpoint.verify`).
+        mesh: as in `parallelize`; with a "pp" dimension, a rank reads only its slices of its own stage's layers.
+        **options: the other options of `parallelize`. Quantised weights of split linears keep their codes and scales
+            where a packing holds them (see `formats`); `weights="widened"` widens all of them to `dtype`.
+
+    Returns:
+        The model in eval mode: a causal language model, an encoder-decoder, or a model of text and images. Its
+            `parallel_report` lists how each module is split.
+
+    Raises:
+        ArgumentError: on every rank, before anything is read, for arguments that are wrong on any rank, or differ from
+            rank 0's.
+        CheckpointError: on every rank, before anything is loaded, if the files do not hold what the model needs, or,
+            with `strict`, if they hold more.
     """
     check_context(ctx)
     own = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}

@@ -1,4 +1,4 @@
-"""Puts a new checkpoint in the place of an old one, so that at every moment the folder loads: as the old or the new.
+"""Replace a checkpoint by a new one, so that at every moment the folder loads: as the old or the new.
 
 New weights are written into the same folder, under unused names, and reach the disk before any file names them.
 Then one rename, or one removal, decides:

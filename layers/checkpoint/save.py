@@ -102,12 +102,21 @@ class _Held:
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shard_size: int | str = "5GB") -> None:
-    """Write a split `model` and its configuration into `folder`, which every rank must see. Collective.
+    """Write a split `model` and its configuration into `folder`. Collective.
 
-    Weights go into one file, or into several of at most `max_shard_size` (bytes, or a text like "5GB"; one tensor may
-    be larger) and an index. Files of an earlier checkpoint are removed once the new ones are in place: whenever the
-    processes end, the folder loads, as the old checkpoint or as the new. Raises `ArgumentError` for bad arguments, and
-    `CheckpointError` on every rank, with the failure of each, where the folder cannot be written.
+    If the folder holds an earlier checkpoint, its files are removed once the new ones are in place. Whenever the
+    processes end, the folder loads as the old checkpoint or as the new one.
+
+    Args:
+        model: a model that `parallelize` or `from_pretrained` has split.
+        folder: a folder that every rank sees.
+        ctx: the context.
+        max_shard_size: the largest size of a file of weights, in bytes or as a text like "5GB"; a single tensor may be
+            larger.
+
+    Raises:
+        ArgumentError: for bad arguments.
+        CheckpointError: on every rank, with the failure of each, where the folder cannot be written.
     """
     check_context(ctx)
     _save(model, folder, ctx, max_shard_size, None)

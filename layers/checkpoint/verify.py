@@ -77,7 +77,7 @@ def compare_with_files(model: nn.Module, sources: Mapping[str, Source], folder: 
         ]
     except Exception as error:  # a file, or memory of the device; the other ranks wait in `raise_together`
         problems = [f"rank {ctx.cur_rank}: {one_line(error)}"]
-    what = f"{folder} was not loaded as it is stored"
+    what = f"{folder} differs from what was loaded"
     raise_together(problems, what, ctx)
     by_rank = ctx.hosts.all_gather(own)
     for number, each in enumerate(own):

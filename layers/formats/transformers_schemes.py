@@ -114,7 +114,7 @@ def gptq(config: Config) -> Scheme:
     dynamic = config.get("dynamic") or {}
     if own := [each for each in dynamic if not str(each).startswith("-:")]:
         raise CheckpointError(
-            f"dynamic gives {shown(repr(own[0]))} settings of its own: expected the same for all modules"
+            f"dynamic gives {shown(repr(own[0]))} separate settings: expected the same for all modules"
         )
 
     def build(name: str, roles: Roles) -> QuantisedWeight:

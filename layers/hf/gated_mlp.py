@@ -45,14 +45,13 @@ class GatedMLP(nn.Module):
         vars(self).update((key, held) for key, held in vars(mlp).items() if not key.startswith("_forward_pre_hooks"))
         self._product = product
         self._original = self._bypassed()  # in a tuple, so no further children
-        self._invariant = bool(product.merged.ctx.invariant)
         self._hopper_configs = platform.has_warp_specialisation(product.merged.ctx.device)  # a compiler would warn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = *args, *kwargs.values()  # under any name
         merged = self.merged
         x = merged.check(x, merged.in_features)
-        if self._invariant and keeps_bits(x, merged):
+        if merged.rows_alike and keeps_bits(x, merged):
             if self._is_unchanged():
                 return self.down_proj(merged.gated(x))
         elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
@@ -81,7 +80,7 @@ class GatedMLP(nn.Module):
 
 
 def keeps_bits(x: torch.Tensor, merged: ColumnParallelLinear) -> bool:
-    """Return whether `merged.gated` takes `x` on an invariant context, independently of the number of rows."""
+    """Return whether `merged.gated` takes `x` with the same bits among any number of rows."""
     is_supported = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and merged.weight_scale is None
     return is_supported and x.dtype == merged.dtype and not _needs_gradient(x, merged)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GatedNorm(nn.Module):
-    """Replaces `norm`, whose weight it takes, on the heads `held`; a group has `size` channels in all."""
+    """A norm that replaces `norm`, with its weight, on the heads `held`; a group has `size` channels in all."""
 
     op = "gated RMSNorm of a rank's groups"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from iris.invariance import RANKS
 from torch import nn
 
 from ..shard import even_unit
@@ -25,7 +24,7 @@ def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, made: int = 1)
     """
     rows = [name for name, style in linears.items() if style in styles_of.ROW]
     units = {name: max(made, unit_of(model.get_submodule(name))) for name in rows}
-    grouped = {name: unit for name, unit in units.items() if unit > 1 and ctx.invariant != RANKS}
+    grouped = {name: unit for name, unit in units.items() if unit > 1}
     if not grouped:
         return {}
     sizes: dict[str, tuple[str, int]] = {}

@@ -2,7 +2,7 @@
 
 A module is replaced only if it is a plain RMSNorm: a copy of it with a random weight is compared with torch's function.
 In bf16 and fp16 torch's function rounds once, where the module rounds twice. A norm that adds one to its weight, as
-Gemma's and Qwen3-Next's do, stays, unless an invariant is set: then `iris_ops/local/norm.py` computes both kinds, and
+Gemma's and Qwen3-Next's do, stays, unless rows are to be alike: then `iris_ops/local/norm.py` computes both kinds, and
 layer norms, tried likewise. The order of sums of other code depends on the number of rows on GPUs.
 """
 
@@ -26,19 +26,28 @@ _NAMES = "RMSNorm", "LayerNorm"  # ends of their classes' names
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, invariant: str | None = None, offset: float = 0.0):
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight, self.eps, self.invariant, self.offset = weight, eps, invariant, offset
+        self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype:  # under torch.autocast: the wider of both, as in the original module
             return F.rms_norm(x, self.weight.shape, None, self.eps) * (self.weight + self.offset)
-        if self.invariant:
-            return norm.rms_norm(x, self.weight, self.eps, self.offset)
+        return self.normalised(x)
+
+    def normalised(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `x` in the weight's dtype."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}" + (f", offset={self.offset}" if self.offset else "")
+
+
+class RowsAlikeRMSNorm(RMSNorm):
+    """The same; a row has the same bits among any number of rows, in compiled code, too."""
+
+    def normalised(self, x: torch.Tensor) -> torch.Tensor:
+        return norm.rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class LayerNorm(nn.Module):
@@ -57,11 +66,11 @@ class LayerNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
+def fuse_norms(model: nn.Module, rows_alike: bool = False) -> int:
     """Replace the plain RMSNorms of `model`, which keep their weights; return their number.
 
-    `invariant`: as in `iris.iris`; norms are then those of `iris_ops/local/norm.py`, in compiled code, too, and layer
-    norms are replaced as well.
+    `rows_alike`: whether a row is to have the same bits among any number of rows; norms are then those of
+    `iris_ops/local/norm.py`, in compiled code, too, and layer norms are replaced as well.
     """
     makers: dict[tuple, Callable[[Any], nn.Module] | None] = {}
     replacements = []
@@ -74,7 +83,7 @@ def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
                 continue
             kind = type(module), eps, *((name, p.shape) for name, p in module.named_parameters())
             if kind not in makers:
-                makers[kind] = _replacement(module, eps, invariant)
+                makers[kind] = _replacement(module, eps, rows_alike)
             if make := makers[kind]:
                 replacements.append((parent, child, make(module).train(module.training)))
     for parent, child, ours in replacements:
@@ -82,13 +91,14 @@ def fuse_norms(model: nn.Module, invariant: str | None = None) -> int:
     return len(replacements)
 
 
-def _replacement(module: Any, eps: float, invariant: str | None) -> Callable[[Any], nn.Module] | None:
+def _replacement(module: Any, eps: float, rows_alike: bool) -> Callable[[Any], nn.Module] | None:
     """Return a function that makes our norm from a module of this kind; None where none computes the same."""
     if type(module).__name__.endswith("RMSNorm"):
-        if (offset := offset_of(module, eps)) is None or offset and not invariant:
+        if (offset := offset_of(module, eps)) is None or offset and not rows_alike:
             return None
-        return lambda theirs: RMSNorm(theirs.weight, eps, invariant, offset)
-    if not invariant or not is_layer_norm(module, eps):
+        kind = RowsAlikeRMSNorm if rows_alike else RMSNorm
+        return lambda theirs: kind(theirs.weight, eps, offset)
+    if not rows_alike or not is_layer_norm(module, eps):
         return None
     return lambda theirs: LayerNorm(theirs.weight, theirs.bias if "bias" in theirs._parameters else None, eps)
 

@@ -27,7 +27,7 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is to be split; `parallelize` says what each option means."""
+    """The options of a split; `parallelize` documents each of them."""
 
     plan: str | dict[str, str] = "auto"
     filter_fn: Callable[[str, nn.Module], bool] | None = None

@@ -54,6 +54,7 @@ from .norms import fuse_norms
 from .options import Options
 from .report import Report, make_report, unconverted
 from .resolve import Split, on_any_ranks, resolve
+from .routers import fuse_routers
 from .shared_experts import join_shared
 from .snapshot import Snapshot
 from .stored import FORMS, group_made, store_weights
@@ -78,22 +79,35 @@ def parallelize(
     partial: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Report:
-    """Split the Linears of `model` over the ranks of `ctx` and return a report of each module. Collective.
+    """Split the linears of `model` over the ranks of `ctx`, in place. Collective: every rank passes the same model.
 
-    `plan` is "auto", the model's own tensor-parallel plan, or a dict from module names (`*` for numbers) to styles.
-    `filter_fn(name, module)` keeps a module unsplit by returning False. `fuse`: linears that share an input become one
-    product where the model's forward allows it (see `merge`), plain norms one kernel (see `norms`), and gates part of
-    the product before them (see `gated_mlp`). `weights`: "fp8" rounds the weights of column-parallel linears, but
-    the head's, to fp8; "fp8_all", "fp8_block", "int4" and "mxfp4" round those of row-parallel ones too (see
-    `stored`). None and "widened" keep the model's dtype. `sequence_parallel`: whether ranks
-    share the tokens between the products (see `sequence`) where a call has 2048 or more, or another number if one is
-    given. "auto" is for the families that are tested with it, split by their own plan, with `fuse` and without
-    `weights`; there it takes more tokens unless an engine replays them from a graph. `partial` allows a plan of the
-    model's own that splits none of its layers, the head at most. Every rank calls this with the same model.
+    Args:
+        model: a Hugging Face model whose weights are plain tensors.
+        ctx: the context.
+        plan: "auto", the model's own tensor-parallel plan or a built-in one, or a dict from module names (`*` for
+            numbers) to styles.
+        filter_fn: a function of a name and a module; where it returns False, the module stays unsplit.
+        fuse: whether linears that share an input become one product, plain norms one kernel, and gates part of the
+            product before them, where the model's forward allows it.
+        weights: "fp8" rounds the weights of column-parallel linears, except the head, to fp8; "fp8_all", "fp8_block",
+            "int4" and "mxfp4" round those of row-parallel linears too. None and "widened" keep the model's dtype.
+        sequence_parallel: whether ranks share the tokens between the products of long calls: True for calls of at least
+            2048 tokens, a number for calls of at least that many, "auto" for tested families with their own plan,
+            `fuse` and no `weights`. With "auto", eager calls must be longer than those that an engine replays from a
+            graph.
+        partial: whether the model's own plan may split none of its layers, but the head at most.
+        mesh: a DeviceMesh of `("pp", "tp")` or `("dp", "tp")` for several hosts; "tp" is the context's group.
 
-    Raises on every rank `ArgumentError` for bad arguments, `DtypeError` for weights that no op takes, and `StyleError`,
-    with the names of module and style, for styles that no layer supports, for forwards that would fail or be wrong, and
-    for weights that are no plain tensors. After any error the model is unchanged.
+    Returns:
+        A report with one row for each module.
+
+    Raises:
+        ArgumentError: for bad arguments.
+        DtypeError: for weights of a dtype that no op supports.
+        StyleError: for styles that no layer supports, for forwards that would fail or be wrong, and for weights that
+            are not plain tensors; it names the module and the style.
+
+    Errors are raised on every rank, and leave the model unchanged.
     """
     check_context(ctx)
     options = Options(plan, filter_fn, fuse, weights, sequence_parallel, partial)
@@ -168,7 +182,7 @@ def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
     by_head = [of for name, held in heads.items() for of in head_parameters(name, model, styles, held)]
     outputs = {output_of(name, split.linears): name for name in heads}
     embeddings = {id(m.weight): f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    units = units_of(model, split.linears, ctx, group_made(split.weights))
+    units = units_of(model, split.linears, ctx, group_made(split.weights)) if split.by_groups else {}
     for name, style in split.linears.items():
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -208,7 +222,7 @@ def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
         styles = styles | merge_siblings(model, styles)
     if split.fuse:
         fuse_gates(model)
-        fuse_norms(model, ctx.invariant)
+        fuse_norms(model, bool(ctx.invariant))
     store_weights(model, split.codings, split.weights, ctx)
     for name in split.experts:
         module = model.get_submodule(name)
@@ -225,6 +239,7 @@ def _finish(model: nn.Module, split: Split, styles: dict[str, str], ctx: Iris) -
     model.requires_grad_(False)
     if split.fuse:
         join_shared(model)
+        fuse_routers(model)
     if ctx.invariant:
         keep_rows_alike(model, ctx)
     if not empty:

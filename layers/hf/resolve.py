@@ -30,7 +30,7 @@ from .stored import FORMS, WIDENED
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is split."""
+    """The state of one split of a model."""
 
     styles: dict[str, str]  # of all modules and parameters that the plan names
     linears: dict[str, str]  # styles of the linears that are split
@@ -43,6 +43,7 @@ class Split:
     codings: dict[str, Coding | str]  # of what the files have quantised, by module: codes, or why they are widened
     shares_tokens: bool
     least: int | None  # tokens of the shortest call that shares them; None: the measured break-even
+    by_groups: bool = True  # whether linears are cut between the groups of weights that share a scale
 
     def within(self, skeleton: nn.Module) -> Split:
         """Return the split of a skeleton, in which one layer represents all that are alike."""
@@ -141,7 +142,7 @@ def on_any_ranks(split: Split, sequence_parallel: bool | int | str) -> Split:
             f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with invariant='ranks', for one rank"
             " shares no tokens"
         )
-    return replace(split, shares_tokens=False)
+    return replace(split, shares_tokens=False, by_groups=False)
 
 
 def _experts(modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ _BATCH, _TOKENS = 2, 3
 
 
 class Joined(nn.Module):
-    """Replaces a shared expert, with all its attributes: its part is in the routed experts' sum, so it returns zero."""
+    """A module that replaces a shared expert, with all its attributes, and returns zero: its part is in the routed
+    experts' sum."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ def join_shared(model: nn.Module) -> int:
 
 
 class _RandomOutput(nn.Module):
-    """Returns random values of its input's shape, and records both."""
+    """A module that returns random values of its input's shape, and records both."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from iris.invariance import RANKS
 from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
 from torch import nn
 
 from ..formats.weight_format import Coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
-from ..weight_storage import ELEMENTS, FORMS, REDUCED, STORABLE, Form, InDtype, form_in_groups
+from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_in_groups, unstorable
 from .merge import Slice
 
 WIDENED = "widened"
@@ -59,7 +58,7 @@ def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any
     """Return the form of a layer whose outputs have these codings in the files, or why it has none."""
     if weights == WIDENED:
         return "weights='widened'"
-    refused = _refused(layer, ctx)
+    refused = unstorable(layer)
     own = _own_form(layer, kinds, ctx)
     if weights is None:
         return refused or own
@@ -67,17 +66,6 @@ def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any
         return refused or "weights='fp8' is for column-parallel linears"
     kind = ELEMENTS[FORMS[weights].packing.name]
     return own if isinstance(own, Form) and ELEMENTS[own.packing.name] == kind else FORMS[weights]
-
-
-def _refused(layer: Any, ctx: Any) -> str:
-    """Return why no form serves a layer, "" if one may."""
-    if ctx.invariant == RANKS:
-        return "invariant='ranks'"
-    if hasattr(layer, "tied_to"):
-        return f"it is tied to {layer.tied_to}"
-    if layer.op not in STORABLE:
-        return f"{layer.op} takes no scales"
-    return "its inputs are in several parts" if layer.dim == 1 and len(layer.parts) > 1 else ""
 
 
 def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:

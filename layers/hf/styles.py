@@ -159,8 +159,7 @@ def rules_of(model: nn.Module, plan: Any) -> tuple[str, dict[str, str]]:
     rules = dict(getattr(model, "tp_plan", None) or {})
     if not rules:
         raise StyleError(
-            f"{type(model).__name__} has no tensor-parallel plan of its own, and none is built in: pass"
-            " plan={name: style}"
+            f"{type(model).__name__} has no tensor-parallel plan, and none is built in: pass plan={{name: style}}"
         )
     return "the model's own plan", rules
 
@@ -187,7 +186,7 @@ def _refuse_split(model: nn.Module) -> None:
 def _refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise ArgumentError(f"{name} is of no size yet: expected a model whose lazy modules have been called once")
+            raise ArgumentError(f"{name} has no size yet: expected a model whose lazy modules have been called once")
 
 
 def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
@@ -281,7 +280,7 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, A
         _check_tensors(name, modules[name])
         if is_hooked(modules[name]):
             raise StyleError(
-                f"{name} has a hook or a forward of its own, which would be lost: expected none before the split, after"
+                f"{name} has a hook or its own forward, which would be lost: expected none before the split, after"
                 " which a hook sees this rank's part"
             )
         if modules[name] is head and styles[name] in COLUMN | PACKED:
@@ -308,7 +307,9 @@ def _check_tensors(name: str, linear: nn.Linear) -> None:
     """Raise unless a linear holds a weight, perhaps a bias, and nothing else, of kinds that layers can split."""
     for key, tensor in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False)):
         if key not in ("weight", "bias"):
-            raise StyleError(f"{name} holds {key} beside its weight, which a split would lose: expected a plain linear")
+            raise StyleError(
+                f"{name} holds {key} in addition to its weight, which a split would lose: expected a plain linear"
+            )
         _check_tensor(f"{name}.{key}", tensor)
 
 

@@ -67,7 +67,7 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
             fill(registered, source)
 
     def store_as(self, form: Form) -> None:
-        raise ArgumentError(f"the layer's weight is {self.tied_to}: expected a weight of its own, for {form.name}")
+        raise ArgumentError(f"the layer's weight is {self.tied_to}: expected an untied weight, for {form.name}")
 
 
 def retie(model: nn.Module) -> None:

@@ -129,7 +129,7 @@ def check_stages(model: Any, stages: int) -> str:
     if config.is_encoder_decoder or text is not config:
         raise StyleError(f"a {name} is no chain of layers from tokens to logits: expected a text decoder with a 'pp'")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise StyleError(f"layers of a {name} share keys and values, so no border can stand between them")
+        raise StyleError(f"layers of a {name} share keys and values, so they must be on one stage")
     count = int(text.num_hidden_layers)
     if stages > count:
         raise ArgumentError(f"mesh has {stages} stages ('pp') and {name} {count} layers: expected at most {count}")

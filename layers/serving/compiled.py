@@ -84,7 +84,7 @@ class CompiledLayers:
         split = [each for each in inside if isinstance(each, ShardedLinear)]
         own_steps = all(each.own_steps for each in split)
         gated = {each.merged for each in inside if isinstance(each, GatedMLP)}
-        self._few_rows = min((each.few_rows(each in gated) for each in split if each.dim == 0), default=0)
+        self._few_rows = min((each.storage.few_rows(each, each in gated) for each in split if each.dim == 0), default=0)
         self._halved = (
             len(layers) if eligible and own_steps else 0
         )  # the first layers, as many as this, have norms in two halves

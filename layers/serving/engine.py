@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import ArgumentError
@@ -59,7 +58,8 @@ from .cache import (
 )
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
-from .prompts import common_length, pad_right, until
+from .lengths import GRAPH_TOKENS, Lengths
+from .prompts import pad_right, until
 from .requests import Request, checked_request
 from .rope_switch import RopeSwitch
 from .sampling import Sampler
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
-_GRAPH_TOKENS = 8192  # of prompts that are captured: of more, the device takes longer than the host
 
 _Method = TypeVar("_Method", bound=Callable)
 
@@ -159,7 +158,8 @@ class Engine:
         self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
         self._keeps_any = keeps_any_logits(model)  # else this many from the end, or all
-        self._layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
+        layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
+        self._lengths = Lengths(max_length, ctx.num_ranks, layer_weights, self._sharing, self._recurrent)
         captures = self.graphs and self._switch is None  # its rotary embedding makes new factors at the switch
         self.steps = Graphs(2 if captures else 0)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
@@ -266,17 +266,13 @@ class Engine:
         return logits
 
     def _replayed(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        if not self.prompts.most or prompts.numel() > _GRAPH_TOKENS:
+        if not self.prompts.most or prompts.numel() > GRAPH_TOKENS:
             return self._read(prompts, mask)
         batch, length = prompts.shape
         end = None
         if self._keeps_any:
             end = torch.full((1,), length, device=prompts.device)
-            longer = common_length(batch, length, self._layer_weights)
-            most = self.max_length - 1  # those that fill the cache are compiled apart
-            longer = max(length, min(longer, most - most % self._step(batch)))
-            if batch * longer <= _GRAPH_TOKENS:
-                prompts, mask = pad_right(prompts, mask, longer)
+            prompts, mask = pad_right(prompts, mask, self._lengths.captured(batch, length))
         prompts, mask = prompts.contiguous(), None if mask is None else mask.contiguous()  # as a graph's own
         key = prompts.shape, prompts.dtype, None if mask is None else mask.dtype
         with self._sharing.replaying() if self._sharing else nullcontext():
@@ -285,7 +281,7 @@ class Engine:
     def _read(self, prompts: torch.Tensor, mask: torch.Tensor | None, end: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of the prompts. `end` [1]: their length, where shorter than the tensor; the rest is padding."""
         batch, length = prompts.shape
-        prompts, mask = pad_right(prompts, mask, self._sharable(batch, length))
+        prompts, mask = pad_right(prompts, mask, self._lengths.sharable(batch, length))
         keep = prompts.shape[1] - length + 1 if end is None else end - 1
         end = torch.full((1,), length, device=prompts.device) if end is None else end
         seen = (torch.arange(prompts.shape[1], device=prompts.device) < end).expand(prompts.shape)
@@ -307,17 +303,6 @@ class Engine:
             raise ArgumentError("prompts come after others in the engine's cache: expected reset() before them")
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
         check_prompts(self.model, prompts, mask, self.batch_size, self.max_length, self.tokens.device)
-
-    def _sharable(self, batch: int, length: int) -> int:
-        """Return the next length at which ranks can share the tokens, if the model does and there are enough."""
-        if self._sharing is None or self._recurrent or not self._sharing.has_enough(batch * length):
-            return length
-        longer = -(-length // self._step(batch)) * self._step(batch)
-        return longer if longer <= self.max_length else length
-
-    def _step(self, batch: int) -> int:
-        """Return the step between lengths at which all ranks of a sequence-parallel call have as many tokens."""
-        return 1 if self._sharing is None else self.ctx.num_ranks // gcd(batch, self.ctx.num_ranks)
 
     @_untracked
     def accept(self, logits: torch.Tensor) -> None:

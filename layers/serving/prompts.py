@@ -15,10 +15,6 @@ from torch.nn import functional as F
 
 from ..sharded import is_dtensor
 from .arguments import check_tokens
-from .prefill_attention import length_on_grid
-
-_HOST_LIMITED = 2.5e11  # tokens times a layer's weights, some 0.8 ms: below it the host is slower than the device
-_MORE_TOKENS = 64  # or an eighth: extra tokens up to that cost little compared with the weights
 
 
 def tokens_of(prompts: Any, words: int) -> list[list[int]]:
@@ -72,16 +68,6 @@ def stops(stop: Any, words: int) -> set[int]:
     if outside := sorted(token for token in ends if not 0 <= token < words):
         raise ArgumentError(f"stop has {outside[0]}: expected tokens from 0 to {words - 1}, the vocabulary")
     return ends
-
-
-def common_length(batch: int, length: int, weights: float) -> int:
-    """Return the length to which prompts are padded, so that one graph runs all that are a little shorter.
-
-    Only where the host is the limit, so that extra tokens cost nothing. `weights`: a rank's, over the layers.
-    """
-    most = max(1, _MORE_TOKENS // batch)
-    longer = length_on_grid(length, 1 << most.bit_length() - 1)  # whole steps of it fit between two powers of two
-    return longer if batch * longer * weights <= _HOST_LIMITED else length
 
 
 def pad_right(

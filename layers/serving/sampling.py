@@ -20,7 +20,7 @@ _PARTS = 256  # at most, of the vocabulary, whose likeliest tokens are computed 
 
 
 class Sampler:
-    """Chooses greedily until `set` changes that. `random`: the generator that samples are drawn with."""
+    """The choice of tokens: greedy until `set` changes that. `random`: the generator of samples."""
 
     def __init__(self, device: torch.device) -> None:
         self.greedy = True

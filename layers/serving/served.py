@@ -18,13 +18,13 @@ from torch import nn
 
 from ..hf.plans.bert import PLANS as BERT
 
-_BY_LENGTH = "an attention to the latest tokens, whose place it takes from the length of its cache"
+_BY_LENGTH = "an attention to the latest tokens, located by the length of its cache"
 # Types that would run, and be wrong.
 UNSERVED = {
     **dict.fromkeys(("gpt_neo", "inkling_text", "inkling_model"), _BY_LENGTH),
     **dict.fromkeys(
         ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-        "positions that begin behind that of padding",
+        "positions that begin after the padding index",
     ),
 }
 _COUNTS, _TAKES_IN = "counts positions by the cache, padding included", "takes padding into its state"
@@ -46,13 +46,13 @@ def check_served(model: Any) -> None:
     name, kind = type(model).__name__, getattr(model.config, "model_type", None)
     known = getattr(model, "_supports_default_dynamic_cache", None)
     if known is not None and not known():
-        raise ArgumentError(f"model is a {name}, which keeps a cache of its own: {_INSTEAD}")
+        raise ArgumentError(f"model is a {name}, which keeps its own cache: {_INSTEAD}")
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is not None and not hasattr(embedding, "weight"):
         raise ArgumentError(f"model is a {name}, which has several word embeddings: {_INSTEAD}")
     if kind in BERT and getattr(model.config, "is_decoder", None) is False:
         raise ArgumentError(
-            f"model is a {name}, whose tokens attend to those behind them: expected is_decoder=True in its"
+            f"model is a {name}, whose tokens attend to later ones: expected is_decoder=True in its"
             f" configuration, or {_INSTEAD}"
         )
     if kind in UNSERVED:

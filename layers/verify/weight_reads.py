@@ -114,7 +114,7 @@ def _parsed(function: FunctionType) -> ast.FunctionDef | None:
 
 
 class _Reader:
-    """Walks through a function whose first argument is the module."""
+    """A visitor of a function whose first argument is the module."""
 
     def __init__(self, source: ast.FunctionDef, conditions: _Conditions) -> None:
         self.reads: list[_Read] = []

@@ -7,7 +7,7 @@ import signal
 import time
 
 import iris
-from iris import channel
+from iris import connections
 from iris.errors import ArgumentError, HeapExhausted, PeerLostError, PlatformError, VersionError
 import pytest
 import torch
@@ -74,13 +74,13 @@ TRITONS = ("3.6.0", "3.7.1", "3.7.1")
 
 
 def mixed(rank: int, world: int) -> None:
-    channel.versions = lambda: f"iris 0.1.0, torch 2.13.0, triton {TRITONS[rank]}"
+    connections.versions = lambda: f"iris 0.1.0, torch 2.13.0, triton {TRITONS[rank]}"
     begin = time.monotonic()
     for _ in range(2):  # it leaves nothing behind that the next one stumbles over
         with pytest.raises(VersionError, match="rank 0 has .* triton 3.6.0; rank 1 has .* triton 3.7.1; expected"):
             iris.iris(1 << 20)
     assert time.monotonic() - begin < patient(10)
-    channel.versions = lambda: "the same"
+    connections.versions = lambda: "the same"
     with iris.iris(1 << 20) as ctx:
         ctx.barrier()
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 import iris
-from iris import context, errors, platform
+from iris import creation, errors, platform
 from iris.device.sync import wait
 import pytest
 import torch
@@ -163,11 +163,11 @@ def test_fewer_gpus_than_ranks_is_an_error(monkeypatch):
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_that_is_meant(monkeypatch):
-    requests = [context._Request("gpu-a", "1", "torch", "0", "None", None) for _ in range(2)]
+    requests = [creation.Request("gpu-a", "1", "torch", "0", "None", ("", ""), None) for _ in range(2)]
     with pytest.raises(errors.PlatformError, match="two ranks use the same GPU.*IRIS_SHARE_GPUS=1"):
-        context._agree(requests)
+        creation.agree(requests)
     monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
-    context._agree(requests)
+    creation.agree(requests)
 
 
 def test_ranks_that_share_gpus_take_the_next_one(monkeypatch):

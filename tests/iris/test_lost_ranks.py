@@ -143,7 +143,7 @@ def _less_patient(rank: int, world: int, folder: str) -> str:
     ctx = iris.iris(1 << 20)
     ctx.barrier()
     if rank == 0:
-        ctx.hosts._channel._timeout_s = 0.5
+        ctx.hosts._channel.timeout_s = 0.5
     elif rank == VICTIM:
         for other in (0, 2):
             _until(Path(folder, str(other)))

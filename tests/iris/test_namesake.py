@@ -22,7 +22,7 @@ def installed(tmp_path: Path) -> Path:
 def test_importing_warns_of_it(installed: Path) -> None:
     done = fresh.run(f"import sys; sys.path.append({str(installed)!r}); import iris", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
-    assert "RuntimeWarning: scitools-iris 3.14.0 is installed beside iris-tp" in done.stderr
+    assert "RuntimeWarning: scitools-iris 3.14.0 is installed together with iris-tp" in done.stderr
     assert "RuntimeWarning" not in fresh.run("import iris", TRITON_INTERPRET="1").stderr
 
 

@@ -147,7 +147,7 @@ def _too_much(rank, world_size):
             def real_or_full(name):
                 raise OSError(28, f"no more than {limit} bytes")
 
-        with pytest.raises(errors.HeapExhausted, match="could not be had: rank 1:.*no more than"):
+        with pytest.raises(errors.HeapExhausted, match="could not grow: rank 1:.*no more than"):
             heap.empty(300 * MIB, dtype=torch.uint8)
         if rank == 1:
             os.memfd_create = real

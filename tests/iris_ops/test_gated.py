@@ -133,7 +133,7 @@ def biases_body(ctx: iris.Iris) -> None:
         patch.setattr(gated_matmul, "chosen", lambda *_: SPECIALISED)
         if not ON_GPU:
             patch.setattr(platform, "has_warp_specialisation", lambda device: True)
-            patch.setattr(gather_matmul, "relaunch", SimpleNamespace(launch=launch, Calls=relaunch.Calls))
+            patch.setattr(gather_matmul, "relaunch", SimpleNamespace(**vars(relaunch) | {"launch": launch}))
         for seed in range(4):
             A, _, B, b, exact = operands(ctx, 300, 64, 64, seed % 2 == 0, torch.bfloat16, seed)
             apart = None if b is None else b.repeat_interleave(2)[::2]

@@ -182,7 +182,7 @@ def test_a_stand_in_runs_for_the_reason_that_is_said(monkeypatch: pytest.MonkeyP
     assert "between vectors of 16 bytes" in reason_for(ALL_REDUCE, streamed, True, M=8, pad=1)
     assert reason_for(ALL_REDUCE, pushed, K=0) == "there is nothing to multiply"
     brought = replace(pushed, algorithm="copy_gather")
-    assert reason_for(GATHER_MATMUL, brought, pad=8) == "rows of A stand apart"
+    assert reason_for(GATHER_MATMUL, brought, pad=8) == "rows of A are not contiguous"
     assert reason_for(GATHER_MATMUL, brought, True) == "it multiplies no weights in fp8"
 
 

@@ -207,6 +207,7 @@ CASES: dict[str, Any] = {
     "few": dict(tokens=5, bias=True),
     "interleaved": dict(tokens=3, interleaved=True, bias=True, activation="gpt_oss"),
     "high_tiles": dict(tokens=9, shared=True, algorithm="one_shot", block=(64, 128, 128)),
+    "streamed": dict(tokens=12, k=3, hidden=256, bias=True),  # on Hopper
     "many": dict(tokens=41, k=3, scatter=True, activation="gelu_tanh"),
 }
 OTHERS: dict[str, Mixture] = {

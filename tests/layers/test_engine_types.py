@@ -26,8 +26,8 @@ BIASED = ["bloom", "mpt", "falcon"]
 QUICK = ["lfm2_moe", "gpt_oss"]
 REFUSED = {
     "gpt_neo": "GPTNeoForCausalLM, which has an attention to the latest tokens, .* use its generate()",
-    "bert": "BertLMHeadModel, whose tokens attend to those behind them: expected is_decoder=True .*, or use its gen",
-    "minimax": "MiniMaxForCausalLM, which keeps a cache of its own: use its generate()",
+    "bert": "BertLMHeadModel, whose tokens attend to later ones: expected is_decoder=True .*, or use its gen",
+    "minimax": "MiniMaxForCausalLM, which keeps its own cache: use its generate()",
     "deepseek_v4": "DeepseekV4ForCausalLM has layers of 'heavily_compressed_attention', .* use the model's generate()",
     "xlm": "XLMWithLMHeadModel, which cannot be run over a static cache .*: use its generate()",
     "openai-gpt": "OpenAIGPTLMHeadModel keeps nothing in the cache that it is given: use its generate()",

@@ -227,7 +227,7 @@ def dict_body(ctx) -> dict[str, torch.Tensor]:
         assert torch.equal(logits(built_in, ctx.device), results[family])
     without: Any = build("llama", {})
     without._tp_plan = {}
-    with pytest.raises(StyleError, match="has no tensor-parallel plan of its own, and none is built in: pass plan="):
+    with pytest.raises(StyleError, match="has no tensor-parallel plan, and none is built in: pass plan="):
         parallelize(without, ctx)
     model = build("granite_swa", {})  # in older versions its plan splits the sinks without saying local_params
     plan = {name: style for name, style in model.tp_plan.items() if style != "local_params"}

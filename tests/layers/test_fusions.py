@@ -116,7 +116,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [1])
 @pytest.mark.parametrize(
     "name, kind, invariant",
-    [("qk_norm", "RMSNorm", None), ("offset_norm", "GemmaRMSNorm", None), ("offset_norm", "RMSNorm", "batch")],
+    [("qk_norm", "RMSNorm", None), ("offset_norm", "GemmaRMSNorm", None), ("offset_norm", "RowsAlikeRMSNorm", "batch")],
 )
 def test_plain_norms_are_exchanged(world_size: int, name: str, kind: str, invariant: str | None) -> None:
     for kinds in run_ranks(world_size, norms_body, name, invariant):
@@ -139,7 +139,7 @@ def test_layer_norms_are_exchanged_where_bits_are_promised() -> None:
     for parameter in theirs.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
     alone, promised = copy.deepcopy(theirs), copy.deepcopy(theirs)
-    assert fuse_norms(alone) == 0 and fuse_norms(promised, "batch") == len(like)
+    assert fuse_norms(alone) == 0 and fuse_norms(promised, rows_alike=True) == len(like)
     assert list(promised.state_dict()) == list(theirs.state_dict())
     x = torch.randn(5, 2, 64)
     for mine, before in zip(promised, theirs, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import layers
-from layers.serving import graphs, prompts
+from layers.serving import graphs, lengths, prompts
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,7 +200,7 @@ def padded(rows: list[list[int]], new: int, engine: layers.Engine) -> tuple:
 
 def exact_lengths(engine: layers.Engine) -> layers.Engine:
     """With it no prompt is so short that the host is the limit."""
-    engine._layer_weights = float("inf")
+    engine._lengths.weights = float("inf")
     return engine
 
 
@@ -264,7 +264,7 @@ def common_body(ctx, name: str, options: dict, compile: bool) -> None:
     engine = captured_engine(model, ctx, 2, compile=backend(ctx) if compile else False, step_attention=attention)
     eager = layers.Engine(model, ctx, 2, 32, graphs=False, step_attention=ctx.device.type == "cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "length_on_grid", lambda length, least_step: -(-length // 8) * 8)
+        patch.setattr(lengths, "length_on_grid", lambda length, least_step: -(-length // 8) * 8)
         for seed, (length, padding) in enumerate(LENGTHS):
             rows = drawn(seed, length).tolist()
             given = padded([rows[0], rows[1][padding:]], 6, eager)

@@ -150,7 +150,7 @@ def hooked_body(ctx) -> None:
     layer = model.model.layers[0]
     handle = layer.mlp.down_proj.register_forward_hook(lambda *_: seen.append("down_proj"))
     layer.input_layernorm.register_forward_pre_hook(lambda *_: seen.append("norm"))
-    with pytest.raises(StyleError, match=r"model.layers.0.mlp.down_proj has a hook or a forward of its own"):
+    with pytest.raises(StyleError, match=r"model.layers.0.mlp.down_proj has a hook or its own forward"):
         parallelize(model, ctx)
     assert type(layer.mlp.down_proj) is nn.Linear
     handle.remove()

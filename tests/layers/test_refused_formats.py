@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "dynamic": (
         "gptq",
         changed(dynamic={"+:.*up.*": {"bits": 8}}),
-        "dynamic gives '.*up.*' settings of its own",
+        "dynamic gives '.*up.*' separate settings",
     ),
     "not quantised": (
         "fp8_block",

@@ -58,7 +58,7 @@ def special_body(ctx) -> torch.Tensor:
         assert all(type(layer.mlp.down_proj) is nn.Linear for layer in model.model.layers)
     up.weight = models.build("plain").model.layers[1].mlp.up_proj.weight
     up.register_buffer("zero_point", torch.zeros(3))
-    with pytest.raises(StyleError, match=r"up_proj holds zero_point beside its weight"):
+    with pytest.raises(StyleError, match=r"up_proj holds zero_point in addition to its weight"):
         parallelize(model, ctx)
     del up.zero_point
     up.to("meta")
@@ -79,7 +79,7 @@ def odd_body(ctx) -> None:
     plan, x = {"up": "colwise", "down": "rowwise"}, torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     lazy = Pair()
     lazy.extra = nn.LazyLinear(8)
-    with pytest.raises(ArgumentError, match="extra.weight is of no size yet"):
+    with pytest.raises(ArgumentError, match="extra.weight has no size yet"):
         parallelize(lazy, ctx, plan=plan)
     with pytest.raises(StyleError, match="the plan gives the model itself style 'colwise'"):
         parallelize(nn.Linear(4, 4), ctx, plan={"": "colwise"})

@@ -134,8 +134,8 @@ _FAULTS: dict[str, tuple[tuple, ...]] = {
     "iris/ccl/workspace.py": (
         ("nobody waits for a grown workspace", "reserve", "self.group.barrier()", "None", COLLECTIVES),
     ),
-    "iris/channel.py": (
-        ("a rank that gives up on a peer tells nobody", "_loss", "self.post(...)",
+    "iris/connections.py": (
+        ("a rank that gives up on a peer tells nobody", "loss", "self.post(...)",
          "None", ("tests/iris/test_lost_ranks.py::test_who_gives_up_on_a_rank_tells_the_others",)),
     ),
     "iris/context.py": (

@@ -285,7 +285,7 @@ def _load_int16(ptrs, mask, other):
 
 
 class _Memory:
-    """Gives numpy the memory at an address."""
+    """The memory at an address, as numpy reads it."""
 
     def __init__(self, address, shape, strides, dtype) -> None:
         self.__array_interface__ = {

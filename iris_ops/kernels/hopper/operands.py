@@ -45,7 +45,7 @@ def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.T
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
     if not config.warp_specialised:
-        return "its configuration asks for no specialised warps"
+        return "its configuration has no specialised warps"
     if A.dtype not in _GLUON_TYPES:
         return f"it does not multiply {A.dtype}"
     if not platform.has_warp_specialisation(A.device):

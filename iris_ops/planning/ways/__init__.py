@@ -1,4 +1,4 @@
-"""The table of all ways. Where two are as fast, the one that stands first is taken."""
+"""The table of all ways. Of two with the same time, the first is taken."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .lamport import Lamport, LamportGather
 from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
 from .overlapped import Gather, GatherFirst, Reduce
 from .sequential import Sequential
+from .touched import TouchedStream
 from .tree import Tree
 
 WAYS: tuple[Way, ...] = (
@@ -35,4 +36,5 @@ WAYS: tuple[Way, ...] = (
     Down(),
     Combine(),
     DownInSteps(),
+    TouchedStream(),
 )

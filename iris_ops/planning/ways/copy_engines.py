@@ -51,7 +51,7 @@ class Brought(Way):
         return config.algorithm in self.algorithms and config.warp_specialised
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """No higher than a rank's rows."""
+        """Return the tiles, no higher than a rank's rows."""
         return [config for config in copy_gather_configs(machine) if config.block_m <= problem.part_rows]
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
@@ -99,7 +99,7 @@ class CopyGather(Brought):
         return [apart, replace(apart, ranks_together=problem.world_size - 1)]
 
     def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
-        """Of the rank that takes longest."""
+        """Return the times of the rank that takes longest."""
         product, link, total = _copied_us(problem, config, machine)
         return Prediction(product, link, total + (gate_us(problem, machine) if problem.epilogue is GATE else 0.0))
 

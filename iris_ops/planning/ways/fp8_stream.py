@@ -22,9 +22,9 @@ FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_
 
 
 class Fp8Stream(Lamport):
-    """The rows of A stay as they are; more of them than one launch takes come in several.
+    """The rows of A are not rounded; more of them than one launch takes come in several launches.
 
-    Sums of rows alike are not its: more rows are multiplied otherwise.
+    Equal bits are not supported: more rows are multiplied differently.
     """
 
     kernel = LAMPORT_FP8

@@ -22,11 +22,11 @@ from .tree import TREE, exchanged, most_rows
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
 LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
 _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other
-# In two shots, for each 64 x 128 of a tile: how long the link rests between two waves, and what comes behind the last.
+# In two shots, for each 64 x 128 of a tile: how long the link rests between two waves, and the time after the last.
 # Programs drift apart: each wave adds that part to the rest.
 _BETWEEN_US, _LAST_US, _DRIFT = 3.0, 3.5, 0.15
-# Between two ranks: what comes behind the last wave, as above; what a single wave adds, before which nothing came.
-# Programs drift apart: each wave beyond so many adds that part of a product in 16 bits; of rounded rows none was seen.
+# Between two ranks: the time after the last wave, as above; what a single wave adds, before which nothing came.
+# Programs drift apart: beyond a number of waves, each adds that part of a product in 16 bits; rounded rows add none.
 _PAIR_LAST_US, _PAIR_ALONE_US, _PAIR_WAVES, _PAIR_DRIFT = 1.5, 1.3, 4, 0.014
 # The same two times for a reduce-scatter, in which each rank sums its own rows of a tile.
 _PAIR_SCATTER_LAST_US, _PAIR_SCATTER_ALONE_US = 2.5, 1.5
@@ -152,7 +152,7 @@ class LamportPairScatter(LamportPair):
 
 
 def _staggered(config: FusedConfig, problem: Problem, machine: Machine) -> FusedConfig:
-    """Over two fifths of what a wave's values take, from three waves on."""
+    """Return `config` with programs that start over two fifths of the time of a wave's values, from three waves on."""
     waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
     wave_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, waves)
     over_us = round(0.4 * wave_us) if waves > 2 and problem.weights is PLAIN else 0

@@ -28,7 +28,7 @@ _SMALL_HOP_US, _RANK_US = 1.5, 1.8
 
 
 class HopperReduce(Way):
-    """As `overlapped.Reduce`."""
+    """Reductions as `overlapped.Reduce`, by warp-specialised programs."""
 
     kernel = HOPPER_REDUCE
     launcher = "kernels.hopper.matmul_reduce:launcher"
@@ -86,7 +86,7 @@ class HopperReduce(Way):
 
 
 class HopperGather(HopperReduce):
-    """As `overlapped.Gather`."""
+    """Gathers as `overlapped.Gather`, by warp-specialised programs."""
 
     kernel = HOPPER_GATHER
     launcher = "kernels.hopper.matmul_gather:launcher"

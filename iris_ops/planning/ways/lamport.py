@@ -68,10 +68,10 @@ class Lamport(Way):
         rate = TWICE if shots == 2 else PAIR if keeps_own and problem.world_size == 2 else _LAMPORT[problem.op]
         link = nbytes / (machine.link_gbs * rate * 1e3)
         if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
-            # sums, which are the second shot, begin behind all products
+            # sums, which are the second shot, begin after all products
             waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
             hidden = 1 - 1 / waves
-            if problem.op == ALL_REDUCE and waves > 2:  # so many values slow the products behind them
+            if problem.op == ALL_REDUCE and waves > 2:  # so many values slow the products after them
                 hidden = _HIDDEN_BY_MORE
             gemm -= min(link / shots, gemm) * hidden
         shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
@@ -113,6 +113,7 @@ def norm_inside(problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
 
 
 def _keeps_own(problem: Problem, config: FusedConfig, machine: Machine) -> bool:
-    """Whether it is an all-reduce in one shot by programs of one tile each, which keep their own part in registers."""
+    """Return whether this is a one-shot all-reduce by programs with one tile each, which keep their own part in
+    registers."""
     one_shot = problem.op == ALL_REDUCE and config.algorithm == "one_shot" and not config.warp_specialised
     return one_shot and gemm_tiles(problem, config) <= programs_of(config, machine.num_programs)

@@ -197,7 +197,7 @@ class Token(Down):
         return None
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """As narrow columns as have no more programs than two for each multiprocessor."""
+        """Return the tiles, with the fewest columns for which at most two programs run on each multiprocessor."""
         n = next((n for n in TOKEN_COLUMNS if -(-problem.N // n) <= 2 * machine.num_programs), TOKEN_COLUMNS[-1])
         choices = 1 << (problem.experts.top_k - 1).bit_length()
         k = min(256, max(16, TOKEN_ELEMENTS // (n * choices)))
@@ -209,7 +209,7 @@ class Token(Down):
         return [config]
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
-        """As if it had the best of tiles: which way is taken must not depend on a rank's K."""
+        """Return the time of the best tile, because the choice of the way must not depend on a rank's K."""
         return min(product_us(problem, m, n, machine) for m, n, *_ in FEW_TILES)
 
     def rest_us(self, problem: Problem, machine: Machine) -> float:

@@ -31,10 +31,10 @@ _MIXED_US = 14.0
 
 
 class Overlapped(Way):
-    """What the three have in common: tiles, memory, and how far the exchange hides."""
+    """Code that the three ways share: tiles, memory, and how much of the exchange overlaps."""
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        """Portable tiles; where there are warp-specialised kernels, only those lower than theirs."""
+        """Return portable tiles; where warp-specialised kernels exist, only tiles lower than theirs."""
         if machine.name == INTERPRETER:
             tiles = interpreted.tiles(problem)
         else:
@@ -131,7 +131,7 @@ def overlapped_sizes(problem: Problem, config: FusedConfig, programs: int) -> Si
 
 
 def reduced_label(label: str, problem: Problem, config: FusedConfig) -> str:
-    """`label` with what an all-reduce sums."""
+    """Return `label` with what an all-reduce sums."""
     if problem.op == ALL_REDUCE:
         return f"{label}, each rank sums {'columns' if owned_part(problem, config)[2] else 'rows'}"
     return label

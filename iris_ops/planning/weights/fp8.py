@@ -1,6 +1,6 @@
 """Weights in fp8 as a format: dtype, layout of scales, which sizes have kernels, and how long these take.
 
-B is e4m3 with a float32 scale for each column (`quantised/scaled_matmul.py`). Few rows of A stay as they are:
+B is e4m3 with a float32 scale for each column (`quantised/scaled_matmul.py`). Few rows of A are not rounded:
 `quantised/weight_stream.py` widens the weights in registers. More are rounded to e4m3, with a scale for each row.
 """
 

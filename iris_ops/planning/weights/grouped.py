@@ -1,6 +1,6 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A stay as they are. Up to 128 rows are multiplied by the stream of weights, which applies a group's scale to the
+Rows of A are not rounded. Up to 128 rows are multiplied by the stream of weights, which applies a group's scale to the
 sum of its products. For more rows, other ops, other GPUs and sums of a fixed order, each call first makes the weight
 in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of ranks.
 """
@@ -62,7 +62,8 @@ class Grouped(WeightFormat):
             return f"the stream of weights {self.name} has another order of sums than the product of many rows"
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
-        return f"the stream of weights {self.name} serves up to {self.streamed_rows * self.streams_again} rows, K a multiple of {self.granule}"
+        most = self.streamed_rows * self.streams_again
+        return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {self.granule}"
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)

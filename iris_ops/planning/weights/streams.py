@@ -1,4 +1,5 @@
-"""Which products of few rows the stream of weights serves, and how long it takes (`quantised/weight_stream.py`)."""
+"""Decide which products of few rows the stream of weights computes, and predict its time
+(`quantised/weight_stream.py`)."""
 
 from __future__ import annotations
 
@@ -48,6 +49,6 @@ def stream_us(problem: Any, machine: Machine) -> float:
 def launch_us(weights: WeightFormat, m: int, n: int, k: int, machine: Machine) -> float:
     """Return the microseconds of a launch that multiplies m rows by a weight [n, k].
 
-    Memory gives four fifths of its rate to a stream with rests between its groups.
+    Memory gives four fifths of its rate to a stream with pauses between its groups.
     """
     return (2 * m * k + weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)

@@ -1,0 +1,60 @@
+"""`Scoring`, the function from a router's logits to the experts of a token and their weights."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from iris.errors import ArgumentError
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = "softmax", "sigmoid", "softmax_of_chosen"
+KINDS = (SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a router's logits become the weights of the experts that it chooses.
+
+    `kind`: weights are a softmax of all logits, of the chosen ones alone, or the sigmoid of each. `normalised`: divided
+    by the sum of the chosen ones and `epsilon`. `scale`: what they are multiplied by. With `groups`, only experts of
+    the `kept_groups` best groups are chosen; a group counts as the sum of its `group_best` highest scores, 1 or 2.
+    """
+
+    kind: str = SOFTMAX
+    normalised: bool = True
+    epsilon: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ArgumentError(f"scoring.kind is {self.kind!r}; expected one of {', '.join(map(repr, KINDS))}")
+        if not 1 <= self.kept_groups <= self.groups or self.group_best not in (1, 2):
+            raise ArgumentError(
+                f"scoring keeps {self.kept_groups} of {self.groups} groups by {self.group_best} scores; expected 1 to"
+                " all of them, by 1 or 2"
+            )
+
+    def refusal(self, experts: int, top_k: int) -> str | None:
+        """Return why the kernel cannot choose `top_k` of `experts` so; None if it can."""
+        size = experts // self.groups
+        if not 1 <= top_k <= experts:
+            return f"top_k is {top_k}; expected 1 to {experts}"
+        if self.groups > 1 and (size * self.groups != experts or size & (size - 1) or self.groups & (self.groups - 1)):
+            return f"{experts} experts are in {self.groups} groups; expected powers of two"
+        if self.groups > 1 and (size < self.group_best or top_k > size * self.kept_groups):
+            chosen = f"{top_k} are chosen from {self.kept_groups} groups by {self.group_best} scores"
+            return f"groups have {size} experts, and {chosen}; expected larger groups"
+        return None
+
+    @property
+    def text(self) -> str:
+        """Return the scoring as a text for operators, which `from_text` reads."""
+        return " ".join(map(repr, astuple(self)))
+
+
+def from_text(text: str) -> Scoring:
+    """Return the scoring that `text` spells."""
+    kind, normalised, epsilon, scale, *groups = text.split()
+    return Scoring(kind[1:-1], normalised == "True", float(epsilon), float(scale), *map(int, groups))

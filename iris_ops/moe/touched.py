@@ -1,0 +1,271 @@
+"""Find the experts that a step touches, and stream their weights, in Gluon.
+
+`quantised/weight_stream.py` does this for one weight. Here the weights and scales of all experts are one tensor each
+[lines, experts * N, words], and a program loads tiles of the experts that have tokens.
+
+    block    An expert and the tokens that chose it: row t of a product is token t. A token that chooses an expert twice
+             has a second block of that expert.
+    item     A block and a group of columns. The ring of weights keeps loading across a program's items.
+    A        Each thread loads the numbers that its products need, one step ahead, and only those of a block's rows.
+"""
+
+from iris.triton_private import aggregate, async_load, base_value, mbarrier, mma_v2, program_barrier
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.tiles import known
+from ..planning.needs import LINE
+from ..quantised.line_products import add_groups, begins_of, products_of, runs_layout, scales_of, words_layout
+
+WARPS = 4
+
+LINES = gl.constexpr(WARPS)  # of a step: one for each warp
+_LINE = gl.constexpr(LINE)
+
+
+@triton.constexpr_function
+def choices_layout(rows, choices, warps):
+    """Return the layout of a step's pairs [rows, choices]: each warp has all, in the lanes of a dot operand."""
+    held = [[0, 4 << i] for i in range(max(0, choices.bit_length() - 3))] + ([[8, 0]] if rows > 8 else [])
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(held, lanes, [[0, 0]] * (warps.bit_length() - 1), [], [rows, choices])
+
+
+@aggregate
+class Touched:
+    """The blocks of a step, by its pairs [rows, choices]: each pair's block or -1, its expert, and its number.
+
+    `count` is the number of blocks.
+    """
+
+    block: gl.tensor
+    expert: gl.tensor
+    pair: gl.tensor
+    count: gl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, block, expert, pair, count):
+        self.block, self.expert, self.pair, self.count = block, expert, pair, count
+
+    @gluon.jit
+    def expert_of(self, block):
+        """Return the expert of a block; 0 beyond the last."""
+        return gl.max(gl.max(gl.where(self.block == block, self.expert, 0), 1), 0)
+
+    @gluon.jit
+    def pairs_of(self, block):
+        """Return each token's pair in a block, or -1."""
+        return gl.max(gl.where(self.block == block, self.pair, -1), 1)
+
+
+@gluon.jit
+def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOICES: gl.constexpr):
+    """Return (the blocks of `chosen` [tokens, TOP_K], each pair's expert as given, which of these are out of range).
+
+    Blocks are ordered by expert. Each pair is compared with all others, so pairs must be few.
+    """
+    PAIRS: gl.constexpr = ROWS * CHOICES
+    WITH: gl.constexpr = gl.BlockedLayout([1, PAIRS // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
+    OTHER: gl.constexpr = gl.SliceLayout(1, WITH)
+    p, q = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, WITH)), gl.arange(0, PAIRS, layout=OTHER)
+    inside = (p // CHOICES < tokens) & (p % CHOICES < TOP_K)
+    given = gl.load(chosen + p // CHOICES * TOP_K + p % CHOICES, mask=inside, other=-1)
+    valid = (given >= 0) & (given < experts)
+    expert = gl.where(valid, given, -1).to(gl.int32)
+    earlier = q[:, None] < p[None, :]
+    again = earlier & (gl.convert_layout(expert, OTHER)[:, None] == expert[None, :])
+    again = again & (q[:, None] // CHOICES == p[None, :] // CHOICES)
+    key = gl.where(valid, expert * CHOICES + gl.sum(again.to(gl.int32), 0), -1)
+    other = gl.convert_layout(key, OTHER)
+    known_before = gl.sum((earlier & (other[:, None] == key[None, :])).to(gl.int32), 0)
+    leads = (valid & (known_before == 0)).to(gl.int32)
+    leading = gl.convert_layout(leads, OTHER)
+    block = gl.sum(gl.where(other[:, None] < key[None, :], leading[:, None], 0), 0)
+    PLACES: gl.constexpr = choices_layout(ROWS, CHOICES, gl.num_warps())
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACES))[:, None]
+    j = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, PLACES))[None, :]
+    block = gl.reshape(gl.where(valid, block, -1), (ROWS, CHOICES))
+    expert = gl.reshape(gl.where(valid, expert, 0), (ROWS, CHOICES))
+    blocks, experts_ = gl.convert_layout(block, PLACES), gl.convert_layout(expert, PLACES)
+    return Touched(blocks, experts_, t * TOP_K + j, gl.sum(leads, 0)), given, inside & (valid == 0)
+
+
+@aggregate
+class Ring:
+    """The ring of a program's weights: descriptors of all experts, and stages in shared memory.
+
+    N: columns of an expert. HALVES: a step has a tile of the first half of them and one of the second; else one tile.
+    Waits for a stage have no deadline, because they are for loads of the program itself.
+    """
+
+    b: base_value
+    scales: base_value
+    codes: base_value
+    factors: base_value
+    loaded: base_value
+    sums: base_value
+    N: base_value
+    steps: base_value
+    HALVES: gl.constexpr
+    STAGES: gl.constexpr
+
+    @triton.constexpr_function
+    def __init__(self, b, scales, codes, factors, loaded, sums, N, steps, HALVES, STAGES):
+        self.b, self.codes, self.loaded, self.sums = b, codes, loaded, sums
+        self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
+        self.N, self.steps = known(N), known(steps)
+        self.HALVES, self.STAGES = known(HALVES), known(STAGES)
+
+    @gluon.jit
+    def load(self, stage, expert, col, step, wanted):
+        """Request a step's tiles of an expert, of columns from `col` on, if they are `wanted`."""
+        TILES: gl.constexpr = 2 if self.HALVES else 1
+        OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
+        nbytes: gl.constexpr = TILES * (self.b.block_type.nbytes + OF_SCALES)
+        if wanted:
+            loaded = self.loaded.index(stage)
+            mbarrier.expect(loaded, nbytes)
+            for t in gl.static_range(TILES):
+                c, at = expert * self.N + col + t * (self.N // 2), stage * TILES + t
+                async_load(self.b, [step * LINES, c, 0], loaded, self.codes.index(at))
+                if self.scales is not None:
+                    first = step * self.factors.shape[2]
+                    async_load(self.scales, [c, first], loaded, self.factors.index(at))
+
+
+@gluon.jit
+def ring_of(b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """Return an empty ring for experts of N columns."""
+    TILES: gl.constexpr = 2 if HALVES else 1
+    COLUMNS: gl.constexpr = b.block_type.shape[1]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES * TILES] + b.block_type.shape, b.layout)
+    factors = None
+    if scales is not None:
+        factors = gl.allocate_shared_memory(scales.dtype, [STAGES * TILES] + scales.block_type.shape, scales.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], PLAIN)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(i), count=1)
+    return Ring(b, scales, codes, factors, loaded, sums, N, gl.cdiv(K, _LINE * LINES), HALVES, STAGES)
+
+
+@gluon.jit
+def item_of(touched, number, groups):
+    """Return (block, group of columns, whether it exists) of this program's item `number`."""
+    at = gl.program_id(0) + number * gl.num_programs(0)
+    return at // groups, at % groups, at < groups * touched.count
+
+
+@gluon.jit
+def load_next(ring, touched, stage, number, step, expert, col, wanted, groups):
+    """Request the next tiles of the ring. Return the position after them: (item, step, expert, column, wanted)."""
+    COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
+    ring.load(stage, expert, col, step, wanted)
+    step += 1
+    if step == ring.steps:
+        step, number = step * 0, number + 1
+        block, group, wanted = item_of(touched, number, groups)
+        expert, col = touched.expert_of(block), group * COLUMNS
+    return number, step, expert, col, wanted
+
+
+@gluon.jit
+def begin(ring, touched, groups):
+    """Fill the ring. Return the position that `load_next` continues from."""
+    COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
+    number, step = gl.program_id(0) * 0, gl.program_id(0) * 0
+    block, group, wanted = item_of(touched, number, groups)
+    expert, col = touched.expert_of(block), group * COLUMNS
+    for i in range(ring.STAGES):
+        number, step, expert, col, wanted = load_next(ring, touched, i, number, step, expert, col, wanted, groups)
+    return number, step, expert, col, wanted
+
+
+@gluon.jit
+def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
+    """Load a step's numbers of `rows` [BLOCK_M] of A as `products_of` takes them; zeros for rows that are negative.
+
+    `a` points to numbers, or to words of four for a policy that is not `RUNS`; `stride` counts the same.
+    """
+    BLOCK_M: gl.constexpr = rows.shape[0]
+    if widen.RUNS:
+        HIGH: gl.constexpr = 4 * LINES
+        LOADED: gl.constexpr = runs_layout(LINES, BLOCK_M, widen.WORDS // 8, 1)
+        limit = K
+    else:
+        HIGH: gl.constexpr = LINES
+        LOADED: gl.constexpr = words_layout(LINES, BLOCK_M)
+        limit = K // 4
+    first = 32 * (step * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED))))
+    k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
+    row = gl.convert_layout(rows, gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
+    places = a + (row * stride)[None, None, :] + (first[:, None, None] + k[None, :, None])
+    return gl.load(places, mask=(first < limit)[:, None, None] & (row >= 0)[None, None, :], other=0)
+
+
+@gluon.jit
+def multiply(
+    ring, touched, a, x, rows, after, stage, phase, number, step, expert, col, wanted, groups, K, stride,
+    widen: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Multiply an item. Return a sum [lines, columns, rows] of each tile, and the state to continue from.
+
+    `x` has A's numbers of the first step; `rows` and `after` are the rows of A of this item and of the next one.
+    """
+    COLUMNS: gl.constexpr = ring.codes.shape[2]
+    BLOCK_M: gl.constexpr = rows.shape[0]
+    TILES: gl.constexpr = 2 if ring.HALVES else 1
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
+    PRODUCTS: gl.constexpr = widen.PRODUCTS
+    BY_GROUPS: gl.constexpr = ring.scales is not None or widen.ADDED != 0
+    SUMS: gl.constexpr = 1 if BY_GROUPS else 2
+    accs = ()
+    for _t in gl.static_range(SUMS * TILES):
+        accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
+    for i in range(ring.steps):
+        last = i == ring.steps - 1
+        ahead = load_rows(a, gl.where(last, after, rows), gl.where(last, 0, i + 1), K, stride, widen)
+        mbarrier.wait(ring.loaded.index(stage), phase)
+        parts = products_of(x, widen, MMA)
+        begins = ()
+        if BY_GROUPS:
+            GROUPS: gl.constexpr = 1 if ring.scales is None else ring.factors.shape[2] // LINES
+            begins = begins_of(parts, widen, GROUPS, COLUMNS, 1, widen.ADDED != 0, MMA)
+        so_far = ()
+        for t in gl.static_range(TILES):
+            y = widen.words(ring.codes.index(stage * TILES + t).load(WEIGHTS))
+            if BY_GROUPS:
+                scales = ()
+                if ring.scales is not None:
+                    scales = scales_of(ring.factors.index(stage * TILES + t), 0, 0, 1, GROUPS, LINES, 1, MMA)
+                so_far = so_far + (add_groups(accs[t], y, parts, begins, scales, ring.scales is not None),)
+            else:  # two sums each: half as long a chain of products that wait for another
+                even, odd = accs[2 * t], accs[2 * t + 1]
+                for n in gl.static_range(0, PRODUCTS, 2):
+                    even, odd = mma_v2(y[n], parts[n], even), mma_v2(y[n + 1], parts[n + 1], odd)
+                so_far = so_far + (even, odd)
+        accs = so_far
+        x = ahead
+        program_barrier()  # all warps have read this stage
+        number, step, expert, col, wanted = load_next(ring, touched, stage, number, step, expert, col, wanted, groups)
+        last = stage == ring.STAGES - 1
+        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    sums = ()
+    for t in gl.static_range(TILES):
+        sums = sums + ((accs[t] if SUMS == 1 else accs[2 * t] + accs[2 * t + 1]),)
+    return sums, x, stage, phase, number, step, expert, col, wanted
+
+
+@gluon.jit
+def across(ring, sums, SUMS: gl.constexpr):
+    """Add up each tile's sums over all lines; return them as [columns, rows], in the layout `SUMS` without lines."""
+    COLUMNS: gl.constexpr = ring.codes.shape[2]
+    for t in gl.static_range(len(sums)):
+        ring.sums.slice(t * COLUMNS, COLUMNS, dim=1).store(sums[t])
+    program_barrier()
+    result = ()
+    for t in gl.static_range(len(sums)):
+        result = result + (gl.sum(ring.sums.slice(t * COLUMNS, COLUMNS, dim=1).load(SUMS), 0),)
+    return result

@@ -1,0 +1,184 @@
+"""`moe_gate_up` of few tokens and quantised experts, as a stream of the experts that are touched, on NVIDIA Hopper.
+
+A program's items are groups of columns of one expert each. It multiplies the tokens of the expert, and stores the
+activation as rows of the pairs. A step reads each touched expert once, and nothing passes between programs.
+`touched.py` has the loop over the weights. `grouped_matmul.py` serves tensors that the hardware cannot load by blocks.
+
+The way back has no such stream. One was measured in which a program summed all experts for a group of columns: on two
+H200 it was slower than `lamport_down.py` in seven of nine cases, because an expert's K is short there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from iris import platform
+from iris.device import arch
+from iris.device.context import DeviceContext
+from iris.device.waits import WAITERS
+from iris.triton_private import word_descriptor
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.arguments import World
+from ..planning.needs import GATE
+from ..planning.ways.touched import COLUMNS, RESIDENT, too_many
+from ..planning.weights import format_of
+from ..quantised import stream_form, weight_stream
+from .arguments import StreamedForm, bias_of, choice_of
+from .grouped import gated, ungated
+from .routing import report_experts
+from .touched import LINES, WARPS, across, begin, choices_layout, find, item_of, load_rows, multiply, ring_of
+
+if TYPE_CHECKING:
+    from ..config import FusedConfig
+    from ..problem import Problem
+    from ..workspace import Workspace
+    from .operands import GateUp
+    from .steps import Steps
+
+_STAGES, _MOVED = 12, 1024  # of a ring at most; bytes of shared memory through which values move between warps
+
+
+@gluon.jit
+def _found(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
+    """Return the blocks of a step. The first program reports experts that are out of range."""
+    touched, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
+    if gl.program_id(0) == 0:
+        ctx = DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), world.WORLD_SIZE)
+        report_experts(ctx, given, wrong, experts, world.WAITER)
+    return touched
+
+
+@gluon.jit
+def _finished(total, factors, bias, expert, col, N, form: gl.constexpr):
+    """Return a sum [columns, rows] times the scales of its columns, plus the bias."""
+    total = total * form.LATER
+    if factors is not None:
+        scales = gl.load(factors + expert * N + col, mask=col < N, other=0.0)
+        total = total * scales[:, None]
+    if bias.data is not None:
+        more = gl.load(bias.data + expert.to(gl.int64) * bias.stride + col, mask=col < N, other=0.0)
+        total = total + more.to(gl.float32)[:, None]
+    return total
+
+
+@gluon.jit(do_not_specialize=["tokens", "experts"])
+def moe_stream_gate_up_kernel(
+    a, b, scales, factors, bias, chosen, out, ctx_ptr, tokens, experts, N, K, stride_am, stride_om, stride_on,
+    form: gl.constexpr, widen: gl.constexpr, activation: gl.constexpr, world: gl.constexpr,
+):  # fmt: skip
+    """Compute what `moe_matmul_kernel` computes with an activation.
+
+    a: A by numbers or by words of four. b, scales: descriptors of all experts (`touched.py`). factors: the scales of
+    columns, or None. N: columns of an expert's weight.
+    """
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    GATE: gl.constexpr = form.GATE
+    HALVES: gl.constexpr = GATE == "halves"
+    COLUMNS: gl.constexpr = b.block_type.shape[1]
+    GIVEN: gl.constexpr = COLUMNS // 2 if GATE == "turns" else COLUMNS  # columns of the result
+    SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
+    OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES, gl.num_warps()))
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    dtype: gl.constexpr = out.dtype.element_ty
+    arch.follow()
+    touched = _found(chosen, ctx_ptr, tokens, experts, form, world)
+    ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES)
+    width = N if GATE is None else N // 2
+    groups = gl.cdiv(width, GIVEN)
+    number, step, next_expert, next_col, wanted = begin(ring, touched, groups)
+    stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
+    block, group, there = item_of(touched, 0, groups)
+    pairs = touched.pairs_of(block)
+    t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, choices_layout(BLOCK_M, form.CHOICES, gl.num_warps())))
+    x = load_rows(a, gl.where(pairs >= 0, t, -1), 0, K, stride_am, widen)
+    items = gl.cdiv(gl.maximum(touched.count * groups - gl.program_id(0), 0), gl.num_programs(0))
+    for i in range(items):
+        if i == items - 1:
+            arch.lead()
+        block, group, there = item_of(touched, i, groups)
+        after_block, after_group, there = item_of(touched, i + 1, groups)
+        after = touched.pairs_of(after_block)
+        sums, x, stage, phase, number, step, next_expert, next_col, wanted = multiply(
+            ring, touched, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, number, step,
+            next_expert, next_col, wanted, groups, K, stride_am, widen, MMA,
+        )  # fmt: skip
+        expert = touched.expert_of(block)
+        totals = across(ring, sums, SUMS)
+        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
+        first = _finished(totals[0], factors, bias, expert, col, N, form)
+        if HALVES:
+            second = _finished(totals[1], factors, bias, expert, width + col, N, form)
+            value = gated(first, second, activation)
+        elif GATE == "turns":
+            both = gl.permute(gl.reshape(first, (GIVEN, 2, BLOCK_M)), (0, 2, 1))
+            gate, up = gl.split(both)
+            value = gated(gate, up, activation)
+        else:
+            value = ungated(first, activation)
+        value = gl.convert_layout(value, OUT)
+        c = group * GIVEN + gl.arange(0, GIVEN, layout=gl.SliceLayout(1, OUT))
+        row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
+        places = out + (row * stride_om)[None, :] + (c * stride_on)[:, None]
+        gl.store(places, value.to(dtype), mask=(c < width)[:, None] & (row >= 0)[None, :])
+        pairs = after
+
+
+def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) -> str | None:
+    """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
+    A, B, scale = tensors.A, tensors.B, tensors.scale
+    assert scale is not None
+    weights, stored = B.transpose(1, 2), format_of(B[0], scale[0])
+    if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16:
+        return "it needs a Hopper GPU and bf16"
+    if reason := too_many(problem):
+        return reason
+    if not weights.is_contiguous() or not scale.is_contiguous():
+        return "experts or their scales do not follow each other in memory"
+    word = 8 if stored.group in (0, 128) and stored.packing.startswith("fp8") else 2
+    if A.stride(1) != 1 or A.stride(0) * A.itemsize % word or A.data_ptr() % word:
+        return "rows of A begin between words of four numbers"
+    row, row_of_scales = weights.shape[2] * weights.itemsize, scale.shape[-1] * scale.itemsize
+    aligned = weights.data_ptr() % 16 == 0 and scale.data_ptr() % 16 == 0
+    if not aligned or row % 16 or scale.ndim == 3 and row_of_scales % 16:
+        return "columns of B or their scales begin between vectors of 16 bytes"
+    return None
+
+
+def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+    """Launch `moe_stream_gate_up_kernel`."""
+    out, A, B, where, bias, activation, interleaved, scale = tensors
+    assert scale is not None
+    E, _, N = B.shape
+    gate = None if problem.epilogue is not GATE else "turns" if interleaved else "halves"
+    programs, rows = platform.num_programs(A.device), stream_form.loaded_rows(problem.M)
+    words = B.transpose(1, 2).reshape(E * N, -1).view(torch.int32)
+    flat = scale.reshape(E * N, *scale.shape[2:])
+    widen = weight_stream.widening_of(B[0], scale[0])
+    tiles = 2 if gate == "halves" else 1
+    columns, scales, nbytes = COLUMNS // tiles, None, 0  # of a tile, bytes of a column's scales in a stage
+    if scale.ndim == 3:
+        lines = words.shape[1] // widen.WORDS
+        per_stage = WARPS * (flat.shape[1] // (triton.cdiv(lines, 4) * 4))  # as packed
+        nbytes = per_stage * flat.itemsize
+        layout = weight_stream.block_layout(nbytes, flat.itemsize, 2)
+        scales = word_descriptor(flat, [columns, per_stage], layout)
+    stage = stream_form.stage_bytes(0, COLUMNS, widen.WORDS, nbytes)
+    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(rows, COLUMNS)
+    items = triton.cdiv(N, COLUMNS) * min(problem.pairs, E)
+    resident = min(RESIDENT, triton.cdiv(items, programs))
+    stages = max(2, min(_STAGES, (stream_form.SHARED // resident - others) // stage))
+    top_k = problem.experts.top_k
+    args = dict(
+        a=A if widen.RUNS else A.view(torch.int64), b=weight_stream.described(words, widen.WORDS, WARPS, columns),
+        scales=scales, factors=flat if scales is None else None, bias=bias_of(bias), chosen=choice_of(where).chosen,
+        out=out, ctx_ptr=steps.ctx.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
+        stride_am=A.stride(0) // (1 if widen.RUNS else 4), stride_om=out.stride(0), stride_on=out.stride(1),
+        form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, gate, widen.later),
+        widen=widen, activation=activation, world=World(steps.ctx.num_ranks, WAITERS.index(problem.op)),
+    )  # fmt: skip
+    grid = min(items, resident * programs)
+    steps.launch(moe_stream_gate_up_kernel, (grid, 1, 1), args, **stream_form.options(grid, programs, WARPS))

@@ -1,0 +1,76 @@
+"""Gate and up of few tokens and quantised experts: a stream of the experts touched (`moe/touched_stream.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iris.machines import Machine
+
+from ...config import FusedConfig
+from ...problem import Problem
+from ..moe_ways import need_sorting, weight_bytes
+from ..operations import GATE_UP
+from ..sums import ANY_ORDER
+from ..weights import FORMATS
+from ..weights.streams import on_hopper
+from .mixtures import GROUPED, Mixture
+
+STREAM = "moe.touched_stream"
+MOST_TOKENS = 16
+MOST_PAIRS = 256  # that a program compares with each other: tokens times experts of a token, both powers of two
+COLUMNS, RESIDENT = 64, 2  # of a program's item, in the weight; programs on a multiprocessor at once
+# The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
+_TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot", kernel=STREAM)
+# Microseconds until the first weights arrive and after the last. The time over that of the weights' bytes, of eight
+# bits, of four, and of four where tokens fill more than one instruction; measured on two H200
+# (`benchmarks/results/experts_touched_h200_x2.json`).
+_ENDS_US, _LONGER, _HALF_LONGER, _MANY_LONGER = 2.8, 1.2, 1.4, 1.7
+
+
+def too_many(problem: Problem) -> str | None:
+    """Return why the stream serves no problem of these sizes on any machine, or None."""
+    if problem.M > MOST_TOKENS or not problem.weights.streamable(problem.M, problem.K):
+        return f"it is for up to {MOST_TOKENS} tokens, and K a multiple of {problem.weights.granule}"
+    rows, choices = 8 if problem.M <= 8 else MOST_TOKENS, 1 << (problem.experts.top_k - 1).bit_length()
+    if rows * choices > MOST_PAIRS or need_sorting(problem.pairs, problem.experts.count):
+        return f"each program finds the experts of at most {MOST_PAIRS} pairs"
+    if problem.experts.count * problem.N >= 1 << 31:
+        return "columns of all experts are 2**31 or more"
+    return None
+
+
+class TouchedStream(Mixture):
+    """Experts stay codes until they are in registers. More tokens are summed in another order."""
+
+    kernel = STREAM
+    launcher = "moe.touched_stream:launch"
+    supports = "moe.touched_stream:supports"
+    fallback = GROUPED
+    ops = frozenset((GATE_UP,))
+    algorithms = ("one_shot",)
+    weights = frozenset(w for w in FORMATS if w.widening)
+    sums = frozenset((ANY_ORDER,))
+
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        return too_many(problem) or (None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16")
+
+    def means(self, problem: Problem, config: FusedConfig) -> bool:
+        alike = config.kernel == self.kernel and config.algorithm in self.algorithms
+        return alike and problem.weights in self.weights and problem.sums.kind in self.sums
+
+    def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
+        return [_TILE]
+
+    def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
+        """Return the time of the multiprocessors that have most items, each as long as its share of the bytes."""
+        touched = problem.experts.touched(problem.pairs)
+        shares = touched * -(-problem.N // COLUMNS) / machine.num_programs
+        streamed = touched * problem.N * problem.K * weight_bytes(problem) / (machine.hbm_gbs * 1e3)
+        longer = _LONGER if weight_bytes(problem) >= 1 else _HALF_LONGER if problem.M <= 8 else _MANY_LONGER
+        return _ENDS_US + streamed * longer * -(-shares // 1) / shares
+
+    def rest_us(self, problem: Problem, machine: Machine) -> float:
+        return 0.0
+
+    def label(self, problem: Problem, config: FusedConfig) -> str:
+        return self.kernel

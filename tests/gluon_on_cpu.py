@@ -1,0 +1,282 @@
+"""Run the Gluon kernel of touched experts over torch on the CPU: `stream()` gives its module, `run` runs a launch.
+
+Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
+tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that each wait is for
+a load that was requested, all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly
+of widening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from iris import triton_private
+import torch
+import triton
+
+from tests.iris_ops import test_widening
+
+_LAYOUTS = (
+    "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout",
+    "SwizzledSharedLayout", "NVMMASharedLayout",
+)  # fmt: skip
+_here = SimpleNamespace(program=0, programs=1)
+
+
+class Value(torch.Tensor):
+    """A tensor whose methods are those of values in a kernel."""
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return self.view(dtype) if bitcast else torch.Tensor.to(self, dtype)
+
+    @property
+    def shape(self) -> list[int]:  # type: ignore[override]
+        return list(torch.Tensor.size(self))
+
+
+def value(x: Any) -> Value:
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class Pointer:
+    """Elements of a flat tensor."""
+
+    def __init__(self, memory: torch.Tensor, at: Any) -> None:
+        self.memory, self.at = memory, value(at)
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Pointer:
+        size = t.untyped_storage().nbytes() // t.itemsize
+        return cls(t.as_strided((size,), (1,), 0), t.storage_offset())
+
+    def __add__(self, distance: Any) -> Pointer:
+        return Pointer(self.memory, self.at + distance)
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.memory, self.at[index])
+
+
+class Descriptor:
+    """A tensor that is loaded by blocks; zeros beyond its ends."""
+
+    def __init__(self, given: Any) -> None:
+        base = given.base.as_strided(given.shape, given.strides)
+        shape, itemsize = list(given.block_shape), base.itemsize
+        self.base, self.dtype, self.layout, nbytes = base, base.dtype, None, itemsize
+        for size in shape:
+            nbytes *= size
+        self.block_type = SimpleNamespace(shape=shape, nbytes=nbytes)
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def index(self, i: Any) -> Shared:
+        assert 0 <= int(i) < self.data.shape[0]
+        return Shared(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def load(self, layout: Any) -> Value:
+        return value(self.data.clone())
+
+    def store(self, x: torch.Tensor) -> None:
+        assert list(x.shape) == self.shape
+        self.data.copy_(x)
+
+
+class Barriers:
+    """Of each stage: bytes that are expected, bytes that came, and completed phases."""
+
+    @staticmethod
+    def init(barrier: Shared, count: int) -> None:
+        barrier.data.zero_()
+
+    @staticmethod
+    def expect(barrier: Shared, nbytes: int, pred: Any = True) -> None:
+        assert barrier.data[0] == barrier.data[1] == 0, "loads are requested while others are on their way"
+        barrier.data[0] = nbytes
+
+    @staticmethod
+    def wait(barrier: Shared, phase: Any) -> None:
+        assert (int(barrier.data[2]) & 1) == 1 - int(phase), "waits for what was not requested: it would hang"
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+
+def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared) -> None:
+    block = torch.zeros_like(place.data)
+    at = [int(each) for each in at]
+    ends = [min(a + n, size) - a for a, n, size in zip(at, block.shape, descriptor.base.shape, strict=True)]
+    if min(ends) > 0:
+        source = descriptor.base
+        for axis, (a, n) in enumerate(zip(at, ends, strict=True)):
+            source = source.narrow(axis, a, n)
+        block[tuple(slice(n) for n in ends)] = source
+    place.data.copy_(block)
+    barrier.data[1] += block.nbytes
+    assert barrier.data[1] <= barrier.data[0]
+    if barrier.data[1] == barrier.data[0]:
+        barrier.data[:2] = 0
+        barrier.data[2] += 1
+
+
+def _mma(y: torch.Tensor, x: torch.Tensor, acc: torch.Tensor) -> Value:
+    assert y.dtype == x.dtype == torch.bfloat16
+    return value(torch.Tensor.to(y, torch.float32) @ torch.Tensor.to(x, torch.float32) + acc)
+
+
+def _load(p: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Value:
+    at, mask = torch.broadcast_tensors(p.at, torch.as_tensor(True if mask is None else mask))
+    assert bool(((at >= 0) & (at < len(p.memory)) | ~mask).all()), "loads beyond memory"
+    found = p.memory[torch.where(mask, at, 0)]
+    return value(torch.where(mask, found, torch.as_tensor(other or 0, dtype=found.dtype)))
+
+
+def _store(p: Pointer, x: torch.Tensor, mask: Any = None, **_: Any) -> None:
+    at, mask, x = torch.broadcast_tensors(p.at, torch.as_tensor(True if mask is None else mask), x)
+    at = at[mask]
+    assert bool(((at >= 0) & (at < len(p.memory))).all()), "stores beyond memory"
+    assert len(at.unique()) == len(at), "two threads store to one place"
+    p.memory[at] = x[mask]
+
+
+def _split(x: torch.Tensor) -> tuple[Value, Value]:
+    return value(x[..., 0]), value(x[..., 1])
+
+
+def _language() -> ModuleType:
+    gl = ModuleType("triton.experimental.gluon.language")
+    for name in ("float32", "int32", "int64", "uint8", "bfloat16"):
+        setattr(gl, name, getattr(torch, name))
+    for name in _LAYOUTS:
+        setattr(gl, name, lambda *given, **named: None)
+    gl.constexpr, gl.tensor, gl.static_range = (lambda x: x), Value, range
+    gl.program_id, gl.num_programs = (lambda axis: value(_here.program)), (lambda axis: value(_here.programs))
+    gl.num_warps, gl.load, gl.store, gl.split = (lambda: 4), _load, _store, _split
+    gl.arange = lambda first, end, layout=None: value(torch.arange(first, end))
+    gl.zeros = lambda shape, dtype, layout=None: value(torch.zeros([int(n) for n in shape], dtype=dtype))
+    gl.full = lambda shape, x, dtype, layout=None: value(torch.full([int(n) for n in shape], x, dtype=dtype))
+    gl.where = lambda mask, x, y: value(torch.where(torch.as_tensor(mask), torch.as_tensor(x), torch.as_tensor(y)))
+    gl.sum = lambda x, axis: value(torch.sum(x, axis))
+    gl.max = lambda x, axis: value(torch.amax(x, axis))
+    gl.maximum = lambda x, y: value(torch.maximum(torch.as_tensor(x), torch.as_tensor(y)))
+    gl.cdiv = lambda x, y: value(-(-torch.as_tensor(x) // y))
+    gl.convert_layout, gl.expand_dims = (lambda x, layout: x), (lambda x, axis: value(x.unsqueeze(axis)))
+    gl.reshape, gl.permute = (lambda x, shape: value(x.reshape(tuple(shape)))), (lambda x, by: value(x.permute(by)))
+    gl.join = lambda x, y: value(torch.stack((x, y), -1))
+    gl.allocate_shared_memory = _allocate
+    return gl
+
+
+def _allocate(dtype: torch.dtype, shape: list, layout: Any) -> Shared:
+    if dtype == torch.int64 and shape[-1] == 1:  # barriers
+        shape = [*shape[:-1], 3]
+    data = torch.full([int(n) for n in shape], 0, dtype=dtype)
+    return Shared(data.view(torch.uint8).fill_(0xFF).view(dtype))
+
+
+def _words(policy: Any) -> Callable[[Value], tuple[Value, ...]]:
+    def widened(words: Value) -> tuple[Value, ...]:
+        pairs = torch.Tensor.numpy(words.as_subclass(torch.Tensor).contiguous()).view("uint32").reshape(-1, 2)
+        products = test_widening.run(policy, pairs[:, 0].copy(), pairs[:, 1].copy())
+        return tuple(value(each.reshape(words.shape).to(torch.bfloat16)) for each in products)
+
+    return widened
+
+
+class Policy:
+    """A `Widening` whose words are widened here."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy, self.words = policy, _words(policy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+
+def _apart(x: Value) -> tuple[Value, ...]:
+    numbers = x.as_subclass(torch.Tensor).contiguous().view(torch.bfloat16).view(*x.shape, 4)
+    return tuple(value(numbers[..., i] * 2.0**64) for i in range(4))
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: Any) -> torch.Tensor:
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return ungated(gate, activation) * (up + activation.shift)
+
+
+def ungated(x: torch.Tensor, activation: Any) -> torch.Tensor:
+    kinds = {"silu": lambda x: x * torch.sigmoid(activation.alpha * x), "relu2": lambda x: x.clamp(min=0).square()}
+    return kinds[activation.kind](x)
+
+
+@contextmanager
+def _swapped() -> Iterator[None]:
+    """While modules are imported: this language in place of Gluon."""
+    gluon, parent = ModuleType("triton.experimental.gluon"), ModuleType("triton.experimental")
+    gluon.jit = lambda fn=None, **options: fn if fn is not None else lambda fn: fn
+    gluon.language, parent.gluon = _language(), gluon
+    names = {"triton.experimental": parent, gluon.__name__: gluon, gluon.language.__name__: gluon.language}
+    private = dict(aggregate=lambda cls: cls, mma_v2=_mma, mbarrier=Barriers, async_load=_async_load)
+    private |= dict(program_barrier=lambda: None)
+    with (
+        mock.patch.dict(sys.modules, names),
+        mock.patch.multiple(triton_private, **private),
+        mock.patch.object(triton, "constexpr_function", lambda fn: fn),
+    ):
+        for name in [name for name in sys.modules if name.startswith(("iris_ops.quantised.", "iris_ops.moe."))]:
+            if name.rpartition(".")[2] in ("line_products", "touched", "touched_stream"):
+                del sys.modules[name]
+        yield
+
+
+def stream() -> ModuleType:
+    """Return `iris_ops.moe.touched_stream`, whose kernel is a function for `run`."""
+    with mock.patch.dict(sys.modules), _swapped():
+        lines = importlib.import_module("iris_ops.quantised.line_products")
+        touched = importlib.import_module("iris_ops.moe.touched")
+        stream = importlib.import_module("iris_ops.moe.touched_stream")
+    lines._apart, lines._scaled = _apart, lambda x: value(x * 2.0**64)
+    touched.known = lambda x: x
+    stream.gated, stream.ungated = gated, ungated
+    stream.DeviceContext = SimpleNamespace(initialize=lambda *given: None)
+    stream.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None)
+    stream.report_experts = lambda ctx, given, wrong, experts, waiter: setattr(_here, "wrong", bool(wrong.any()))
+    return stream
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return Pointer.of(x)
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(_argument, x))
+    if type(x) is int:
+        return value(x)
+    return Policy(x) if hasattr(x, "PRODUCTS") else x
+
+
+def run(kernel: Callable, grid: int, args: dict) -> bool:
+    """Run all programs of a launch; return whether the first one reported experts that are out of range."""
+    with torch.no_grad():
+        for number in range(grid):
+            _here.program, _here.programs = number, grid
+            kernel(**{name: _argument(each) for name, each in args.items()})
+    return _here.wrong
