@@ -63,7 +63,8 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         way, chosen = loading(rank, problem, config, tensors)
     step: Step = Several(way, problem, chosen)
     if not way.several_launches:
-        pieces = -(-problem.M // way.most_rows(problem, chosen))
+        # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
+        pieces = -(-problem.M // planned.most_rows(problem, config))
         step = Kernel(way, problem, chosen, fused, max(1, pieces))
     return (*before, step, CopyBack(), *after)
 

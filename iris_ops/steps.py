@@ -107,9 +107,9 @@ class Kernel:
             run.launches.append(self._launch(run, self.problem, run.tensors, run.moving))
             return
         # alike: where two shots serve, every rank has rows of each
-        out, A, B, bias, _ = run.tensors
+        out, A, B, bias, scale = run.tensors
         for rows, factor in zip(out.tensor_split(self.pieces), A.tensor_split(self.pieces), strict=True):
-            self._launch(run, replace(self.problem, M=rows.shape[0]), Operands(rows, factor, B, bias), ())
+            self._launch(run, replace(self.problem, M=rows.shape[0]), Operands(rows, factor, B, bias, scale), ())
         run.launches.append(None)
 
     def _launch(

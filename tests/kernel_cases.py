@@ -403,7 +403,7 @@ STREAMED = {
     "mxfp4": (packing.MXFP4, 32),
 }  # fmt: skip
 STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
-MORE_ROWS = 32, 64
+MORE_ROWS = (1,)  # of A, by 8192 columns
 
 
 def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
@@ -20,7 +21,7 @@ from tests.assembly import (
     system_releases,
     unguarded_hand_overs,
 )
-from tests.kernel_cases import STREAMED, STREAMED_BETWEEN_RANKS
+from tests.kernel_cases import MORE_ROWS, STREAMED, STREAMED_BETWEEN_RANKS
 
 pytestmark = pytest.mark.compile
 
@@ -148,28 +149,36 @@ def test_ptx_of_rounded_rows(compiled) -> None:
 
 def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
     """Each product of a line is multiplied once, scales come by TMA, and no number moves between threads."""
-    kernels = {f"skinny_{name}": (16, form) for name, form in STREAMED.items()}
-    kernels |= {f"lamport_{name}": (8, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
-    for name, (rows, (form, group)) in kernels.items():
-        kernel, columns, bits = compiled("sm_90")[name], 32, 4 if form.per_element > 1 else 8
-        offsets = 8 if form is INT4 else 0  # products of what a group's sum begins with, for all columns
-        products = (8 * columns // 16 + offsets) * (rows // 8)
-        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == products, name
+    kernels = {f"skinny_{name}": (16, 16384, form) for name, form in STREAMED.items()}
+    kernels |= {f"lamport_{name}": (8, 4096, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
+    for name, rows in itertools.product(STREAMED_BETWEEN_RANKS, MORE_ROWS):
+        kernels[f"lamport_{name}_{rows}"] = rows, 8192, STREAMED[name]
+    for name, (rows, N, (form, group)) in kernels.items():
+        kernel, bits = compiled("sm_90")[name], 4 if form.per_element > 1 else 8
         scales = 0 if group is None else LINE // group * form.stored(1, LINE, group)[1][1].itemsize
-        stage = stream_form.stage_bytes(rows, columns, 4 * bits, scales)
-        stages, rest = divmod(kernel.shared - stream_form.shared_bytes(rows, 2, 0), stage)
+        tile, loaded = stream_form.choice(4 * bits, scales, rows, N, 132), stream_form.loaded_rows(rows, bits == 4)
+        slices, columns = tile.WARPS // tile.COLUMN_WARPS, tile.COLUMNS // tile.COLUMN_WARPS
+        blocks, turns = max(1, loaded // 8), tile.LINES // slices
+        # products of what a group's sum begins with, for all columns; of many rows it is added to each weight
+        offsets = 8 if form is INT4 and rows <= 16 else 0
+        products = (8 * columns // 16 + offsets) * blocks * turns
+        assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == products, name
+        stage = stream_form.stage_bytes(
+            loaded, tile.COLUMNS, 4 * bits, stream_form.scale_bytes(tile.LINES, scales), tile.LINES
+        )
+        stages, rest = divmod(kernel.shared - slices * tile.COLUMNS * 8 * blocks * 4, stage)
         assert 2 <= stages <= 12 and rest <= 1024, (name, stages, rest)
         # a block of A and one of the weights, before and in the loop
         assert kernel.count(r"cp\.async\.bulk\.tensor\.3d") == 2 * (stages + 1), name
         assert kernel.count(r"cp\.async\.bulk\.tensor\.2d") == (stages + 1 if scales else 0), name
         if bits == 4:  # rows by whole matrices, a thread's words at once
-            assert kernel.count(r"ldmatrix\.sync\.aligned\.m8n8\.x4") == 4 * (rows // 8), name
-            assert kernel.count(r"prmt\.b32 ") <= columns, name
+            assert kernel.count(r"ldmatrix\.sync\.aligned\.m8n8\.x4") == 4 * blocks * turns, name
+            assert kernel.count(r"prmt\.b32 ") <= columns * turns, name
         assert not kernel.count(r"cvt\S*\.(e4m3|e2m1)"), name
         if name.startswith("skinny"):
             assert not kernel.count(r"shfl\.(?!sync\.idx)"), name  # but of which warp it is
             # fused: a group's sum, times its scale, on those before
             groups = 0 if group is None else LINE // group
-            fused = kernel.count(r"fma\.rn\.f32") - 4 * groups * (rows // 8) * columns // 16
-            assert 0 <= fused <= 8, name  # and the bias
+            fused = kernel.count(r"fma\.rn\.f32") - 4 * groups * blocks * turns * columns // 16
+            assert 0 <= fused <= 16, name  # and the bias
         assert registers(kernel) <= 255, name

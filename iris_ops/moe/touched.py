@@ -234,7 +234,7 @@ def multiply(
             if BY_GROUPS:
                 scales = ()
                 if ring.scales is not None:
-                    scales = scales_of(ring.factors.index(stage * TILES + t), GROUPS, LINES, 1, 1, MMA)
+                    scales = scales_of(ring.factors.index(stage * TILES + t), 0, 0, 1, GROUPS, LINES, 1, MMA)
                 so_far = so_far + (add_groups(accs[t], y, parts, begins, scales, ring.scales is not None),)
             else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[2 * t], accs[2 * t + 1]

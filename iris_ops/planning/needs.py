@@ -45,7 +45,9 @@ class WeightFormat:
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
     streamed_rows: int = 16
-    """Rows of A at most that are multiplied by a stream of weights."""
+    """Rows of A at most that a launch multiplies by a stream of weights."""
+    streams_again: int = 1
+    """Launches at most, one after the other, for more rows."""
     convertible: bool = False
     """Whether a plan compares ways that multiply the format with those for a B that each call converts."""
     by_rank: bool = True
@@ -92,9 +94,10 @@ class WeightFormat:
         """Return the bytes of a stored weight and its scales."""
         return N * K
 
-    def streamable(self, rows: int, K: int) -> bool:
-        """Return whether the stream of weights serves products of such shapes, on Hopper."""
-        return 0 < rows <= self.streamed_rows and self.granule > 0 and K > 0 and K % self.granule == 0
+    def streamable(self, rows: int, K: int, launches: int = 1) -> bool:
+        """Return whether so many launches of the stream of weights serve products of such shapes, on Hopper."""
+        few = 0 < rows <= launches * self.streamed_rows
+        return few and self.granule > 0 and K > 0 and K % self.granule == 0
 
     def local_rows(self, gated: bool) -> int:
         """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
@@ -108,12 +111,11 @@ class WeightFormat:
         """Return the reason why B is converted to A's dtype in each call; "" if it is not."""
         return ""
 
-    def restoring_us(self, problem: Any, machine: Machine) -> float:
-        """Return the microseconds in which a call converts B to A's dtype: read, written, and a launch."""
+    def restoring_us(self, n: int, k: int, itemsize: int, machine: Machine) -> float:
+        """Return the microseconds in which B [k, n] becomes numbers of `itemsize` bytes: read, written, a launch."""
         if machine.name == INTERPRETER:
             return 0.0
-        _, n, k = problem.gemm
-        return (self.nbytes(n, k) + n * k * problem.dtype.itemsize) / (_RESTORED * machine.hbm_gbs * 1e3) + _RESTORE_US
+        return (self.nbytes(n, k) + n * k * itemsize) / (_RESTORED * machine.hbm_gbs * 1e3) + _RESTORE_US
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         """Return whether the format's own stream of weights serves so few rows; None: on a machine that has one."""

@@ -55,7 +55,7 @@ def choose(
         converted = _converted(
             ways, problem, machine, explained, None, f"{chosen.label(problem)} would take {least:.1f} us"
         )
-        if converted.prediction.total_us < least:
+        if converted.prediction and converted.prediction.total_us < least:
             return converted
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
@@ -69,8 +69,10 @@ def _converted(
 ) -> FusedConfig:
     """Return the plan for B in A's dtype, with the time in which each call converts it."""
     planned = choose(ways, replace(problem, weights=PLAIN), machine, explained, algorithm)
-    us, times = problem.weights.restoring_us(problem, machine), planned.prediction
-    planned = replace(planned, prediction=replace(times, total_us=times.total_us + us))
+    _, n, k = problem.gemm
+    us, times = problem.weights.restoring_us(n, k, problem.dtype.itemsize, machine), planned.prediction
+    if times:
+        planned = replace(planned, prediction=replace(times, total_us=times.total_us + us))
     if not explained:
         return planned
     line = f"B is converted in each call, {us:.1f} us: {reason}"

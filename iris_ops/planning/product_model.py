@@ -14,9 +14,10 @@ import torch
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
-from .needs import GATE
+from .needs import GATE, WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
+from .weights.streams import launch_us
 
 # Blocks of `skinny_matmul`, as tiles that the model knows: (rows, columns, depth, warps, stages).
 _SKINNY = tuple(
@@ -45,6 +46,20 @@ def product_us(M: int, N: int, K: int, problem: Problem, machine: Machine) -> fl
     config = specialised(local, machine)
     us = _skinny_us(local, machine) if config is None else gemm_us(local, config, machine)
     return problem.weights.product_us(us, M, K, machine) + machine.launch_us
+
+
+@lru_cache(maxsize=4096)
+def stream_launches(weights: WeightFormat, rows: int, k: int, n: int, machine: Machine) -> int:
+    """Return in how many launches of the stream a product without ranks is faster than by B in A's dtype; 0 if not.
+
+    Machines and dtypes that have no stream are not considered.
+    """
+    if not weights.streamable(rows, k, weights.streams_again):
+        return 0
+    count = -(-rows // weights.streamed_rows)
+    streamed_us = count * (launch_us(weights, -(-rows // count), n, k, machine) + machine.launch_us)
+    converted_us = weights.restoring_us(n, k, 2, machine) + expected_us(rows, n, k, machine)
+    return count if streamed_us < converted_us else 0
 
 
 def _skinny_us(problem: Problem, machine: Machine) -> float:

@@ -102,12 +102,17 @@ def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def products_of_rows(rows, widen: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
-    """Return A's numbers of each line as operands of its dot products with the weights, in each of `ACROSS` warps."""
+def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr):
+    """Return A's numbers of each line as operands of its dot products with the weights, in each of `ACROSS` warps.
+
+    `rows` are transposed. Of runs, a single row stands for all `BLOCK_M`.
+    """
     if widen.RUNS:
-        x = rows.load(runs_layout(rows.shape[0] // 4, rows.shape[2], widen.WORDS // 8, ACROSS))
+        x = rows.load(runs_layout(rows.shape[0] // 4, BLOCK_M, widen.WORDS // 8, ACROSS))
     else:
         x = rows.load(gl.DotOperandLayout(1, MMA, widen.WORDS // 8))
+    if rows.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
+        x, _all = gl.broadcast(x, gl.zeros((rows.shape[0], 32, BLOCK_M), x.dtype, layout=x.type.layout))
     return products_of(x, widen, MMA)
 
 
@@ -133,20 +138,28 @@ def products_of(x, widen: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def scales_of(
-    factors, GROUPS: gl.constexpr, LINES: gl.constexpr, STEPS: gl.constexpr, ACROSS: gl.constexpr, MMA: gl.constexpr
-):
-    """Return the scales of `STEPS` times some lines in float32: for each step and group a tensor [lines, columns]."""
+    factors, step, turn: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+    ACROSS: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Return the scales of the lines whose turn it is in float32, for each group a tensor [lines, columns].
+
+    `factors` hold those of one step along K, or of some: the hardware copies whole vectors of 16 bytes.
+    """
     COLUMNS: gl.constexpr = factors.shape[0]
     LOADED: gl.constexpr = factors.shape[1] // (LINES * GROUPS)
+    STEPS: gl.constexpr = LOADED // TURNS
     s = factors.load(scales_layout(LINES, GROUPS, LOADED, COLUMNS, ACROSS))
     s = gl.permute(gl.reshape(s, (COLUMNS, LOADED, LINES, GROUPS)), (2, 0, 1, 3))
     parts = _along(gl.reshape(s, (LINES, COLUMNS, LOADED * GROUPS)))
     result = ()
-    for i in gl.static_range(STEPS * GROUPS):
+    for g in gl.static_range(GROUPS):
+        part = parts[turn * GROUPS + g]
+        for i in gl.static_range(1, STEPS):
+            part = gl.where(step % STEPS == i, parts[(i * TURNS + turn) * GROUPS + g], part)
         if s.dtype == gl.uint8:  # of a power of two, its exponent
-            scale = (parts[i].to(gl.int32) << 23).to(gl.float32, bitcast=True)
+            scale = (part.to(gl.int32) << 23).to(gl.float32, bitcast=True)
         else:
-            scale = parts[i].to(gl.float32)
+            scale = part.to(gl.float32)
         result = result + (gl.convert_layout(scale, gl.SliceLayout(2, MMA)),)
     return result
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from iris import platform
 from iris.device import arch
+from iris.machines import machine_of
 import torch
 from torch.nn import functional as F
 import triton
 import triton.language as tl
 
+from ..kernels.arguments import TileEpilogue
 from ..named import named
+from ..planning.product_model import stream_launches
 from ..planning.weights import format_of
+from . import skinny_stream, weight_stream
 from .packing import PACKINGS
 
 _BLOCK = 1024  # entries of a program
@@ -71,9 +75,27 @@ def product(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x [M, K] times the transpose of the weight, plus the bias, in x's dtype; to `out`, if there is one."""
+    """Return x [M, K] times the transpose of the weight, plus the bias, in x's dtype; to `out`, if there is one.
+
+    Some hundred rows are multiplied by launches of the stream of weights, where these take less than a weight made
+    in x's dtype.
+    """
+    if count := _stream_launches(x, weight, scale):
+        result = x.new_empty(x.shape[0], weight.shape[0]) if out is None or not out.is_contiguous() else out
+        epilogue = TileEpilogue(None if bias is None else bias.contiguous())
+        for part, rows in zip(result.tensor_split(count), x.tensor_split(count), strict=True):
+            skinny_stream.multiply(part, rows, weight, scale, epilogue)
+        return result if out is None or result is out else out.copy_(result)
     result = F.linear(x, restored(weight, scale, x.shape[1], x.dtype), bias)
     return result if out is None else out.copy_(result)
+
+
+def _stream_launches(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return how many launches of the stream of weights serve a product; 0 where B is better made in x's dtype."""
+    form = format_of(weight.t(), scale)
+    if not x.is_cuda or x.requires_grad or weight_stream.supports(x[: form.streamed_rows], weight.t(), scale):
+        return 0
+    return stream_launches(form, *x.shape, weight.shape[0], machine_of(x.device))
 
 
 def fixed_product(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
+from iris.errors import ArgumentError
 
 from ..planning.needs import LINE
 
@@ -54,22 +54,26 @@ class Choice:
         self, rows: int, columns: int, T: int, words: int, scales: int, programs: int
     ) -> tuple[int, int]:
         """Return the programs of a product, all resident at once, and the stages of their rings."""
-        groups = triton.cdiv(columns, self.COLUMNS)
-        resident = max(1, min(self.RESIDENT, triton.cdiv(groups, programs)))
+        groups = _cdiv(columns, self.COLUMNS)
+        resident = max(1, min(self.RESIDENT, _cdiv(groups, programs)))
         while resident > 1 and self.stages(rows, T, words, scales, resident) < 2:
             resident -= 1
-        return min(groups, resident * programs), self.stages(rows, T, words, scales, resident)
+        stages = self.stages(rows, T, words, scales, resident)
+        if stages < 2:
+            raise ArgumentError(f"{self} has room for {stages} stages of {rows} rows; expected 2 or more")
+        return min(groups, resident * programs), stages
 
 
-# Tiles of more than 16 rows, by the most rows: those whose sums and weights fit in registers, and whose rings fit.
-_WIDE = (
-    (32, (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
-          Choice(32, 2, 1, COLUMN_WARPS=2))),
-    (64, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4),
-          Choice(32, 2, 1, COLUMN_WARPS=2))),
-    (128, (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4))),
-)  # fmt: skip
-_GATED = (Choice(32, 2, 1, COLUMN_WARPS=2),)
+# Tiles by the most rows, of products and of gated ones: their sums and widened weights fit in registers.
+_NARROW = Choice(32, 2, 1, COLUMN_WARPS=2)
+_TILES = {
+    16: (Choice(),),
+    32: (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+    64: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+    128: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4)),
+}
+_GATED = {16: (Choice(),), 64: (_NARROW,)}
+ONE_ROW = False  # whether a single row of A is loaded alone
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
@@ -77,20 +81,17 @@ def choice(words: int, scales: int, rows: int, columns: int, programs: int, gate
     """Return how programs divide `rows` rows of A and `columns` columns of weights, of `words` words and `scales` bytes
     of scales a line.
 
-    Up to 16 rows, it is the choice that was compared with float64 on GPUs. Instructions limit these formats more
-    than memory does, so wide tiles, where more columns share A and what a step costs, should win: `Choice(64, 8, 1)`
-    took 12.1 us for 15.8 of one row by 8192 x 4096 int4 weights on an H200. `benchmarks/quantised.py --variants`
-    compares its results before it may be chosen.
+    The tile of which the busiest program loads the fewest bytes.
     """
-    if rows <= MULTIPLIED_ROWS:
-        return Choice()
+    tiles = _GATED if gated else _TILES
     loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
 
-    def nbytes(wide: Choice) -> int:
+    def nbytes(tile: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
-        return triton.cdiv(triton.cdiv(columns, wide.COLUMNS), programs) * (loaded + wide.COLUMNS * weight)
+        return _cdiv(_cdiv(columns, tile.COLUMNS), programs) * (loaded + tile.COLUMNS * weight)
 
-    return min(_GATED if gated and rows > 32 else next(wide for most, wide in _WIDE if rows <= most), key=nbytes)
+    fitting = next(fitting for most, fitting in tiles.items() if rows <= most)
+    return min(fitting, key=nbytes)
 
 
 def tiles_at_once(columns: int, programs: int) -> int:
@@ -98,17 +99,20 @@ def tiles_at_once(columns: int, programs: int) -> int:
 
     It makes multiprocessors end together and reads A rarely.
     """
-    tiles = triton.cdiv(columns, _COLUMNS)
+    tiles = _cdiv(columns, _COLUMNS)
 
     def most(T: int) -> float:
-        return triton.cdiv(triton.cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
+        return _cdiv(_cdiv(tiles, T), programs) * T * (1 + 0.35 / T)  # A costs a third of a tile
 
     return min((3, 2, 1), key=most)
 
 
-def loaded_rows(rows: int) -> int:
-    """Return how many rows of A a program loads: a power of two from 8 on."""
-    return max(8, triton.next_power_of_2(rows))
+def loaded_rows(rows: int, runs: bool = False) -> int:
+    """Return how many rows of A a program loads: a power of two from 8 on, or, of runs, one alone.
+
+    What is loaded beyond the last row is zero, but slow: one row took longer than eight.
+    """
+    return 1 if ONE_ROW and rows == 1 and runs else max(8, _power_of_2(rows))
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
@@ -117,14 +121,14 @@ def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool 
 
     It assumes fp8 with a scale for each column.
     """
-    groups, kind = triton.cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
+    groups, kind = _cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
     return min(groups, resident * programs), RINGS[resident][kind]
 
 
 def options(grid: int, programs: int, warps: int = _WARPS) -> dict[str, int]:
     """Return the launch options of a grid whose programs must all run at once on `programs` multiprocessors."""
-    most = registers(triton.cdiv(grid, programs), warps)
+    most = registers(_cdiv(grid, programs), warps)
     return {"num_warps": warps} | ({"maxnreg": most} if most else {})
 
 
@@ -148,8 +152,17 @@ def stage_bytes(rows: int, columns: int, words: int, scales: int = 0, lines: int
 
 def scale_bytes(lines: int, scales: int) -> int:
     """Return the bytes of a column's scales in a stage, of `scales` bytes a line, as whole vectors."""
-    return triton.cdiv(lines * scales, _VECTOR) * _VECTOR
+    return _cdiv(lines * scales, _VECTOR) * _VECTOR
 
 
 def sums_bytes(rows: int, columns: int, slices: int = _WARPS) -> int:
-    return slices * triton.next_power_of_2(columns) * rows * 4
+    return slices * _power_of_2(columns) * max(8, rows) * 4
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(n: int) -> int:
+    """Return the least power of two from `n` on."""
+    return 1 << (n - 1).bit_length()

@@ -119,13 +119,16 @@ class Stream:
         nbytes: gl.constexpr = self.a.block_type.nbytes + self.T * (self.b.block_type.nbytes + OF_SCALES)
         mbarrier.expect(loaded, nbytes, pred=wanted)
         async_load(self.a, [step * self.rows.shape[1], 0, 0], loaded, self.rows.index(stage), pred=wanted)
+        vector = 0
+        if self.scales is not None:  # from a whole vector of 16 bytes on: the hardware faults between two
+            STEPS: gl.constexpr = self.factors.shape[2] // (self.ring.shape[1] * self.GROUPS)
+            vector = step // STEPS * self.factors.shape[2]
         for t in gl.static_range(self.T):
             col = group * self.WIDTH + (t * COLUMNS) % self.WIDTH + (t * COLUMNS) // self.WIDTH * self.N
             at = stage * self.T + t
             async_load(self.b, [step * self.ring.shape[1], col, 0], loaded, self.ring.index(at), pred=wanted)
             if self.scales is not None:
-                first = step * self.ring.shape[1] * self.GROUPS
-                async_load(self.scales, [col, first], loaded, self.factors.index(at), pred=wanted)
+                async_load(self.scales, [col, vector], loaded, self.factors.index(at), pred=wanted)
 
 
 @gluon.jit
@@ -187,10 +190,10 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
     accs = ()
     for _i in gl.static_range(SUMS * stream.T * stream.BLOCKS):
         accs = accs + (gl.zeros((SLICES, COLUMNS, stream.ROWS), gl.float32, layout=MMA),)
-    for _k in range(stream.steps):
+    for k in range(stream.steps):
         mbarrier.wait(stream.loaded.index(stage), phase)
         for turn in gl.static_range(TURNS):
-            accs = _add_lines(stream, accs, stage, turn, SLICES, COLUMNS, SUMS, widen, WEIGHTS, MMA)
+            accs = _add_lines(stream, accs, stage, k, turn, SLICES, COLUMNS, SUMS, widen, WEIGHTS, MMA)
         program_barrier()  # all warps have read this stage
         stream.load(stage, group, step)
         group, step = _next(stream, group, step)
@@ -212,7 +215,7 @@ def multiply(stream, at, widen: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _add_lines(
-    stream, accs, stage, turn: gl.constexpr, SLICES: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
+    stream, accs, stage, step, turn: gl.constexpr, SLICES: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
     widen: gl.constexpr, WEIGHTS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Add the products of a line of each warp, the `turn`-th of a stage, to the sums. Weights are widened once for all
@@ -224,7 +227,7 @@ def _add_lines(
     GROUPS: gl.constexpr = stream.GROUPS if SCALED else 1
     ADDS: gl.constexpr = widen.ADDED != 0 and BLOCKS == 1  # for more rows, adding to each weight takes less
     if BLOCKS == 1:
-        x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ACROSS, MMA)
+        x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ROWS, stream.ACROSS, MMA)
         if SUMS == 1:
             begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
     so_far = ()
@@ -238,12 +241,11 @@ def _add_lines(
         scales = ()
         if SCALED:
             factors = stream.factors.index(stage * stream.T + t)
-            all_scales = scales_of(factors, GROUPS, SLICES, LINES // SLICES, stream.ACROSS, MMA)
-            for g in gl.static_range(GROUPS):
-                scales = scales + (all_scales[turn * GROUPS + g],)
+            scales = scales_of(factors, step, turn, LINES // SLICES, GROUPS, SLICES, stream.ACROSS, MMA)
         for i in gl.static_range(BLOCKS):
             if BLOCKS > 1:
-                x = products_of_rows(_lines_of_rows(stream, stage, turn, i, SLICES), widen, stream.ACROSS, MMA)
+                rows = _lines_of_rows(stream, stage, turn, i, SLICES)
+                x = products_of_rows(rows, widen, stream.ROWS, stream.ACROSS, MMA)
                 if SUMS == 1:
                     begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
             if SUMS == 1:
@@ -336,7 +338,8 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     """
     widen, gated = widening_of(B, scale), more.get("GATED", False)
     N, M = B.shape[1] // (1 + gated), A.shape[0]
-    rows = loaded_rows(M)
+    rows = loaded_rows(M, widen.RUNS)
+    multiplied = max(8, rows)
     groups, nbytes = 0, 0
     if scale.ndim == 2:
         groups = scale.shape[1] // (triton.cdiv(B.shape[0] * B.element_size(), 16 * widen.WORDS) * 4)  # as packed
@@ -362,7 +365,7 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         scales = word_descriptor(scale, block, block_layout(row, scale.itemsize, 2))
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
-        rows, T, stages, min(rows, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
+        multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
         LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
     )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))

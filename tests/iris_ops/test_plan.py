@@ -13,8 +13,10 @@ from iris_ops.config import WITH_TORCH
 from iris_ops.named import named
 from iris_ops.ops import Ops
 from iris_ops.planning.candidates import fitting
+from iris_ops.planning.needs import PLAIN
 from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for, way_named, workspace_size
-from iris_ops.planning.weights import BY_FLAG
+from iris_ops.planning.ways.fp8_stream import Fp8Stream
+from iris_ops.planning.weights import BY_FLAG, BY_NAME
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import (
     ALL_REDUCE,
@@ -245,3 +247,27 @@ def test_fp8_weights_are_served_by_the_kernels_of_sixteen_bits(rows, among, algo
     for machine, dtype in others:
         problem = requested_problem(Request(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=FP8_FORMAT))
         assert plan(problem, machine).algorithm == "sequential"
+
+
+def test_a_plan_counts_what_converting_costs() -> None:
+    """B in int4 is read and written as bf16 in each call of many rows."""
+    problem = Problem(ALL_REDUCE, "", 4096, 8192, 4096, 2, torch.bfloat16, BY_NAME["int4"])
+    config, plain = plan(problem, H200), plan(replace(problem, weights=PLAIN), H200)
+    us = config.prediction.total_us - plain.prediction.total_us
+    moved = 8192 * 4096 * (2 + 0.5 + 2 / 32)
+    assert config == plain and moved / (H200.hbm_gbs * 1e3) < us < 2 * moved / (H200.hbm_gbs * 1e3)
+    assert f"B is converted in each call, {us:.1f} us: the stream of weights" in config.explain()
+
+
+def test_a_plan_converts_where_the_stream_is_slower() -> None:
+    slow = replace(BY_NAME["int4"], streamed_rows=8, streams_again=64)
+    problem = Problem(ALL_REDUCE, "", 512, 8192, 4096, 2, torch.bfloat16, slow)
+    way = Fp8Stream()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fp8Stream, "weights", frozenset((slow,)))
+        config = plan(problem, H200)
+        assert config.kernel != way.kernel and "quantised.lamport_stream would take" in config.explain()
+        few = plan(replace(problem, M=16), H200)
+        assert few.kernel == way.kernel
+        one, two = (way.predicted(replace(problem, M=m), few, H200).total_us for m in (8, 16))
+        assert two == pytest.approx(2 * one)

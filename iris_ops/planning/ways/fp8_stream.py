@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from iris.machines import Machine
 
-from ...config import FusedConfig
+from ...config import FusedConfig, Prediction
 from ...problem import ALL_REDUCE, Problem
 from ..needs import LINE, Epilogue
 from ..orders import Order
-from ..overlap_model import unhidden
 from ..sums import ANY_ORDER
 from ..weights import FORMATS
 from ..weights.streams import stream_refused, stream_us
@@ -22,7 +22,10 @@ FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_
 
 
 class Fp8Stream(Lamport):
-    """The rows of A are not rounded. Equal bits are not supported: more rows are multiplied differently."""
+    """The rows of A are not rounded; more of them than one launch takes come in several launches.
+
+    Equal bits are not supported: more rows are multiplied differently.
+    """
 
     kernel = LAMPORT_FP8
     launcher = "quantised.lamport_stream:launcher"
@@ -35,7 +38,7 @@ class Fp8Stream(Lamport):
     fallback = LAMPORT
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        return stream_refused(problem, machine) or unhidden(problem)
+        return stream_refused(problem, machine)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         own = config.algorithm == "one_shot" and config.kernel in ("", self.kernel)
@@ -47,6 +50,15 @@ class Fp8Stream(Lamport):
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return [FP8_STREAM]
 
+    def most_rows(self, problem: Problem, config: FusedConfig) -> int:
+        return problem.weights.streamed_rows
+
+    def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
+        """Return the times of all launches, of as many rows each."""
+        pieces = -(-problem.M // problem.weights.streamed_rows)
+        times = super().times(replace(problem, M=-(-problem.M // pieces)), config, machine)
+        return Prediction(pieces * times.gemm_us, pieces * times.link_us, pieces * times.total_us)
+
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return stream_us(problem, machine)
 
@@ -54,7 +66,7 @@ class Fp8Stream(Lamport):
         return Order("stream", LINE)  # whose warps share K, a line of memory each
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return norm_inside(problem, config)
+        return norm_inside(problem, config) if problem.M <= problem.weights.streamed_rows else ()
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         return self.kernel

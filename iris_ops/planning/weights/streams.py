@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..needs import PLAIN
+from ..needs import PLAIN, WeightFormat
 from ..operations import ALL_REDUCE
 
 if TYPE_CHECKING:
@@ -22,22 +22,33 @@ def on_hopper(problem: Any, machine: Machine) -> bool:
 def streamed(problem: Any, machine: Machine | None) -> bool:
     """Return whether the stream serves an all-reduce; None: on a machine that has one."""
     free = problem.op == ALL_REDUCE and not problem.sums.promised
-    served = free and problem.weights.streamable(problem.M, problem.K)
+    served = free and _streamable(problem)
     return served and (machine is None or on_hopper(problem, machine))
+
+
+def _streamable(problem: Any) -> bool:
+    return problem.weights.streamable(problem.M, problem.K, problem.weights.streams_again)
 
 
 def stream_refused(problem: Any, machine: Machine) -> str | None:
     """Return why the stream of weights cannot serve a problem, or None."""
     if problem.weights is PLAIN:
         return "it is for few rows and quantised weights"
-    if not problem.weights.streamable(problem.M, problem.K):
-        granule, most = problem.weights.granule, problem.weights.streamed_rows
+    if not _streamable(problem):
+        granule, most = problem.weights.granule, problem.weights.streamed_rows * problem.weights.streams_again
         return f"it is for weights {problem.weights.name} and up to {most} rows, K a multiple of {granule}"
     return None if on_hopper(problem, machine) else "it needs a Hopper GPU and bf16"
 
 
 def stream_us(problem: Any, machine: Machine) -> float:
-    """Return the microseconds of the stream: memory gives four fifths of its rate to one with pauses between its
-    groups."""
+    """Return the microseconds of a launch of the stream."""
     m, n, k = problem.gemm
-    return (2 * m * k + problem.weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
+    return launch_us(problem.weights, m, n, k, machine)
+
+
+def launch_us(weights: WeightFormat, m: int, n: int, k: int, machine: Machine) -> float:
+    """Return the microseconds of a launch that multiplies m rows by a weight [n, k].
+
+    Memory gives four fifths of its rate to a stream with pauses between its groups.
+    """
+    return (2 * m * k + weights.nbytes(n, k)) / (0.8 * machine.hbm_gbs * 1e3)
