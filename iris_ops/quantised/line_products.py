@@ -112,8 +112,9 @@ def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: g
     else:
         LOADED: gl.constexpr = gl.DotOperandLayout(1, MMA, widen.WORDS // 8)
     x = rows.load(LOADED)
+    PARTS: gl.constexpr = rows.shape[0]
     if rows.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
-        x, _all = gl.broadcast(x, gl.zeros((rows.shape[0], 32, BLOCK_M), x.dtype, layout=LOADED))
+        x, _all = gl.broadcast(x, gl.zeros((PARTS, 32, BLOCK_M), x.dtype, layout=LOADED))
     return products_of(x, widen, MMA)
 
 
