@@ -111,8 +111,10 @@ def products_of_rows(rows, widen: gl.constexpr, BLOCK_M: gl.constexpr, ACROSS: g
         x = rows.load(runs_layout(rows.shape[0] // 4, BLOCK_M, widen.WORDS // 8, ACROSS))
     else:
         x = rows.load(gl.DotOperandLayout(1, MMA, widen.WORDS // 8))
+    PARTS: gl.constexpr = rows.shape[0]
+    LOADED: gl.constexpr = x.type.layout
     if rows.shape[2] < BLOCK_M:  # one row, which the threads of all have: nothing moves
-        x, _all = gl.broadcast(x, gl.zeros((rows.shape[0], 32, BLOCK_M), x.dtype, layout=x.type.layout))
+        x, _all = gl.broadcast(x, gl.zeros((PARTS, 32, BLOCK_M), x.dtype, layout=LOADED))
     return products_of(x, widen, MMA)
 
 
