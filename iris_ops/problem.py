@@ -119,11 +119,6 @@ class Problem:
         return "" if self.operation.widens else self.weights.converted(self, machine)
 
     @property
-    def may_convert(self) -> bool:
-        """Return whether a plan compares its ways with those for a B that each call converts to A's dtype."""
-        return self.weights.convertible and not self.operation.widens
-
-    @property
     def empty(self) -> bool:
         """Return whether no rank has anything to compute. If N may differ by rank, only M counts."""
         return self.M == 0 or (self.N == 0 and self.operation.shared == "N")

@@ -388,9 +388,10 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
         yield f"skinny_{name}", partial(_skinny_stored, form, group, 16, False)
         if name in STREAMED_BETWEEN_RANKS:
             yield f"lamport_{name}", partial(_lamport_stored, form, group)
-            for rows in MORE_ROWS:
-                yield f"lamport_{name}_{rows}", partial(_lamport_stored, form, group, rows=rows)
-    yield "skinny_gated_mxfp4_64", partial(_skinny_stored, packing.MXFP4, 32, 64, True)
+            yield f"lamport_{name}_1", partial(_lamport_stored, form, group, rows=1)
+            for rows in LOCAL_ROWS:
+                yield f"skinny_{name}_{rows}", partial(_skinny_stored, form, group, rows, False)
+    yield "skinny_gated_mxfp4", partial(_skinny_stored, packing.MXFP4, 32, 16, True)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", _fp8_tiles
@@ -403,7 +404,7 @@ STREAMED = {
     "mxfp4": (packing.MXFP4, 32),
 }  # fmt: skip
 STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
-MORE_ROWS = (1,)  # of A, by 8192 columns
+LOCAL_ROWS = 32, 64  # of products without ranks
 
 
 def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[torch.Tensor]:

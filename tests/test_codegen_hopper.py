@@ -21,7 +21,7 @@ from tests.assembly import (
     system_releases,
     unguarded_hand_overs,
 )
-from tests.kernel_cases import MORE_ROWS, STREAMED, STREAMED_BETWEEN_RANKS
+from tests.kernel_cases import LOCAL_ROWS, STREAMED, STREAMED_BETWEEN_RANKS
 
 pytestmark = pytest.mark.compile
 
@@ -151,8 +151,9 @@ def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
     """Each product of a line is multiplied once, scales come by TMA, and no number moves between threads."""
     kernels = {f"skinny_{name}": (16, 16384, form) for name, form in STREAMED.items()}
     kernels |= {f"lamport_{name}": (8, 4096, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
-    for name, rows in itertools.product(STREAMED_BETWEEN_RANKS, MORE_ROWS):
-        kernels[f"lamport_{name}_{rows}"] = rows, 8192, STREAMED[name]
+    kernels |= {f"lamport_{name}_1": (1, 8192, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
+    for name, rows in itertools.product(STREAMED_BETWEEN_RANKS, LOCAL_ROWS):
+        kernels[f"skinny_{name}_{rows}"] = rows, 16384, STREAMED[name]
     for name, (rows, N, (form, group)) in kernels.items():
         kernel, bits = compiled("sm_90")[name], 4 if form.per_element > 1 else 8
         scales = 0 if group is None else LINE // group * form.stored(1, LINE, group)[1][1].itemsize

@@ -36,6 +36,7 @@ def test_shapes_are_drawn_alike_and_cover_ops_and_rows(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_choice_and_every_way_compete(world: int) -> None:
     kernels: set[str] = set()
+    more = 0
     for row in regret.draw(64, 9, world, list(regret.OPS)):
         problem = regret.problem_of(row, world, torch.bfloat16)
         ways = regret.ways_of(problem, {"plan": H200}, 1)
@@ -43,10 +44,12 @@ def test_the_choice_and_every_way_compete(world: int) -> None:
         planned = plan(problem, H200)
         assert (chosen.config.kernel, chosen.times) == (planned.kernel, planned.prediction)
         assert len({(c.config.kernel, c.config.algorithm) for c in ways.values()}) == len(ways)
-        assert len(ways) > 1 or row.form == "k", "one kernel gathers many rows along K"
+        assert all(c.times.total_us <= 2.001 * planned.prediction.total_us for c in ways.values())
         kernels |= {candidate.config.kernel for candidate in ways.values()}
         several = regret.ways_of(problem, {"plan": H200}, 3)
-        assert several.keys() > ways.keys()
+        assert several.keys() >= ways.keys()
+        more += len(several) > len(ways)
+    assert more > 32
     assert {"lamport_matmul", "hopper.matmul_reduce", "with_torch.sequential", "with_torch.copy_gather"} < kernels
 
 

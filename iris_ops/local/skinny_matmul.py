@@ -148,7 +148,7 @@ def _is_eligible(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
         return False
     if scale is not None:
         form = format_of(weight.t(), scale)
-        few = is_eligible(x, form.local_rows(gated)) and x.dtype == torch.bfloat16
+        few = is_eligible(x, form.few_rows(gated)) and x.dtype == torch.bfloat16
         return few and form.streamable(1, x.shape[-1])
     rows = most_rows(_width(weight, gated), gated, torch.compiler.is_compiling(), x.device)
     return x.dtype == weight.dtype and is_eligible(x, rows)

@@ -23,7 +23,7 @@ from .steps import Steps
 
 CHOOSE = "moe_choose"
 OPEN = tl.constexpr(-1)  # the rank of what is not chosen
-MOST_SORTED = 512  # pairs of token and expert that one program sorts
+MOST_SORTED = 128  # pairs of token and expert that one program sorts; 512 took four times as long as a second kernel
 _LEAST_BINS = 32  # of a histogram
 _MOST_HELD = 16384  # scores that one program holds, of 512 threads
 _BLOCK, _BLOCK_SCORES = 128, 512  # pairs sorted at once; scores of a program where there are several

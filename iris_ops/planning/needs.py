@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Of the stream of weights (`quantised/weight_stream.py`): elements along K that a warp takes.
 LINE = 128
 # Of the memory's rate, what a kernel that converts B gets; and what it takes beside that. Estimated.
-_RESTORED, _RESTORE_US = 0.7, 3.0
+_RESTORED, _RESTORE_US = 0.55, 3.0
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class WeightFormat:
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
     streamed_rows: int = 16
-    """Rows of A at most that a launch multiplies by a stream of weights."""
-    streams_again: int = 1
-    """Launches at most, one after the other, for more rows."""
-    convertible: bool = False
-    """Whether a plan compares ways that multiply the format with those for a B that each call converts."""
+    """Rows of A at most that a launch multiplies by a stream of weights, between ranks or with a gate."""
+    local_rows: int = 16
+    """The same without ranks and without a gate."""
+    local_launches: int = 1
+    """Launches at most, one after the other, that multiply more rows without ranks."""
     by_rank: bool = True
     """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
@@ -94,14 +94,14 @@ class WeightFormat:
         """Return the bytes of a stored weight and its scales."""
         return N * K
 
-    def streamable(self, rows: int, K: int, launches: int = 1) -> bool:
-        """Return whether so many launches of the stream of weights serve products of such shapes, on Hopper."""
-        few = 0 < rows <= launches * self.streamed_rows
+    def streamable(self, rows: int, K: int, most: int | None = None) -> bool:
+        """Return whether the stream of weights serves products of up to `most` (`streamed_rows`) rows, on Hopper."""
+        few = 0 < rows <= (self.streamed_rows if most is None else most)
         return few and self.granule > 0 and K > 0 and K % self.granule == 0
 
-    def local_rows(self, gated: bool) -> int:
+    def few_rows(self, gated: bool) -> int:
         """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
-        return min(64, self.streamed_rows) if gated else self.streamed_rows
+        return self.streamed_rows if gated else self.local_rows
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""

@@ -50,13 +50,6 @@ def choose(
         raise ArgumentError(_refusal(problem, comparison, algorithm, required))
     chosen = serving[0]
     reasons: tuple[str, ...] = ()
-    least = chosen.times.total_us
-    if problem.may_convert and algorithm is None:
-        converted = _converted(
-            ways, problem, machine, explained, None, f"{chosen.label(problem)} would take {least:.1f} us"
-        )
-        if converted.prediction and converted.prediction.total_us < least:
-            return converted
     if explained:
         free = choose(ways, problem.free, machine, False, algorithm).prediction if problem.sums.promised else None
         choice = trace.Choice(problem, machine, comparison, serving, other_orders, required, free)

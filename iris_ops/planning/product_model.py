@@ -54,9 +54,9 @@ def stream_launches(weights: WeightFormat, rows: int, k: int, n: int, machine: M
 
     Machines and dtypes that have no stream are not considered.
     """
-    if not weights.streamable(rows, k, weights.streams_again):
+    if not weights.streamable(rows, k, weights.local_launches * weights.local_rows):
         return 0
-    count = -(-rows // weights.streamed_rows)
+    count = -(-rows // weights.local_rows)
     streamed_us = count * (launch_us(weights, -(-rows // count), n, k, machine) + machine.launch_us)
     converted_us = weights.restoring_us(n, k, 2, machine) + expected_us(rows, n, k, machine)
     return count if streamed_us < converted_us else 0

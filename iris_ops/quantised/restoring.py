@@ -93,7 +93,7 @@ def product(
 def _stream_launches(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> int:
     """Return how many launches of the stream of weights serve a product; 0 where B is better made in x's dtype."""
     form = format_of(weight.t(), scale)
-    if not x.is_cuda or x.requires_grad or weight_stream.supports(x[: form.streamed_rows], weight.t(), scale):
+    if not x.is_cuda or x.requires_grad or weight_stream.supports(x[: form.local_rows], weight.t(), scale):
         return 0
     return stream_launches(form, *x.shape, weight.shape[0], machine_of(x.device))
 

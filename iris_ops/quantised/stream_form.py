@@ -67,13 +67,11 @@ class Choice:
 # Tiles by the most rows, of products and of gated ones: their sums and widened weights fit in registers.
 _NARROW = Choice(32, 2, 1, COLUMN_WARPS=2)
 _TILES = {
-    16: (Choice(),),
-    32: (Choice(128, 2, 1, WARPS=8, COLUMN_WARPS=4), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
-    64: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
-    128: (Choice(128, 1, 1, WARPS=8, COLUMN_WARPS=8), Choice(64, 1, 1, COLUMN_WARPS=4)),
+    16: (Choice(64, 8, 1), Choice()),
+    32: (Choice(64, 4, 1, WARPS=8, COLUMN_WARPS=2), _NARROW),
+    64: (Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
 }
-_GATED = {16: (Choice(),), 64: (_NARROW,)}
-ONE_ROW = False  # whether a single row of A is loaded alone
+_GATED = {16: (Choice(),)}
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
@@ -112,7 +110,7 @@ def loaded_rows(rows: int, runs: bool = False) -> int:
 
     What is loaded beyond the last row is zero, but slow: one row took longer than eight.
     """
-    return 1 if ONE_ROW and rows == 1 and runs else max(8, _power_of_2(rows))
+    return 1 if rows == 1 and runs else max(8, _power_of_2(rows))
 
 
 def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:

@@ -308,8 +308,8 @@ def supports(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor | None = None
         return "it needs a Hopper GPU"
     if A.dtype != torch.bfloat16 or not weights.widening:
         return f"it multiplies bfloat16 by {dtypes()}, not {A.dtype} by {B.dtype}"
-    if not weights.streamable(*A.shape):
-        most, granule = weights.streamed_rows, weights.granule
+    most, granule = weights.local_rows, weights.granule
+    if not weights.streamable(A.shape[0], A.shape[1], most):
         return f"it is for up to {most} rows and for K a multiple of {granule}, not for {tuple(A.shape)}"
     if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
         return "rows of A or columns of B begin between vectors of 16 bytes"

@@ -248,7 +248,7 @@ def test_plans_name_their_kernels_and_say_why() -> None:
     assert plan(few, machine).kernel == "moe.lamport_down"
     one, sizes = replace(few, M=1), (DOWN_ALL_REDUCE, 1, 8, 128, 2048, 384)
     assert plan(one, machine).kernel == "moe.lamport_token"
-    others = (problem_of(*sizes, form="rows"), "pieces too short"), (problem_of(*sizes, invariant="batch"), "adds")
+    others = (problem_of(*sizes, form="rows"), "too short"), (problem_of(*sizes, invariant="batch"), "order of sums")
     for other, reason in others:
         chosen = plan(other, machine)
         assert chosen.kernel == "moe.lamport_down"

@@ -15,7 +15,7 @@ from iris_ops.ops import Ops
 from iris_ops.planning.candidates import fitting
 from iris_ops.planning.needs import PLAIN
 from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for, way_named, workspace_size
-from iris_ops.planning.ways.fp8_stream import Fp8Stream
+from iris_ops.planning.product_model import stream_launches
 from iris_ops.planning.weights import BY_FLAG, BY_NAME
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import (
@@ -259,15 +259,10 @@ def test_a_plan_counts_what_converting_costs() -> None:
     assert f"B is converted in each call, {us:.1f} us: the stream of weights" in config.explain()
 
 
-def test_a_plan_converts_where_the_stream_is_slower() -> None:
-    slow = replace(BY_NAME["int4"], streamed_rows=8, streams_again=64)
-    problem = Problem(ALL_REDUCE, "", 512, 8192, 4096, 2, torch.bfloat16, slow)
-    way = Fp8Stream()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fp8Stream, "weights", frozenset((slow,)))
-        config = plan(problem, H200)
-        assert config.kernel != way.kernel and "quantised.lamport_stream would take" in config.explain()
-        few = plan(replace(problem, M=16), H200)
-        assert few.kernel == way.kernel
-        one, two = (way.predicted(replace(problem, M=m), few, H200).total_us for m in (8, 16))
-        assert two == pytest.approx(2 * one)
+def test_the_stream_serves_more_rows_where_converting_takes_longer() -> None:
+    """Of products without ranks: up to 64 rows in a launch, up to 128 in two."""
+    for name in ("fp8_block", "int4", "mxfp4"):
+        launches = [stream_launches(BY_NAME[name], rows, 4096, 8192, H200) for rows in (1, 16, 17, 64, 65, 128, 129)]
+        assert launches[:4] == [1] * 4 and launches[4] in (0, 2) and launches[6] == 0, (name, launches)
+        assert launches[4] == launches[5]
+    assert stream_launches(BY_NAME["int4"], 32, 4096 + 8, 8192, H200) == 0  # K is no multiple of the granule

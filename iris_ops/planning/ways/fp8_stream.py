@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from iris.machines import Machine
 
-from ...config import FusedConfig, Prediction
+from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
 from ..needs import LINE, Epilogue
 from ..orders import Order
@@ -22,10 +21,7 @@ FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_
 
 
 class Fp8Stream(Lamport):
-    """The rows of A are not rounded; more of them than one launch takes come in several launches.
-
-    Equal bits are not supported: more rows are multiplied differently.
-    """
+    """The rows of A are not rounded. Equal bits are not supported: more rows are multiplied differently."""
 
     kernel = LAMPORT_FP8
     launcher = "quantised.lamport_stream:launcher"
@@ -53,12 +49,6 @@ class Fp8Stream(Lamport):
     def most_rows(self, problem: Problem, config: FusedConfig) -> int:
         return problem.weights.streamed_rows
 
-    def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
-        """Return the times of all launches, of as many rows each."""
-        pieces = -(-problem.M // problem.weights.streamed_rows)
-        times = super().times(replace(problem, M=-(-problem.M // pieces)), config, machine)
-        return Prediction(pieces * times.gemm_us, pieces * times.link_us, pieces * times.total_us)
-
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return stream_us(problem, machine)
 
@@ -66,7 +56,7 @@ class Fp8Stream(Lamport):
         return Order("stream", LINE)  # whose warps share K, a line of memory each
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return norm_inside(problem, config) if problem.M <= problem.weights.streamed_rows else ()
+        return norm_inside(problem, config)
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         return self.kernel

@@ -1,8 +1,9 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A are not rounded. Up to 128 rows are multiplied by the stream of weights, which applies a group's scale to the
-sum of its products. For more rows, other ops, other GPUs and sums of a fixed order, each call first makes the weight
-in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of ranks.
+Rows of A are not rounded. The stream of weights, which applies a group's scale to the sum of its products, multiplies
+up to 16 rows between ranks and 64 without. For more rows, other ops, other GPUs and sums of a fixed order, each call
+first makes the weight in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,6 @@ from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:
     from iris.machines import Machine
-
-
-# Rows of a launch of the stream, and launches after each other: what was compared with float64 on GPUs.
-MOST_STREAMED, LAUNCHES = 16, 1
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class Grouped(WeightFormat):
             return f"the stream of weights {self.name} has another order of sums than the product of many rows"
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
-        most = self.streamed_rows * self.streams_again
-        return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {self.granule}"
+        most, granule = self.streamed_rows, self.granule
+        return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
@@ -74,7 +71,7 @@ def _format(name: str, packing: str, key: str, group: int, widening: str, granul
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands="quantised.steps:restored_operands", product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=MOST_STREAMED, streams_again=LAUNCHES, convertible=True,
+        local_rows=64, local_launches=2,
     )  # fmt: skip
 
 
