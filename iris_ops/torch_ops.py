@@ -1,9 +1,9 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
-    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None, depths=None) -> Tensor
+    torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None, k_per_rank=None) -> Tensor
     torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None,
-                                              depths=None) -> (...)
+                                              k_per_rank=None) -> (...)
     torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
     torch.ops.iris_ops.sum_over_ranks(part, group) -> Tensor
 
@@ -14,7 +14,7 @@ operator is functional: its result is a new tensor, and nothing that the caller 
 ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
 different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
 `all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in another format, which all take but
-`matmul_all_gather`. `depths`: of sums with `invariant="ranks"`, each rank's K; then no `mean_part` is looked at.
+`matmul_all_gather`. `k_per_rank`: of sums with `invariant="ranks"`, each rank's K; then no `mean_part` is looked at.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
@@ -67,11 +67,11 @@ class Context(Protocol):
 
 _SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, SymInt[] size, str group, int? mean_part=None, Tensor? scale=None, "
-    "int[]? depths=None) -> Tensor"
+    "int[]? k_per_rank=None) -> Tensor"
 )
 _NORM_SCHEMA = (
     "(Tensor A, Tensor B, Tensor? bias, Tensor residual, Tensor weight, str group, int? mean_part=None, "
-    "Tensor? scale=None, int[]? depths=None) -> (Tensor, Tensor, Tensor)"
+    "Tensor? scale=None, int[]? k_per_rank=None) -> (Tensor, Tensor, Tensor)"
 )
 _ROWS = -1  # as many rows as A has
 
@@ -97,7 +97,7 @@ class _Product(NamedTuple):
     group: str
     mean_part: int | None = None
     scale: torch.Tensor | None = None
-    depths: Sequence[int] | None = None
+    k_per_rank: Sequence[int] | None = None
 
 
 class _NormedProduct(NamedTuple):
@@ -111,7 +111,7 @@ class _NormedProduct(NamedTuple):
     group: str
     mean_part: int | None = None
     scale: torch.Tensor | None = None
-    depths: Sequence[int] | None = None
+    k_per_rank: Sequence[int] | None = None
 
 
 def product(
@@ -174,12 +174,12 @@ def _fake_product(op: str, given: _Product) -> torch.Tensor:
 
 
 def _run_product(op: str, given: _Product) -> torch.Tensor:
-    A, B, bias, size, group, mean_part, scale, depths = given
-    return _run(op, registry.find(group), A, B, bias, size, _parts(mean_part, depths), scale)
+    A, B, bias, size, group, mean_part, scale, k_per_rank = given
+    return _run(op, registry.find(group), A, B, bias, size, _parts(mean_part, k_per_rank), scale)
 
 
-def _parts(mean_part: int | None, depths: Sequence[int] | None) -> Parts:
-    return Parts(mean_part, tuple(depths) if depths else None)
+def _parts(mean_part: int | None, k_per_rank: Sequence[int] | None) -> Parts:
+    return Parts(mean_part, tuple(k_per_rank) if k_per_rank else None)
 
 
 def _register(op: str) -> None:
@@ -196,14 +196,14 @@ for _operation in TABLE:
 
 
 def _reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    A, B, bias, residual, weight, group, mean_part, scale, depths = given
+    A, B, bias, residual, weight, group, mean_part, scale, k_per_rank = given
     ctx, M, N = registry.find(group), A.shape[0], B.shape[1]
-    config = None if depths or mean_part is None else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part, scale)
-    out = A.new_empty(M, N) if depths else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
+    config = None if k_per_rank or mean_part is None else _config(ALL_REDUCE, ctx, A, B, (M, N), mean_part, scale)
+    out = A.new_empty(M, N) if k_per_rank else ctx.ops.outputs.new(ALL_REDUCE, A, B, (M, N), config, scale)
     scaled = A.new_empty(M, N)
     squares = A.new_empty(rmsnorm_epilogue.spans(N), M, dtype=torch.float32)
     epilogue = residual.contiguous(), weight.contiguous()
-    more = {"scale": scale, "k_per_rank": tuple(depths) if depths else None}
+    more = {"scale": scale, "k_per_rank": tuple(k_per_rank) if k_per_rank else None}
     ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B, *epilogue, bias, config, **more)
     return out, scaled, squares
 

@@ -146,8 +146,8 @@ class Stage:
             some = {name: calls[name] for name in names[first : first + _TOGETHER]}
             copies = {name: call for name, call in some.items() if isinstance(call, Copy)}
             us |= {name: self.team.slowest([self.copy_us(call.nbytes)])[0] for name, call in copies.items()}
-            made = {name: self.prepare(call) for name, call in some.items() if not isinstance(call, Copy)}
-            result = compare(self.team, made, _once, 1, _BUDGET if self.team.cuda else INTERPRETED)
+            prepared = {name: self.prepare(call) for name, call in some.items() if not isinstance(call, Copy)}
+            result = compare(self.team, prepared, _once, 1, _BUDGET if self.team.cuda else INTERPRETED)
             if result["failed"]:
                 name, reason = next(iter(result["failed"].items()))
                 raise PlatformError(f"{name} could not be measured: {reason}")

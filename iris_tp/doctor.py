@@ -313,11 +313,11 @@ def measured() -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
     try:
-        found = dict.fromkeys(machine_at(device) for device in devices)
+        machines = dict.fromkeys(machine_at(device) for device in devices)
     except PlatformError as error:
         yield Finding(FIX, str(error))
         return
-    for machine in found if count else ():
+    for machine in machines if count else ():
         known = machine.source.startswith("measured")
         remedy = "" if known or count < 2 else "iris-tp calibrate, which takes two minutes"
         yield Finding(OK if known else NOTE, f"plans for {machine.name}: rates {machine.source}", remedy)

@@ -33,13 +33,13 @@ def _rank_main(results: Path, args: argparse.Namespace) -> None:
             args.model, ctx, dtype=getattr(torch, args.dtype), verify=True, weights=args.weights
         )
         report = model.parallel_report
-        found = {
+        loaded = {
             "rows": [asdict(each) for each in report.verified],
             "widened": report.widened,
             "bytes": report.bytes,
             "seconds": time.monotonic() - begun,
         }
-        (results / f"{ctx.cur_rank}.json").write_text(json.dumps(found))
+        (results / f"{ctx.cur_rank}.json").write_text(json.dumps(loaded))
 
 
 def table(by_rank: Sequence[dict[str, Any]]) -> str:
@@ -47,7 +47,7 @@ def table(by_rank: Sequence[dict[str, Any]]) -> str:
     head = f"{'numbers':>14}  {'largest error':>13}  {'rank 0':<16}  weight"
     lines = [head]
     for number, row in enumerate(by_rank[0]["rows"]):
-        alike = [found["rows"][number] for found in by_rank]
+        alike = [each["rows"][number] for each in by_rank]
         error = max(each["error"] for each in alike)
         numbers = sum(each["numbers"] for each in alike)
         lines.append(

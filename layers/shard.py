@@ -39,14 +39,14 @@ _LEAST_UNIT = 8  # entries: 16 bytes of bf16
 class Shard:
     """One rank's part of a dimension of `total` entries: `ranges` one after the other, then `pad` zeros.
 
-    `depths`: how many entries each rank has, in rank order, where ranks have one range each and follow each other;
+    `rank_sizes`: how many entries each rank has, in rank order, where ranks have one range each and follow each other;
     empty where that is not known.
     """
 
     total: int
     ranges: tuple[Range, ...]
     pad: int = 0
-    depths: tuple[int, ...] = ()
+    rank_sizes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -123,7 +123,7 @@ def in_units(total: int, world: int, rank: int, unit: int) -> Shard:
     """Return whole units of `unit` entries, as many on each rank or one more; the last unit may be short."""
     spans = [balanced(-(-total // unit), world, each) for each in range(world)]
     ends = [(min(start * unit, total), min(stop * unit, total)) for start, stop in spans]
-    return Shard(total, (ends[rank],), depths=tuple(stop - start for start, stop in ends))
+    return Shard(total, (ends[rank],), rank_sizes=tuple(stop - start for start, stop in ends))
 
 
 def even_unit(total: int, world: int, unit: int) -> int:
@@ -139,7 +139,7 @@ def even_unit(total: int, world: int, unit: int) -> int:
 def by_leaves(total: int, world: int, rank: int) -> Shard:
     """Return whole leaves of a sum over `total`, about as many on each rank: the last ranks may have none."""
     _check(world, rank)
-    return Shard(total, (sum_tree.share(total, world, rank),), depths=sum_tree.shares(total, world))
+    return Shard(total, (sum_tree.share(total, world, rank),), rank_sizes=sum_tree.shares(total, world))
 
 
 def merged(
@@ -207,10 +207,10 @@ class HeadSplit:
 
     def o_shard(self, width: int) -> Shard:
         """Return columns of the output projection, `width` to a query head: zeros where the rank is idle."""
-        total, depths = self.num_heads * width, tuple(count * width for count in self.counts)
+        total, rank_sizes = self.num_heads * width, tuple(count * width for count in self.counts)
         if self.idle:
-            return Shard(total, (), self.num_local_heads * width, depths)
-        return Shard(total, (_scaled(self.q, width),), depths=depths)
+            return Shard(total, (), self.num_local_heads * width, rank_sizes)
+        return Shard(total, (_scaled(self.q, width),), rank_sizes=rank_sizes)
 
 
 def split_heads(num_heads: int, num_kv_heads: int, world: int, rank: int) -> HeadSplit:

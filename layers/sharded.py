@@ -72,10 +72,10 @@ class ShardedLinear(nn.Module):
 
     def _shares(self) -> tuple[int, ...]:
         """Return how many inputs each rank has. Raises where their sum could differ by the number of ranks."""
-        k_per_rank = self.parts[0].depths or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
+        k_per_rank = self.parts[0].rank_sizes or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
         if len(self.parts) != 1 or len(k_per_rank) != self.ctx.num_ranks:
             raise ArgumentError(
-                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard with depths of"
+                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard with rank_sizes of"
                 f" {self.ctx.num_ranks} ranks"
             )
         checked_shares(f"a layer of {self.in_features} inputs", k_per_rank)

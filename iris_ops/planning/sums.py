@@ -75,9 +75,9 @@ class _Ranks(Level):
     def sums(self, problem: Any, k_per_rank: Sequence[int] | None, biased: bool) -> Sums:
         if not problem.operation.sums:
             return Sums(ROWS_ALIKE, self)
-        depths = (problem.K,) * problem.world_size if k_per_rank is None else tuple(k_per_rank)
-        sum_tree.tree_of(problem.called_op, depths)  # raises unless leaves are whole
-        return Sums(RANKS_ALIKE, self, depths, biased)
+        shares = (problem.K,) * problem.world_size if k_per_rank is None else tuple(k_per_rank)
+        sum_tree.tree_of(problem.called_op, shares)  # raises unless leaves are whole
+        return Sums(RANKS_ALIKE, self, shares, biased)
 
     def counted(self, problem: Any) -> str:
         return "rows and ranks"

@@ -16,27 +16,27 @@ from . import styles as styles_of
 from .linear_like import as_linear
 
 
-def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, made: int = 1) -> dict[tuple[str, int], int]:
+def units_of(model: nn.Module, linears: dict[str, str], ctx: Any, group: int = 1) -> dict[tuple[str, int], int]:
     """Return, by module and size, the units in which its linears are cut, where groups along K share a scale.
 
-    The files have such groups, or weights are rounded to a format with groups of `made`. The size is what a
+    The files have such groups, or weights are rounded to a format with groups of `group`. The size is what a
     row-parallel linear multiplies and what a column-parallel one of the same module produces.
     """
     rows = [name for name, style in linears.items() if style in styles_of.ROW]
-    units = {name: max(made, unit_of(model.get_submodule(name))) for name in rows}
+    units = {name: max(group, unit_of(model.get_submodule(name))) for name in rows}
     grouped = {name: unit for name, unit in units.items() if unit > 1}
     if not grouped:
         return {}
     sizes: dict[str, tuple[str, int]] = {}
     for name, style in linears.items():
-        found = as_linear(model.get_submodule(name))
-        assert found is not None, name
-        sizes[name] = name.rpartition(".")[0], cut_size(found[0], style)
-    made = {sizes[name] for name, style in linears.items() if style in styles_of.COLUMN | styles_of.PACKED}
+        linear = as_linear(model.get_submodule(name))
+        assert linear is not None, name
+        sizes[name] = name.rpartition(".")[0], cut_size(linear[0], style)
+    outputs = {sizes[name] for name, style in linears.items() if style in styles_of.COLUMN | styles_of.PACKED}
     return {
         sizes[name]: even_unit(sizes[name][1], ctx.num_ranks, unit)
         for name, unit in grouped.items()
-        if sizes[name] in made
+        if sizes[name] in outputs
     }
 
 

@@ -85,16 +85,16 @@ def _dim_of(part: Shard, dim: int, form: Form) -> tuple[int, bool]:
 
 
 def split_experts(
-    parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any, made: int = 1
+    parent: nn.Module, child: str, form: Form | dict[str, tuple[int, bool]], ctx: Any, group: int = 1
 ) -> None:  # fmt: skip
     """Carry the split out: `child` of `parent` becomes this rank's part.
 
-    `made`: how many entries along K share a scale in weights that are rounded to a format; the ranks' parts end there.
+    `group`: how many entries along K share a scale in weights that are rounded to a format; the ranks' parts end there.
     """
     module: Any = getattr(parent, child)
     if isinstance(form, Form):
-        if made > unit_of(module, form.second):
-            keep_units(module, form.second, made)
+        if group > unit_of(module, form.second):
+            keep_units(module, form.second, group)
         setattr(parent, child, SplitExperts(module, form, ctx).train(module.training))
         return
     parts = list(_parts(module, form, ctx.num_ranks, ctx.cur_rank))

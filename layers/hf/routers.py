@@ -124,15 +124,15 @@ def rule_of(router: Any) -> Rule | None:
     generator = torch.Generator("cpu").manual_seed(0)
     tiny, half = (_tiny(router, generator, dtype) for dtype in (torch.float32, torch.bfloat16))
     x = torch.randn(_TOKENS, _HIDDEN, generator=generator, device="cpu")
-    found, in_half, far = _call(tiny, x), _call(half, x.bfloat16()), _call(tiny, x * 1e3)
-    if found is None or in_half is None or far is None:
+    answer, in_half, far = _call(tiny, x), _call(half, x.bfloat16()), _call(tiny, x * 1e3)
+    if answer is None or in_half is None or far is None:
         return None
-    experts, top_k = found["logits"].shape[1], found["experts"].shape[1]
+    experts, top_k = answer["logits"].shape[1], answer["experts"].shape[1]
     vectors = [name for name, each in _tensors(tiny).items() if each.dim() == 1]
     wide_logits = in_half["logits"].dtype == torch.float32
     for bias in ("", *vectors):
         logits = _logits(half, bias, wide_logits, x.bfloat16())
-        if torch.equal(logits, in_half["logits"]) and _close(_logits(tiny, bias, True, x), found["logits"]):
+        if torch.equal(logits, in_half["logits"]) and _close(_logits(tiny, bias, True, x), answer["logits"]):
             break
     else:
         return None
@@ -140,12 +140,12 @@ def rule_of(router: Any) -> Rule | None:
         added = getattr(tiny, correction) if correction else None
         for scoring in _scorings(router):
             if scoring.refusal(experts, top_k) is None and all(
-                _alike(each, scoring, added, exact) for each, exact in ((found, True), (far, False))
+                _alike(each, scoring, added, exact) for each, exact in ((answer, True), (far, False))
             ):
                 wide_weights = in_half["weights"].dtype == torch.float32
                 if not wide_weights and in_half["weights"].dtype != logits.dtype:
                     return None
-                return Rule(top_k, scoring, bias, correction, wide_logits, wide_weights, tuple(found))
+                return Rule(top_k, scoring, bias, correction, wide_logits, wide_weights, tuple(answer))
     return None
 
 
@@ -185,16 +185,16 @@ def by_torch(
     return experts, weights * scoring.scale
 
 
-def _alike(found: dict[str, torch.Tensor], scoring: Scoring, bias: torch.Tensor | None, exact: bool) -> bool:
-    """Return whether a scoring gives the experts and weights that were found; without `exact`, where scores are equal
+def _alike(answer: dict[str, torch.Tensor], scoring: Scoring, bias: torch.Tensor | None, exact: bool) -> bool:
+    """Return whether a scoring gives the experts and weights of `answer`; without `exact`, where scores are equal
     because they are so far apart, only the weights.
     """
-    experts, weights = by_torch(found["logits"], found["experts"].shape[1], scoring, bias)
+    experts, weights = by_torch(answer["logits"], answer["experts"].shape[1], scoring, bias)
     if not exact:
-        return _close(weights.sort(-1)[0], found["weights"].sort(-1)[0])
-    orders = experts.argsort(-1), found["experts"].argsort(-1)
-    pairs = [(experts.gather(1, orders[0]), found["experts"].gather(1, orders[1]))]
-    pairs += [(weights.gather(1, orders[0]), found["weights"].gather(1, orders[1]))]
+        return _close(weights.sort(-1)[0], answer["weights"].sort(-1)[0])
+    orders = experts.argsort(-1), answer["experts"].argsort(-1)
+    pairs = [(experts.gather(1, orders[0]), answer["experts"].gather(1, orders[1]))]
+    pairs += [(weights.gather(1, orders[0]), answer["weights"].gather(1, orders[1]))]
     return torch.equal(*pairs[0]) and _close(*pairs[1])
 
 

@@ -95,7 +95,7 @@ def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:
     """Return where the inputs of every rank begin, as all ranks find it; None where one rank cannot know."""
     (part,) = layer.parts
     world, each = ctx.num_ranks, part.total // ctx.num_ranks
-    if part.depths:
-        return tuple(sum(part.depths[:rank]) for rank in range(world))
+    if part.rank_sizes:
+        return tuple(sum(part.rank_sizes[:rank]) for rank in range(world))
     evenly = part == Shard(each * world, ((ctx.cur_rank * each, (ctx.cur_rank + 1) * each),))
     return tuple(rank * each for rank in range(world)) if evenly else None

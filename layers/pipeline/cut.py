@@ -50,8 +50,8 @@ class Part:
     def here(self, model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
         """Return this stage's part of `tensors`, which fill the unsplit model, under the stage's own names."""
         held = model.state_dict(keep_vars=True)
-        found = ((self.local(name), each) for name, each in tensors.items())
-        return {name: each for name, each in found if name is not None and name in held}
+        renamed = ((self.local(name), each) for name, each in tensors.items())
+        return {name: each for name, each in renamed if name is not None and name in held}
 
     def whole(self, name: str) -> str:
         """Return the unsplit model's name of the stage's module or tensor `name`."""

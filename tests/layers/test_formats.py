@@ -156,7 +156,7 @@ def test_shares_end_between_groups_and_are_about_even() -> None:
             shares = [in_units(total, world, rank, chosen) for rank in range(world)]
             assert sum(share.size for share in shares) == total and unit % chosen == 0
             assert max(share.size for share in shares) * world <= 1.07 * total, (total, world, chosen)
-            assert shares[0].depths == tuple(share.size for share in shares)
+            assert shares[0].rank_sizes == tuple(share.size for share in shares)
             assert [start for share in shares[1:] for start, _ in share.ranges] == [
                 stop for share in shares[:-1] for _, stop in share.ranges
             ]

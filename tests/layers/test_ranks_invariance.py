@@ -92,7 +92,7 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
     def tries():
         yield lambda: layers.RowParallelLinear(128, 16, reduce_results=False, ctx=ctx)
         yield lambda: layers.RowParallelLinear(256, 16, parts=(Shard(256, (own,)),), ctx=ctx)
-        yield lambda: layers.RowParallelLinear(256, 16, parts=(Shard(256, (own,), depths=(100, 156)),), ctx=ctx)
+        yield lambda: layers.RowParallelLinear(256, 16, parts=(Shard(256, (own,), rank_sizes=(100, 156)),), ctx=ctx)
         yield lambda: row.store_as(FORMS["fp8"])
         yield lambda: layers.parallelize(models.build("leaves"), ctx, weights="fp8")
         yield lambda: layers.parallelize(models.build("leaves"), ctx, sequence_parallel=True)
