@@ -124,7 +124,10 @@ def _task(args: argparse.Namespace, name: str, on_gpu: bool) -> Task:
     except ImportError as error:
         raise _RefusedError(f"{_first_line(error)}; pip install 'iris-tp[hf]'") from error
     except Exception as error:  # of a hub, a file or a field: transformers raises many types
-        raise _RefusedError(f"MODEL is {args.model!r}, which cannot be loaded: {_first_line(error)}") from error
+        offline = "" if Path(name).is_dir() else "; MODEL smollm2 needs no hub (docs/start/model.md)"
+        raise _RefusedError(
+            f"MODEL is {args.model!r}, which cannot be loaded: {_first_line(error)}{offline}"
+        ) from error
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not args.chat:
         prompt = tokenizer(text)["input_ids"]

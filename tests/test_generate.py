@@ -91,7 +91,7 @@ def refusal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arg
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("/no/such", "hm"), "MODEL is '/no/such'; expected a folder, a name on the Hugging Face hub, or smollm2"),
         (("nobody/nothing", "hm"), "MODEL is 'nobody/nothing', which cannot be loaded: "),
@@ -107,11 +107,11 @@ def refusal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arg
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line(
-    arguments: tuple[str, ...], said: str, checkpoint: Path, capsys, monkeypatch
+    arguments: tuple[str, ...], message: str, checkpoint: Path, capsys, monkeypatch
 ) -> None:
     arguments = tuple(str(checkpoint) if each == "TINY" else each for each in arguments)
     line = refusal(capsys, monkeypatch, *arguments)
-    assert line.startswith("iris-tp generate: ") and said in line
+    assert line.startswith("iris-tp generate: ") and message in line
 
 
 def test_a_chat_needs_a_template(tmp_path: Path, capsys, monkeypatch) -> None:
