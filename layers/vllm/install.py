@@ -19,7 +19,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import iris
-from iris.ccl.norm import staged_bytes
 from iris.errors import ArgumentError
 from iris.version import __version__
 from iris_ops.problem import ALL_REDUCE
@@ -31,14 +30,10 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from . import ops, watch
+from .limits import FEW_ROWS, HEAP_BYTES, ROWS, most_rows
 
 if TYPE_CHECKING:
     from iris.context import Iris
-
-FEW_ROWS = 64  # up to which products stream their weights, and take a norm's factor
-HEAP_BYTES = 64 << 20
-_MOST_STAGED = 48 << 20  # bytes of the largest exchanges, of a product and of a sum with its norm
-_ROWS = (1024, 512, 256, 128, FEW_ROWS)
 
 logger = init_logger("vllm.iris_tp")
 
@@ -125,13 +120,6 @@ def install() -> tuple[Installed, Iris | None]:
     return installed, ctx
 
 
-def most_rows(world: int, hidden: int) -> int:
-    """Return the most rows of an all-reduce [rows, hidden] whose message buffers fit, with a norm and without."""
-    dtype = torch.bfloat16
-    exchanged = 2 * world * hidden * dtype.itemsize + staged_bytes(1, hidden, dtype, world)
-    return next((rows for rows in _ROWS if rows * exchanged <= _MOST_STAGED), FEW_ROWS)
-
-
 def graph_rows(config: VllmConfig) -> int:
     """Return the most rows that vLLM replays from a CUDA graph. Beyond, the host launches each kernel and is the limit.
 
@@ -139,8 +127,8 @@ def graph_rows(config: VllmConfig) -> int:
     """
     compilation = config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
-        return max(_ROWS)
-    return min(compilation.max_cudagraph_capture_size or max(_ROWS), max(_ROWS))
+        return max(ROWS)
+    return min(compilation.max_cudagraph_capture_size or max(ROWS), max(ROWS))
 
 
 def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
@@ -151,7 +139,7 @@ def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
     """
     with torch.device("cpu"):
         (N, K), planned = weight.shape, dict[Any, int]()
-        for rows in sorted({*_ROWS, installed.most_rows, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
+        for rows in sorted({*ROWS, installed.most_rows, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
             if rows <= installed.most_rows:
                 plan = ctx.ops.plan(ALL_REDUCE, rows, N, K, weight.dtype, explained=False)
                 planned[replace(plan, prediction=None)] = rows
