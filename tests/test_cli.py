@@ -62,8 +62,8 @@ def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> N
 )
 def test_plan_knows_fp8_weights(rows: int, way: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", str(rows), "4096", "1024", "--gpu", "h200", "--fp8"]) == 0
-    said = capsys.readouterr().out
-    assert "torch.bfloat16, B in fp8 on NVIDIA H200" in said and way in said.partition("chosen")[2]
+    printed = capsys.readouterr().out
+    assert "torch.bfloat16, B in fp8 on NVIDIA H200" in printed and way in printed.partition("chosen")[2]
     assert cli.main(["plan", "all_gather_matmul", str(rows), "4096", "1000", "--gpu", "h200", "--fp8"]) == 0
     assert "us: only by rows, with K and N multiples of 16, are rows rounded" in capsys.readouterr().out
 
@@ -75,32 +75,34 @@ _MIXTURE = ("--experts", "128", "--top-k", "8")
 @pytest.mark.parametrize("tokens", [4, 4096])
 def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--ranks", "2", "--gpu", "h100"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     problem = requested_problem(Request(op, tokens, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8))
     machine = machine_named("NVIDIA H100", 132)
     chosen = plan(problem, machine)
-    assert said == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n"
-    assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in said
-    assert f"together {chosen.prediction.total_us:9.1f} us" in said and f"chosen {chosen.kernel} " in said
+    assert printed == f"2 ranks, NVIDIA H100\n{chosen.explain()}\n"
+    assert f"{op} T={tokens} k=8 E=128 N=2048 K=384 torch.bfloat16 on NVIDIA H100\n" in printed
+    assert f"together {chosen.prediction.total_us:9.1f} us" in printed and f"chosen {chosen.kernel} " in printed
     for way in (way for way in WAYS if op in way.ops):  # each is weighed, or left out for a reason
         reason = way.objection(problem, machine)
-        rows = [line for line in said.splitlines() if line.startswith(way.kernel) and f" {way.algorithms[0]} " in line]
+        rows = [
+            line for line in printed.splitlines() if line.startswith(way.kernel) and f" {way.algorithms[0]} " in line
+        ]
         assert bool(rows) == (reason is None)
-        assert (f"rejected {way.name}: {reason}" in said) == (reason is not None)
+        assert (f"rejected {way.name}: {reason}" in printed) == (reason is not None)
     alone = ["plan", op, str(tokens), "2048", "384", *_MIXTURE, "--gpu", "h100", "--algorithm", "sequential"]
     refused = op == GATE_UP and tokens == 4
     assert cli.main(alone) == (2 if refused else 0)
-    said = capsys.readouterr()
-    assert ("algorithm is 'sequential'; expected one that serves" in said.err) == refused
-    assert all(line.endswith(" sequential") for line in said.out.splitlines() if line.startswith("chosen"))
+    printed = capsys.readouterr()
+    assert ("algorithm is 'sequential'; expected one that serves" in printed.err) == refused
+    assert all(line.endswith(" sequential") for line in printed.out.splitlines() if line.startswith("chosen"))
 
 
 def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixture) -> None:
     asked = ["plan", DOWN_ALL_REDUCE, "4", "2048", "384", *_MIXTURE, "--gpu", "h100"]
     assert cli.main([*asked, "--invariant", "batch"]) == 0
-    said = capsys.readouterr().out
-    taken = [float(each) for each in re.findall(r"together +([\d.]+) us", said)]
-    cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", said)
+    printed = capsys.readouterr().out
+    taken = [float(each) for each in re.findall(r"together +([\d.]+) us", printed)]
+    cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", printed)
     free = plan(
         requested_problem(Request(DOWN_ALL_REDUCE, 4, 2048, 384, 2, torch.bfloat16, experts=128, top_k=8)),
         machine_named("NVIDIA H100", 132),
@@ -161,8 +163,13 @@ def test_a_wrong_question_is_refused(arguments: tuple[str, ...], error: str, cap
     except SystemExit as end:  # argparse's way
         code = end.code
     assert code == 2
-    said = capsys.readouterr()
-    assert error in said.err and said.err.startswith("iris-tp plan: ") and said.err.count("\n") == 1 and not said.out
+    printed = capsys.readouterr()
+    assert (
+        error in printed.err
+        and printed.err.startswith("iris-tp plan: ")
+        and printed.err.count("\n") == 1
+        and not printed.out
+    )
 
 
 def test_gpus_that_plan_names_are_machines_of_the_planner() -> None:
@@ -177,8 +184,11 @@ def test_gpus_that_plan_names_are_machines_of_the_planner() -> None:
 
 def test_plan_says_that_rates_are_of_a_data_sheet(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "matmul_all_reduce", "16", "4096", "1024", "--gpu", "b200"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("4 ranks, NVIDIA B200\n") and "\nrates of the data sheet, not measured; iris-tp cal" in said
+    printed = capsys.readouterr().out
+    assert (
+        printed.startswith("4 ranks, NVIDIA B200\n")
+        and "\nrates of the data sheet, not measured; iris-tp cal" in printed
+    )
 
 
 # --- without torch ---------------------------------------------------------------------------------------------------
@@ -245,8 +255,8 @@ def test_an_error_under_torchrun_is_its_last_word(tmp_path: Path) -> None:
 def test_bench_says_which_ops_and_benchmarks_there_are(option: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", option])
-    said = capsys.readouterr().out
-    assert end.value.code == 0 and all(name in said for name in (*CALLS.values(), *arguments.IN_CHECKOUT))
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and all(name in printed for name in (*CALLS.values(), *arguments.IN_CHECKOUT))
 
 
 def test_every_benchmark_named_is_there() -> None:

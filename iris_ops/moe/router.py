@@ -26,7 +26,7 @@ OPEN = tl.constexpr(-1)  # the rank of what is not chosen
 MOST_SORTED = 128  # pairs of token and expert that one program sorts; 512 took four times as long as a second kernel
 _LEAST_BINS = 32  # of a histogram
 _MOST_HELD = 16384  # scores that one program holds, of 512 threads
-_BLOCK, _BLOCK_SCORES = 128, 512  # pairs sorted at once; scores of a program where there are several
+_BLOCK_SCORES = 512  # of a program where there are several
 
 
 @device_function
@@ -59,24 +59,17 @@ def _of_kept_groups(
 
 
 @device_function
-def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Sort pairs as `moe_route_kernel` does, in one program: order [pairs], offsets [experts + 1]."""
-    e = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), tl.int32)
-    for block in range(BLOCKS):
-        p = block * BLOCK + tl.arange(0, BLOCK)
-        expert = tl.load(chosen + p, mask=p < pairs, other=0).to(tl.int32)
-        total += tl.histogram(expert, BINS, mask=p < pairs)
+def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, MOST: tl.constexpr):
+    """Sort up to MOST pairs as `moe_route_kernel` does, in one program: order [pairs], offsets [experts + 1]."""
+    e, p = tl.arange(0, BINS), tl.arange(0, MOST)
+    there = p < pairs
+    expert = tl.load(chosen + p, mask=there, other=0).to(tl.int32)
+    total = tl.histogram(expert, BINS, mask=there)
     begins = tl.cumsum(total) - total
     tl.store(offsets + e, begins, mask=e < experts)
     tl.store(offsets + experts, pairs)
-    for block in range(BLOCKS):
-        p = block * BLOCK + tl.arange(0, BLOCK)
-        there = p < pairs
-        expert = tl.load(chosen + p, mask=there, other=0).to(tl.int32)
-        earlier = (expert[None, :] == expert[:, None]) & there[None, :] & (p[None, :] < p[:, None])
-        tl.store(order + tl.gather(begins, expert, 0) + tl.sum(earlier.to(tl.int32), 1), p, mask=there)
-        begins += tl.histogram(expert, BINS, mask=there)
+    earlier = (expert[None, :] == expert[:, None]) & there[None, :] & (p[None, :] < p[:, None])
+    tl.store(order + tl.gather(begins, expert, 0) + tl.sum(earlier.to(tl.int32), 1), p, mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "stride"])
@@ -84,12 +77,12 @@ def moe_choose_kernel(
     logits, bias, chosen, weights, order, offsets, tokens, stride, SCALE, EPSILON, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, BINS: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
     NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SORTED: tl.constexpr,
 ):  # fmt: skip
     """Choose experts by logits [tokens, EXPERTS]: chosen and weights [tokens, TOP_K], the highest score first.
 
-    KIND: index in `KINDS`. bias [EXPERTS] is added to scores for the choice only. BLOCKS > 0: one program has all
-    tokens, and sorts the pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].
+    KIND: index in `KINDS`. bias [EXPERTS] is added to scores for the choice only. SORTED: 0, or one program has all
+    tokens, and sorts up to so many pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].
     """
     arch.follow()
     t, e = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS)
@@ -122,9 +115,9 @@ def moe_choose_kernel(
     mask, place = is_chosen & (t < tokens)[:, None], (t * TOP_K)[:, None] + rank
     tl.store(chosen + place, (e[None, :] + tl.zeros((T, BINS), tl.int32)).to(chosen.dtype.element_ty), mask=mask)
     tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=mask)
-    if BLOCKS > 0:
+    if SORTED > 0:
         tl.debug_barrier()  # other threads of the program read what these have stored
-        _sort_pairs(chosen, order, offsets, tokens * TOP_K, EXPERTS, BINS, BLOCK, BLOCKS)
+        _sort_pairs(chosen, order, offsets, tokens * TOP_K, EXPERTS, BINS, SORTED)
 
 
 def check(
@@ -175,14 +168,13 @@ def choose(
     sorts = room is not None and bins >= _LEAST_BINS and tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
     several = max(1, _BLOCK_SCORES // bins)
     rows = height if sorts else several if invariant else min(height, several)
-    blocks = triton.next_power_of_2(triton.cdiv(tokens * top_k, _BLOCK)) if sorts else 0
     order, offsets = (room.rows, room.offsets) if room is not None and sorts else (None, None)
     args = dict(
         logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,
         stride=logits.stride(0), SCALE=float(scoring.scale), EPSILON=float(scoring.epsilon), EXPERTS=experts,
         TOP_K=top_k, BINS=bins, T=rows, KIND=KINDS.index(scoring.kind),
         NORMALISED=scoring.normalised, GROUPS=scoring.groups, KEPT=scoring.kept_groups, BEST=scoring.group_best,
-        HAS_BIAS=bias is not None, BLOCK=_BLOCK, BLOCKS=blocks,
+        HAS_BIAS=bias is not None, SORTED=MOST_SORTED if sorts else 0,
     )  # fmt: skip
     # one warp where several programs work: its threads reduce a row without waiting for others
     warps = max(1, min(16, rows * bins // 1024))

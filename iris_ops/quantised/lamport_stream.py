@@ -114,8 +114,7 @@ def lamport_stream_kernel(
 
 def supports(problem: Problem, config: "FusedConfig", rank: int, tensors: "Operands") -> str | None:
     """Return the reason why the kernel cannot load these tensors, or None."""
-    A = tensors.A[: problem.weights.streamed_rows]  # of a launch
-    return weight_stream.supports(A, tensors.B, tensors.scale)
+    return weight_stream.supports(tensors.A, tensors.B, tensors.scale)
 
 
 def taken(block_m: int, warps: int) -> gl.BlockedLayout:

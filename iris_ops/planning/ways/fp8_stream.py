@@ -46,9 +46,6 @@ class Fp8Stream(Lamport):
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         return [FP8_STREAM]
 
-    def most_rows(self, problem: Problem, config: FusedConfig) -> int:
-        return problem.weights.streamed_rows
-
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return stream_us(problem, machine)
 
