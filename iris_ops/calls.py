@@ -27,7 +27,6 @@ from .launch import steps_of
 from .operands import Operands
 from .planning.needs import PLAIN
 from .planning.plan import check_order, plan, way_for, workspace_size
-from .planning.sums import promised
 from .planning.way import Sizes
 from .problem import ALL_REDUCE, Problem, Request, describe, requested_problem
 from .workspace import Workspace
@@ -211,7 +210,7 @@ class Calls:
     def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
         """Return the problem of such a call in this context. `more`: other fields of `Request`."""
         ctx = self.ctx
-        return requested_problem(Request(op, M, N, K, ctx.num_ranks, dtype, invariant=ctx.invariant, **more))
+        return requested_problem(Request(op, M, N, K, ctx.num_ranks, dtype, **more), ctx.level)
 
     def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
         """Return the configuration that serves `problem` on this device."""
@@ -235,7 +234,7 @@ class Calls:
         if config is not None and not isinstance(config, FusedConfig):
             raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
         problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks, scale)
-        problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
+        problem = ctx.level.promise(problem, call.k_per_rank, bias is not None)
         k_per_rank = problem.sums.k_per_rank
         if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:
             raise ShapeError(

@@ -1,7 +1,7 @@
 """A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
 Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
-after it. With `ctx.invariant` the product is `matmul.py`'s.
+after it. Where a row's bits are promised the product is `matmul.py`'s.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     """
     check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
-    if ctx.invariant:
+    if ctx.level.rows_alike:
         matmul.gated(ctx, out, A, B, bias)
         return out
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated=True)

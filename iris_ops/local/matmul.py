@@ -1,8 +1,8 @@
 """A product without ranks whose rows do not depend on each other: a row has the same bits however many there are.
 
 torch's product, a library's, does not promise that. It takes another kernel for few rows than for many, and may cut K
-in parts that it adds up. So with `ctx.invariant` layers multiply by this in its place, eager or compiled, and so do the
-ways of an op that come with torch's product.
+in parts that it adds up. So where a row's bits are promised layers multiply by this in its place, eager or compiled,
+and so do the ways of an op that come with torch's product.
 
     few rows, or any but Hopper's      `skinny_matmul`: a stream of weights
     many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
@@ -118,7 +118,7 @@ def linear(
     It works in eager and in compiled code.
     """
     if is_recording():
-        return torch.ops.iris_ops.invariant_linear(x, weight, bias, scale, ctx.group_name)
+        return torch.ops.iris_ops.linear_in_order(x, weight, bias, scale, ctx.group_name)
     return _linear(ctx, x, weight, bias, scale)
 
 
@@ -137,7 +137,7 @@ def _array(t: torch.Tensor) -> np.ndarray:
 
 
 OPERATORS.add(
-    "invariant_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
+    "linear_in_order(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
     lambda x, weight, bias, scale, group: _linear(registry.find(group), x, weight, bias, scale),
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )

@@ -14,7 +14,6 @@ from ..config import FusedConfig
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
 from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
-from ..planning.sums import promised
 from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
@@ -186,7 +185,7 @@ def _problem(
         op, operation.forms[0], *sizes, ctx.num_ranks, tensors.A.dtype, format,
         operation.epilogue if gated else None, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
     )  # fmt: skip
-    return promised(problem, ctx.invariant, None)
+    return ctx.level.promise(problem)
 
 
 def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:

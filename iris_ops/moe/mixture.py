@@ -113,8 +113,9 @@ class Mixture:
         weights = torch.empty(tokens, top_k, dtype=dtype, device=device)
         rows = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
         routed = Routing(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=device))
-        room = routed if sort and not ctx.invariant else None
-        is_sorted = router.choose(self._steps, logits, bias, scoring, chosen, weights, room, bool(ctx.invariant))
+        alike = ctx.level.rows_alike
+        room = routed if sort and not alike else None
+        is_sorted = router.choose(self._steps, logits, bias, scoring, chosen, weights, room, alike)
         if sort and not is_sorted:
             routing.sort(self._steps, chosen, rows, routed.offsets)
         return routed, weights

@@ -151,12 +151,12 @@ def check(
 
 def choose(
     steps: Steps, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
-    weights: torch.Tensor, room: Routing | None, invariant: bool = False,
+    weights: torch.Tensor, room: Routing | None, full_programs: bool = False,
 ) -> bool:  # fmt: skip
     """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether rows and offsets of `room` were filled, too.
 
-    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `invariant`: programs
-    hold as many tokens whatever T is, so that sums over experts have one order.
+    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `full_programs`: each
+    program holds as many tokens whatever T is, so that sums over experts have one order.
     """
     (tokens, experts), top_k = logits.shape, chosen.shape[1]
     if tokens == 0:
@@ -167,7 +167,7 @@ def choose(
     height = triton.next_power_of_2(tokens)
     sorts = room is not None and bins >= _LEAST_BINS and tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
     several = max(1, _BLOCK_SCORES // bins)
-    rows = height if sorts else several if invariant else min(height, several)
+    rows = height if sorts else several if full_programs else min(height, several)
     order, offsets = (room.rows, room.offsets) if room is not None and sorts else (None, None)
     args = dict(
         logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,

@@ -137,7 +137,7 @@ def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
     if cut or order is None or order != expected:
         raise ArgumentError(
             f"{problem.called_op}: config sums by {order or 'another order'}"
-            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level.name!r} expected"
+            f"{f', in blocks of {config.block_k}' if cut else ''}; with {problem.sums.level.text} expected"
             f" None, or one that sums by {expected}"
         )
 

@@ -133,9 +133,9 @@ class Engine:
         check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
-        use_kernels = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
+        use_kernels = device.type == "cuda" or ctx.level.rows_alike if step_attention is None else step_attention
         # Under capture, transformers' own attention applies masks that are not needed, which takes longer.
-        own_attention = use_kernels and attention.use(model, bool(ctx.invariant))
+        own_attention = use_kernels and attention.use(model, ctx.level.rows_alike)
         capturable = self.graphs and (own_attention or attention.use_own_masks(model))
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
@@ -152,7 +152,7 @@ class Engine:
         self._switch = RopeSwitch.of(model, self.output)
         # Shaped for a step's attention; with windows, or another attention, the model derives its own masks.
         config: Any = model.config
-        own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
+        own = config._attn_implementation in attention.OWN and not has_windows(config)
         self._full_masks = needs_full_masks(model)
         self._seen = self.mask[:, None, None] if own and not self._full_masks else self.mask
         self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
