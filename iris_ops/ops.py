@@ -18,10 +18,10 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.operations import BY_NAME
+from .planning.operations import BY_NAME, GATED
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from .planning.experts import MOST_CHOSEN, MOST_EXPERTS, ONE_EXPERT, Experts
 from .planning.needs import PLAIN, Epilogue, WeightFormat
 from .planning.operations import (  # noqa: F401  (callers take the names from here)
     ALL_REDUCE,
-    GATED,
     GATHER_MATMUL,
     MATMUL_GATHER,
     NORM,

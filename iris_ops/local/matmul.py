@@ -28,6 +28,7 @@ from ..kernels.hopper import gather_matmul, operands
 from ..named import named
 from ..operands import Operands
 from ..operators import OPERATORS
+from ..planning.needs import GATE
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..planning.weights import format_of
@@ -72,7 +73,7 @@ def _in_16_bits(
 ) -> None:
     """Multiply on a GPU in one kernel, gated or not. A gated product rounds each half as an ungated one would."""
     machine = machine_of(A.device)
-    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, GATE if gated else None)
     config = specialised(problem, machine)
     stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()

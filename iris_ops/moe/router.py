@@ -17,9 +17,9 @@ import triton.language as tl
 from ..checks import check_kind
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS
 from ..problem import DTYPES
+from ..steps import Run
 from .routing import Routing
 from .scoring import KINDS, Scoring
-from .steps import Steps
 
 CHOOSE = "moe_choose"
 OPEN = tl.constexpr(-1)  # the rank of what is not chosen
@@ -150,7 +150,7 @@ def check(
 
 
 def choose(
-    steps: Steps, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
+    run: Run, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
     weights: torch.Tensor, room: Routing | None, full_programs: bool = False,
 ) -> bool:  # fmt: skip
     """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether rows and offsets of `room` were filled, too.
@@ -178,5 +178,5 @@ def choose(
     )  # fmt: skip
     # one warp where several programs work: its threads reduce a row without waiting for others
     warps = max(1, min(16, rows * bins // 1024))
-    steps.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
+    run.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
     return sorts

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from . import prefill_attention
+from .cache import has_windows
 from .host_attention import host_attention
 
 NAME, ALIKE, EAGER = "iris_step", "iris_step_rows_alike", "iris_eager"
@@ -90,6 +91,23 @@ def mask_of(**arguments: Any) -> torch.Tensor | None:
             return prefill_attention.places_of(seen.bool())
     mask = sdpa_mask(**arguments)
     return mask[..., :length] if mask is not None and alone else mask
+
+
+def install(model: Any, ctx: Any, step_attention: bool | None, graphs: bool) -> bool:
+    """Let `model` use this library's attention, by default on GPUs and where rows are alike at any number of them.
+
+    Returns whether prompts can be captured, if `graphs` are: transformers' own attention applies masks that are not
+    needed then, which takes longer.
+    """
+    alike = ctx.level.rows_alike
+    wanted = torch.device(ctx.device).type == "cuda" or alike if step_attention is None else step_attention
+    own = wanted and use(model, alike)
+    return graphs and (own or use_own_masks(model))
+
+
+def takes_step_masks(model: Any) -> bool:
+    """Return whether the attention of a step takes the mask of its cache."""
+    return model.config._attn_implementation in OWN and not has_windows(model.config)
 
 
 def use(model: Any, rows_alike: bool = False) -> bool:

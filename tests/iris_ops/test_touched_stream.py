@@ -84,7 +84,7 @@ class Steps:
     """Takes what would be launched."""
 
     def __init__(self) -> None:
-        self.ctx = SimpleNamespace(num_ranks=2, get_device_context=lambda: torch.tensor([0]))
+        self.rank = SimpleNamespace(num_ranks=2, get_device_context=lambda: torch.tensor([0]))
         self.launched: tuple[int, dict] | None = None
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: dict, **options: int) -> None:

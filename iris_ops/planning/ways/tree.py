@@ -39,7 +39,7 @@ class Tree(Way):
         tree = problem.tree
         return tree is not None and config.lamport and not (config.warp_specialised and tree.halved)
 
-    def refuses_config(self, problem: Problem, config: FusedConfig) -> str | None:
+    def refuses_config(self, problem: Problem, config: FusedConfig, machine: Machine) -> str | None:
         if config.warp_specialised:
             return (
                 f"config.warp_specialised is True; with {problem.sums.level.text} expected False, but for two ranks of"
