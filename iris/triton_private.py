@@ -93,6 +93,13 @@ def aggregate(cls: type) -> Any:
     return _aggregate(type(cls.__name__, tuple(base for base in cls.__bases__ if base not in plain), own))
 
 
+@core.builtin
+def program_threads(_semantic: Any = None) -> Any:
+    """Return how many threads a program of the kernel has; a constant. Not in the interpreter."""
+    options = _semantic.builder.options
+    return core.constexpr(options.num_warps * options.warp_size)
+
+
 def word_descriptor(base: torch.Tensor, block: list[int], layout: Any) -> Any:
     """Return Gluon's descriptor of `base`, whose elements may have 64 bits: 3.9 refuses to make those on the host,
     though its compiler takes them.

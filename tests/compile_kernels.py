@@ -81,6 +81,13 @@ def key_of(source: Any, target: Any, options: dict) -> str:
     return hashlib.sha256(digested.encode()).hexdigest()[:20]
 
 
+def check_loads(asm: dict[str, str]) -> None:
+    """Raise where the compiler repeats a volatile load, as it may for another layout: the two can see two values."""
+    counts = [len(re.findall(r"tt\.load .*isVolatile = true", asm[name])) for name in ("ttir", "ttgir") if name in asm]
+    if len(set(counts)) > 1:
+        raise AssertionError(f"{counts[0]} volatile loads became {counts[1]}")
+
+
 def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
     os.nice(5)  # other tests run meanwhile
     mode, wrong = fake_gpu.pretend(name), 0
@@ -110,6 +117,7 @@ def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
             path.write_text(key)
             if key not in known:
                 compiled = triton.compile(source, target=target, options=options)
+                check_loads(compiled.asm)
                 suffix = ".ptx" if target.backend == "cuda" else ".amdgcn"
                 path.with_suffix(".shared").write_text(str(compiled.metadata.shared))
                 path.with_suffix(suffix).write_text(compiled.asm[suffix[1:]])

@@ -214,6 +214,7 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
             yield f"moe_stream_{name}", partial(_gate_up, tokens, True, options, coded=coded)
     for name, op, tokens, ranks, launch in (
         ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
+        ("moe_lamport_token_four_ranks", "moe_down_all_reduce", 1, 4, -1),
         ("moe_lamport_combine_all", "moe_down_all_reduce", 1024, 2, -1),
         ("moe_down_sorted", "moe_down_all_reduce", 1024, 2, -2),
         ("moe_lamport_combine_owners", "moe_down_all_reduce", 1024, 4, -1),

@@ -156,7 +156,7 @@ def test_calls_are_measured_on_all_ranks_alike(world_size: int) -> None:
         measured = study(known, world_size)
         outcome = judged(known, measured, results[0])
         assert outcome.after <= outcome.before < 0.6
-        if known.name == "NVIDIA H200":  # whose times the cases know
+        if known.name == "NVIDIA H200" and world_size == 2:  # whose times the cases know
             for group in measured.groups:
                 for case in group.cases:
                     assert 0.7 < results[0][case.name] / case.h200_us < 1.4, case.name

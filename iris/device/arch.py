@@ -3,6 +3,7 @@
 Every function here is a no-op, or plain Triton, wherever the architecture already guarantees what it names.
 """
 
+import math
 import os
 import select
 import time
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .. import platform
+from ..triton_private import program_threads
 from .function import device_function
 
 INTERPRET = tl.constexpr(platform.interpreting())
@@ -130,7 +132,38 @@ def drain_stores():
 
 @device_function
 def load_fresh(pointer, mask):
-    """Load from memory past all caches, zero where masked out: `volatile`, which Triton drops for AMD."""
+    """Load integers from memory past all caches, zero where masked out: `volatile`, which Triton drops for AMD.
+
+    Each element is loaded once. Of a block with fewer elements than the program has threads, a compiler may repeat the
+    load for a second layout, and whoever compares one load and uses the other can see two values. Here such a block is
+    loaded in as many copies as there is room for, which a compiler does not repeat, and the greatest copy is returned.
+    """
+    if INTERPRET or layout_of(pointer.type) is not None:
+        return _load_fresh(pointer, mask)
+    elif pointer.numel >= program_threads():
+        return _load_fresh(pointer, mask)
+    else:
+        COPIED: tl.constexpr = _copied(pointer.shape, program_threads())
+        mask = tl.broadcast_to(tl.expand_dims(tl.broadcast_to(mask, pointer.shape), 0), COPIED)
+        copies = _load_fresh(tl.broadcast_to(tl.expand_dims(pointer, 0), COPIED), mask)
+        return tl.max(copies, 0).to(pointer.dtype.element_ty)
+
+
+@triton.constexpr_function
+def layout_of(kind):
+    """Return a block's layout in Gluon: which thread holds which element; None in Triton, which chooses it."""
+    return getattr(kind, "layout", None)
+
+
+@triton.constexpr_function
+def _copied(shape, threads):
+    """Return the shape of as many copies of a block as give every thread an element."""
+    sizes = [int(size) for size in shape]
+    return [threads // math.prod(sizes), *sizes]
+
+
+@device_function
+def _load_fresh(pointer, mask):
     if is_hip():
         return tl.load(pointer, mask=mask, other=0, cache_modifier=".cv")
     else:

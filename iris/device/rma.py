@@ -100,7 +100,9 @@ def load(
     Args:
         hint: here and in every function below, how many elements of the block are contiguous, beginning at such a
             multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
-        volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both.
+        volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both. A
+            block with fewer elements than the program has threads may be loaded twice, and give two values where a peer
+            stores meanwhile: poll a flag with `wait`.
     """
     check("load", pointer, mask, to_rank, from_rank, heap_bases)
     mask = within("load", pointer, mask, to_rank, from_rank, heap_bases) if CHECKED else mask

@@ -159,7 +159,7 @@ class Tiles:
         there, few = _there(values, mask), lane < (16 if part == 0 else 0)
         taken = there if owner is None else few | (there & (here.ctx.rank == owner))
         first, step = here._blocks(values, number * parts + part)
-        in_triton: tl.constexpr = layout_of(like.type) is None
+        in_triton: tl.constexpr = arch.layout_of(like.type) is None
         own = unwrapped(values, kind) if kept else None
         total, _ = here._take(first + lane, step, taken, 0, kind, here.ctx.world_size, in_triton, own, found=found)
         return total
@@ -232,7 +232,7 @@ class Tiles:
         for i in tl.static_range(1, self.ctx.world_size):
             to = (self.ctx.rank + i) % self.ctx.world_size
             put(self.ctx, place, values, sent if owner is None else sent | (to == owner), self.bases, to)
-        in_triton: tl.constexpr = layout_of(values.type) is None
+        in_triton: tl.constexpr = arch.layout_of(values.type) is None
         own = unwrapped(values, kind)
         total, _ = self._take(first + lane, step, taken, 0, kind, self.ctx.world_size, in_triton, own)
         return total
@@ -241,7 +241,7 @@ class Tiles:
     def _in_two_shots(self, values, number, kind: tl.constexpr):
         """Sum elements r * part to (r + 1) * part on rank r. In its slot at a peer, terms come first, then the sum."""
         part: tl.constexpr = part_size(values.numel, self.ctx.world_size)
-        in_triton: tl.constexpr = layout_of(values.type) is None
+        in_triton: tl.constexpr = arch.layout_of(values.type) is None
         lane = lanes(values)
         first, step = self._blocks(values, number)
         place = first + self.ctx.rank * step
@@ -271,7 +271,7 @@ class Tiles:
     @device_function
     def _store(self, values, first, step, pointers, stride, mask, kind: tl.constexpr):
         """Store `values`, this rank's own, and those that every peer sends, each in its place."""
-        in_triton: tl.constexpr = layout_of(values.type) is None
+        in_triton: tl.constexpr = arch.layout_of(values.type) is None
         lane = lanes(values)
         own = arch.round_to(unwrapped(values, kind), kind)
         tl.store(pointers + tl.cast(self.ctx.rank, tl.int64) * stride, own, mask=mask)
@@ -304,7 +304,7 @@ def _there(values, mask):
 @device_function
 def lanes(tile):
     """Return the number of each element of a tile, in row-major order; in Gluon, with the tile's layout."""
-    layout: tl.constexpr = layout_of(tile.type)
+    layout: tl.constexpr = arch.layout_of(tile.type)
     if layout is None:
         if len(tile.shape) == 2:
             rows, cols = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
@@ -317,12 +317,6 @@ def lanes(tile):
         return rows[:, None] * tile.shape[1] + cols[None, :]
     else:
         return gl.arange(0, tile.shape[0], layout=layout)
-
-
-@triton.constexpr_function
-def layout_of(kind):
-    """Return a block's layout in Gluon: which thread holds which element; None in Triton, which chooses it."""
-    return getattr(kind, "layout", None)
 
 
 @triton.constexpr_function
