@@ -136,13 +136,13 @@ def local(target: GPUTarget) -> Iterator[Any]:
     yield "norm", lambda ctx: norm.normed(new(64, 4096), new(4096), 1e-5)
     yield "norm_sum", lambda ctx: norm.normed(new(64, 4096), new(4096), 1e-5, new(64, 4096))
     yield "gate", fused("all_gather_matmul_gated", config=tile(target, 128, 256, 64, 8))
-    for name, length, dtype, dim, invariant in (
+    for name, length, dtype, dim, equal_splits in (
         ("step_whole", 64, BF16, 128, False),
         ("step_weigh", 4096, BF16, 128, False),
         ("step_weigh_pairs", 65536, BF16, 128, True),
         ("step_wide", 64, FP32, 512, False),
     ):
-        yield name, partial(_attend, length, dtype, dim, invariant)
+        yield name, partial(_attend, length, dtype, dim, equal_splits)
     yield "step_stretch", partial(_attend, 4096, BF16, 128, False), dict(launch=0)
     if target.backend == "cuda":  # AMD's e4m3 is another one
         yield "round_rows", lambda ctx: scaled_matmul.round_rows(new(64, 16384))
@@ -158,11 +158,9 @@ def local(target: GPUTarget) -> Iterator[Any]:
     yield "arrived", fused("all_gather_matmul", config=FusedConfig(algorithm="copy_gather"))
 
 
-def _attend(length: int, dtype: torch.dtype, dim: int, invariant: bool, ctx: Any) -> None:
-    cache = new(2, 8, length, dim, dtype=dtype)
-    decode_attention.decode_attention(
-        new(2, 32, dim, dtype=dtype), cache, cache, new(2, length, dtype=torch.bool), 0.1, invariant
-    )
+def _attend(length: int, dtype: torch.dtype, dim: int, equal_splits: bool, ctx: Any) -> None:
+    cache, seen = new(2, 8, length, dim, dtype=dtype), new(2, length, dtype=torch.bool)
+    decode_attention.decode_attention(new(2, 32, dim, dtype=dtype), cache, cache, seen, 0.1, equal_splits)
 
 
 def _skinny(rows: int, outputs: int, gated: bool, spans: int, ctx: Any) -> None:
@@ -186,32 +184,27 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("moe_choose_of_groups", 48, 256, Scoring(SIGMOID, True, 1e-20, 2.5, 8, 4)),
     ):
         yield name, partial(_choose, tokens, experts, scoring), dict(launch=0)
+    gpt_oss, streams = dict(interleaved=True, activation=GPT_OSS), target.backend == "cuda" and target.arch == 90
     for name, tokens, coded, options in (
-        ("moe_gate_up_fp8", 24, "fp8", {}),
-        ("moe_gate_up_fp8_block", 8192, "fp8_block 128", {}),
-        ("moe_gate_up_fp8_cut_block", 24, "fp8_block 64", {}),
-        ("moe_gate_up_int4", 64, "int4 32", {}),
-        ("moe_gate_up_mxfp4", 24, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
-        ("moe_gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
+        ("gate_up_fp8", 24, "fp8", {}),
+        ("gate_up_fp8_block", 8192, "fp8_block 128", {}),
+        ("gate_up_fp8_cut_block", 24, "fp8_block 64", {}),
+        ("gate_up_int4", 64, "int4 32", {}),
+        ("gate_up_mxfp4", 24, "mxfp4 32", gpt_oss),
+        ("gate_up_mxfp4_halves", 8192, "mxfp4 32", {}),
+        ("stream_fp8", 8, "fp8", {}),
+        ("stream_fp8_block", 16, "fp8_block 128", {}),
+        ("stream_fp8_cut_block", 3, "fp8_block 64", {}),
+        ("stream_int4", 1, "int4 32", {}),
+        ("stream_int4_channel", 4, "int4", {}),
+        ("stream_mxfp4", 1, "mxfp4 32", gpt_oss),
+        ("stream_mxfp4_many", 16, "mxfp4 32", gpt_oss),
     ):
-        yield name, partial(_gate_up, tokens, True, options, coded=coded)
-    for name, tokens, coded in (
-        ("moe_lamport_down_mxfp4", 1, "mxfp4 32"),
-        ("moe_lamport_down_fp8", 4, "fp8"),
-        ("moe_lamport_down_int4", 4, "int4"),
-    ):
-        yield name, partial(_down, "moe_down_all_reduce", tokens, coded=coded), dict(world_size=2)
-    if target.backend == "cuda" and target.arch == 90:
-        for name, tokens, coded, options in (
-            ("fp8", 8, "fp8", {}),
-            ("fp8_block", 16, "fp8_block 128", {}),
-            ("fp8_cut_block", 3, "fp8_block 64", {}),
-            ("int4", 1, "int4 32", {}),
-            ("int4_channel", 4, "int4", {}),
-            ("mxfp4", 1, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
-            ("mxfp4_many", 16, "mxfp4 32", dict(interleaved=True, activation=GPT_OSS)),
-        ):
-            yield f"moe_stream_{name}", partial(_gate_up, tokens, True, options, coded=coded)
+        if streams or not name.startswith("stream"):
+            yield f"moe_{name}", partial(_gate_up, tokens, True, options, coded=coded)
+    for name, tokens, coded in (("mxfp4", 1, "mxfp4 32"), ("fp8", 4, "fp8"), ("int4", 4, "int4")):
+        down = partial(_down, "moe_down_all_reduce", tokens, coded=coded)
+        yield f"moe_lamport_down_{name}", down, dict(world_size=2)
     for name, op, tokens, ranks, launch in (
         ("moe_lamport_token", "moe_down_all_reduce", 1, 2, -1),
         ("moe_lamport_token_four_ranks", "moe_down_all_reduce", 1, 4, -1),
@@ -224,10 +217,6 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
     first = dict(world_size=2, number=0)  # which adds the bias
     yield "moe_lamport_down_few", partial(_down, "moe_down_all_reduce", 8, config=few, bias=(128, 2048)), first
     yield "moe_combine", partial(_down, "moe_down_all_reduce", 64, config=torch_), dict(kernel="moe_combine_kernel")
-
-
-def _experts(ctx: Any, tokens: int) -> torch.Tensor:
-    return new(tokens, 8, dtype=torch.int32)
 
 
 def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -243,7 +232,7 @@ def _coded(coded: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor | Non
 def _gate_up(tokens: int, transposed: bool, options: dict, ctx: Any, coded: str = "") -> None:
     B, scale = _coded(coded, 2048, 2048) if transposed else (new(128, 2048, 2048), None)
     options = options | dict(scale=scale)
-    ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, _experts(ctx, tokens), **options)
+    ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, new(tokens, 8, dtype=torch.int32), **options)
 
 
 def _choose(tokens: int, experts: int, scoring: Scoring, ctx: Any) -> None:
@@ -251,13 +240,12 @@ def _choose(tokens: int, experts: int, scoring: Scoring, ctx: Any) -> None:
     ctx.ops.moe_choose(new(tokens, experts), 8, scoring, bias)
 
 
-def _down(op: str, tokens: int, ctx: Any, coded: str = "", **options: Any) -> None:
+def _down(op: str, tokens: int, ctx: Any, coded: str = "", bias: Any = (), **options: Any) -> None:
     out = new(tokens // (ctx.num_ranks if "scatter" in op else 1), 2048)
-    weights, shared = new(tokens, 8, dtype=FP32), new(tokens, 2048)
+    experts, weights, shared = new(tokens, 8, dtype=torch.int32), new(tokens, 8, dtype=FP32), new(tokens, 2048)
     B, options["scale"] = _coded(coded, 2048, 1024)
-    if "bias" in options:
-        options = options | dict(bias=new(*options["bias"]))
-    getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, _experts(ctx, tokens), weights, shared=shared, **options)
+    options["bias"] = new(*bias) if bias else None
+    getattr(ctx.ops, op)(out, new(tokens * 8, 1024), B, experts, weights, shared=shared, **options)
 
 
 def collectives(target: GPUTarget) -> Iterator[Any]:
@@ -326,33 +314,18 @@ def users(target: GPUTarget) -> Iterator[Any]:
         yield f"tile_{which}", partial(launch, getattr(tile_kernels, f"tile_{which}_kernel"), M=64, N=128, num_warps=4)
     yield "example_matmul", _example
     if target.arch == 90:
-        yield "example_matmul_hopper", _example_hopper
-        yield "example_store_warp", _example_store_warp
+        wide = partial(new, 4096, 4096)
+        of, space = tile_all_reduce_hopper, partial(tile_all_reduce_hopper.space_for, M=4096, N=4096, dtype=BF16)
+        yield "example_matmul_hopper", lambda ctx: of.tile_matmul_hopper(ctx, space(ctx), wide(), wide(), wide())
+        blocks = common.Blocks()
+        yield "example_store_warp", lambda ctx: fused_store_warp.all_scatter(common.Case(ctx, wide(), wide(), blocks))
 
 
 def _example(ctx: Any) -> None:
     a, b = (TensorDescriptor.from_tensor(new(512, 512), block) for block in ([64, 32], [32, 64]))
     space, numbers = ctx.ccl.tile_space(64, 4096), (512, 512, 512, 64, 64, 32, WORLD_SIZE)
-    kernel = tile_all_reduce.tile_matmul_kernel[(8,)]
-    kernel(
-        ctx.get_device_context(),
-        space,
-        a,
-        b,
-        new(512, 512),
-        *numbers,
-        ONE_TILE=True,
-        **platform.pdl_options(ctx.device),
-    )
-
-
-def _example_hopper(ctx: Any) -> None:
-    space = tile_all_reduce_hopper.space_for(ctx, 4096, 4096, BF16)
-    tile_all_reduce_hopper.tile_matmul_hopper(ctx, space, new(4096, 4096), new(4096, 4096), new(4096, 4096))
-
-
-def _example_store_warp(ctx: Any) -> None:
-    fused_store_warp.all_scatter(common.Case(ctx, new(4096, 4096), new(4096, 4096), common.Blocks()))
+    kernel, options = tile_all_reduce.tile_matmul_kernel[(8,)], platform.pdl_options(ctx.device)
+    kernel(ctx.get_device_context(), space, a, b, new(512, 512), *numbers, ONE_TILE=True, **options)
 
 
 def hopper(target: GPUTarget) -> Iterator[Any]:
@@ -384,7 +357,9 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     yield "traced_lamport_two_shot", shots, dict(recording=True)
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
-    yield "skinny_fp8", partial(_skinny_fp8, 16, 16384)
+    columns = partial(new, 16384, dtype=FP32)
+    fp8 = partial(new, 16384, 4096, dtype=FP8)
+    yield "skinny_fp8", lambda ctx: skinny_matmul.skinny_matmul(new(16, 4096), fp8(), new(16384), scale=columns())
     for name, (form, group) in STREAMED.items():
         yield f"skinny_{name}", partial(_skinny_stored, form, group, 16, False)
         if name in STREAMED_BETWEEN_RANKS:
@@ -395,7 +370,7 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     yield "skinny_gated_mxfp4", partial(_skinny_stored, packing.MXFP4, 32, 16, True)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
-    yield "fp8_tiles", _fp8_tiles
+    yield "fp8_tiles", lambda ctx: scaled_matmul.product(new(64, 4096), fp8(), columns(), None)
 
 
 # Formats with scales of groups: packing, group.
@@ -421,11 +396,3 @@ def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any, rows: in
 def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
     skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, gated=gated)
-
-
-def _skinny_fp8(M: int, N: int, ctx: Any) -> None:
-    skinny_matmul.skinny_matmul(new(M, 4096), new(N, 4096, dtype=FP8), new(N), scale=new(N, dtype=FP32))
-
-
-def _fp8_tiles(ctx: Any) -> None:
-    scaled_matmul.product(new(64, 4096), new(16384, 4096, dtype=FP8), new(16384, dtype=FP32), None)

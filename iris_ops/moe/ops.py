@@ -30,9 +30,13 @@ class MixtureOps:
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._calls = Calls(ctx)
+        self._routing = Run(ctx, self._calls.earlier.kernels)
 
     def _run(self) -> Run:
-        return Run(self._ctx, self._calls.earlier.kernels)
+        """Return a run without a workspace, for launches that are not repeated."""
+        self._ctx.check()
+        self._routing.launches.clear()
+        return self._routing
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
@@ -41,7 +45,6 @@ class MixtureOps:
         must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
         with IRIS_DEBUG=1 this one. No ranks are involved.
         """
-        self._ctx.check()
         return mixture.route(self._run(), experts, num_experts)
 
     def moe_choose(
@@ -56,7 +59,6 @@ class MixtureOps:
         first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
         in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
         """
-        self._ctx.check()
         return mixture.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
     def moe_gate_up(
