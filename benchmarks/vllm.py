@@ -100,7 +100,7 @@ def run_engine(args: argparse.Namespace, model: str, side: str, lane: int, end: 
         request = {"folder": str(folder / "model"), "out": str(folder / "out.json"), "began": began}
         request |= {key: getattr(args, key) for key in ("ranks", "batches", "prompts", "rounds")}
         request |= {"limit_s": min(args.engine_limit, end - began)}
-        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", **_own(folder, lane, args.ranks)}
+        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", **own_settings(folder, lane, args.ranks)}
         environment["IRIS_TP_VLLM"] = str(int(side == "plugin"))
         line = [sys.executable, "-m", "benchmarks.cases.vllm_plugin", json.dumps(request)]
         with log.open("w") as file:
@@ -116,7 +116,7 @@ def run_engine(args: argparse.Namespace, model: str, side: str, lane: int, end: 
     return {**figures, "took_s": round(time.time() - began, 1)}
 
 
-def _own(folder: Path, lane: int, ranks: int) -> dict[str, str]:
+def own_settings(folder: Path, lane: int, ranks: int) -> dict[str, str]:
     """Return the settings that keep an engine apart from others: GPUs, ports, and caches that begin empty."""
     gpus = range(lane * ranks, (lane + 1) * ranks)
     paths = {"VLLM_CACHE_ROOT": "vllm", "TRITON_HOME": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
