@@ -33,6 +33,7 @@ from benchmarks.tables import vllm_table
 SIDES = ("stock", "plugin")
 ROUNDING = 2.0**-7  # of a logit, relative: a unit in the last place of bfloat16
 _PORTS = 21000, 500  # the first engine's, and between engines
+_running: list[subprocess.Popen] = []
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
             if all((model, each) in results for each in SIDES):
                 finish(args, model, {each: results[model, each] for each in SIDES})
 
+    signal.signal(signal.SIGTERM, _end_all)
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(work, range(len(lanes))))
 
@@ -105,12 +107,14 @@ def run_engine(args: argparse.Namespace, model: str, side: str, lane: int, end: 
         line = [sys.executable, "-m", "benchmarks.cases.vllm_plugin", json.dumps(request)]
         with log.open("w") as file:
             child = subprocess.Popen(line, env=environment, stdout=file, stderr=file, start_new_session=True)
+            _running.append(child)
             try:
                 child.wait(max(1.0, end - time.time()))
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 _end(child)
+                _running.remove(child)
         out = folder / "out.json"
         figures = json.loads(out.read_text()) if out.exists() else {"failed": _reason(log, child.returncode)}
     return {**figures, "took_s": round(time.time() - began, 1)}
@@ -126,6 +130,12 @@ def own_settings(folder: Path, lane: int, ranks: int) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         **{name: str(folder / path) for name, path in paths.items()},
     }
+
+
+def _end_all(*_: object) -> None:
+    for child in list(_running):
+        _end(child)
+    os._exit(1)
 
 
 def _end(child: subprocess.Popen) -> None:

@@ -108,6 +108,7 @@ def main() -> None:
     from benchmarks.cases.vllm_engine import SETTINGS
     from benchmarks.cases.whole_models import config_for_others
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the engines
     os.environ.update({**SETTINGS, "VLLM_LOGGING_LEVEL": "INFO"})
     lanes = range(2) if torch.cuda.device_count() >= 2 * RANKS else (0, 0)
     with tempfile.TemporaryDirectory(prefix="vllm-lose-") as name:
