@@ -53,9 +53,9 @@ class Preparation:
         self._shapes.add(weight.shape)
         with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
             if self._ctx.device.type == "cuda":
-                self._compile(ahead.recorded([self._ctx], lambda: self._calls(weight)))
-            else:
-                self._calls(weight)
+                self._compile(ahead.recorded([self._ctx], lambda: self._calls(weight, self._few, self._many)))
+            else:  # nothing to compile
+                self._calls(weight, self._few[:1], self._many[:1])
             self._ctx.barrier()
 
     def finish(self) -> None:
@@ -70,16 +70,16 @@ class Preparation:
         ahead.load(self._unloaded, compilers.folder)
         self._unloaded.clear()
 
-    def _calls(self, weight: torch.Tensor) -> None:
-        """Call every operator on each number of rows, on uninitialised values.
+    def _calls(self, weight: torch.Tensor, few: Sequence[int], many: Sequence[int]) -> None:
+        """Call every operator on each number of rows, on zeros.
 
         The most rows first: memory that grows leaves its first piece to graphs.
         """
         ctx = self._ctx
-        for rows in self._many:
+        for rows in many:
             A, residual = self._inputs(rows, weight)
             ops.matmul_all_reduce_rms_norm(ctx, A, weight, residual, residual[0], _EPS)
-        for rows in self._few:
+        for rows in few:
             A, residual = self._inputs(rows, weight)
             norm = residual[0], _EPS
             ops.all_reduce(ctx, residual)
