@@ -43,6 +43,7 @@ class Engine:
             max_num_batched_tokens=max(8192, *tokens),
             enable_prefix_caching=False,
             gpu_memory_utilization=request.get("memory", 0.9),
+            kv_cache_memory_bytes=request.get("cache"),
             logprobs_mode="raw_logits",
             kernel_config={"enable_flashinfer_autotune": False},
             compilation_config={"cudagraph_capture_sizes": sorted(captured)},
