@@ -39,7 +39,6 @@ from ..triton_private import (
     compile_hooks,
     compile_target,
     compile_without_gpu,
-    launches_replaced,
     use_cache_folder,
 )
 from . import relaunch
@@ -77,7 +76,7 @@ def recorded(contexts: Iterable[Any], calls: Callable[[], None]) -> dict[str, Fo
 
     for ctx in contexts:
         ctx.forget_launches()
-    with launches_replaced(record):
+    with relaunch.recording(record):
         calls()
     for ctx in contexts:
         ctx.forget_launches()

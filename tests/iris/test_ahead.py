@@ -8,7 +8,8 @@ from pathlib import Path
 import subprocess
 import sys
 
-from iris.launch import ahead
+from iris.launch import ahead, relaunch
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +33,15 @@ def test_each_form_is_compiled_by_one_of_the_ranks_that_need_it() -> None:
     assert sorted(name for share in shares for name in share) == sorted({name for known in names for name in known})
     assert all(f"of {rank}" in share for rank, share in enumerate(shares))
     assert min(map(len, shares)) > 3, "and every rank has a part"
+
+
+def test_calls_that_are_recorded_are_neither_launched_nor_remembered() -> None:
+    recorded: list[dict] = []
+    calls, key = relaunch.Calls(), relaunch.Key((16,), ("kind",), None)
+    with relaunch.recording(lambda kernel, **arguments: recorded.append({"kernel": kernel, **arguments})):
+        launched = relaunch.launch({}, torch.device("cpu"), "kernel", (1, 2, 3), {"x": 5}, num_warps=4)  # type: ignore[arg-type]
+        calls.keep(key, (lambda: True, None, None))
+    assert launched is None and not calls.known
+    assert recorded == [{"kernel": "kernel", "grid": (1, 2, 3), "x": 5, "num_warps": 4, "enable_fp_fusion": True}]
+    calls.keep(key, (lambda: True, None, None))
+    assert key in calls.known
