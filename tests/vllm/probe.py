@@ -69,6 +69,7 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
 
     install.refusal = lambda config: None  # no model's configuration, and a tensor-parallel size of its own
     install.hidden_size = lambda config: HIDDEN
+    install.attention_widths = lambda config: []
     plugin.register()
     calls = count_calls()
     fused = [f.name for f in dataclasses.fields(PassConfig) if f.name.startswith(("fuse_", "enable_"))]
@@ -108,6 +109,7 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
             p.data = (0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i))).to(p.dtype)
         for layer in (model.o, model.up, model.down, model.last):
             layer.cpu_linear = torch.nn.functional.linear
+        calls.clear()  # of layers that were prepared
         found = {}
         for rows in ROWS:
             generator = torch.Generator().manual_seed(100 * rows + rank)
