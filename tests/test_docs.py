@@ -69,6 +69,18 @@ def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     assert first.strip(), "a page prints what it shows"
 
 
+def test_the_guide_s_hash_is_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """It differs without `invariant="ranks"`, or the guide would show nothing."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "same_logits.py"
+    script.write_text(BLOCK.findall(PAGES["guides/same-bits.md"].read_text())[0])
+    printed = "".join(run_ranks(ranks, _run, str(script))[0] for ranks in (1, 2, 3))
+    hashes = re.findall(r"^(\d) ranks, invariant=(\w+): (\w{16})$", printed, re.MULTILINE)
+    assert [ranks for ranks, _, _ in hashes] == list("112233")
+    assert len({digest for _, level, digest in hashes if level == "ranks"}) == 1
+    assert len({digest for _, level, digest in hashes if level == "None"}) == 3
+
+
 def _timeline() -> Any:
     """docs/timeline.py, which is no package's."""
     spec = importlib.util.spec_from_file_location("docs_timeline", DOCS / "timeline.py")
