@@ -265,6 +265,8 @@ def _run_directly(world_size: int, body: Callable[..., Any], args: tuple[Any, ..
     outcome = attempt(body, renewable.ctx, *pickle.loads(agreed(dumps(args))))  # what rank 0 drew, as workers have it
     if not isinstance(outcome, Failure):
         outcome = attempt(_synchronized, outcome)
+    elif isinstance(lost := attempt(renewable.ctx.check_failure), Failure):
+        outcome = lost  # the cause of a wrong result
     outcomes: list[Any] = [None] * world_size
     dist.all_gather_object(outcomes, dumps(outcome), control)
     outcomes = [pickle.loads(text) for text in outcomes]

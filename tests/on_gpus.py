@@ -51,8 +51,8 @@ _SECONDS = {
 _OTHERS, _LEAST_SECONDS = 15, 60  # of a file; of a share, beside its start, which takes some 22 s
 _FOR_GPUS = re.compile(r"^pytestmark = .*\bboth\b|^ +\*both,$|\bmark\.gpu\b", re.M)  # in the files that have such tests
 # rounds, and waits of 0.3 s, need all ranks on their GPUs at the same time, offsets beyond 4 GiB a heap for themselves,
-# and to count a GPU's free memory nobody else may take some
-_ALONE = "test_litmus.py", "test_epoch.py", "test_far.py", "test_vmem.py"
+# to count a GPU's free memory nobody else may take some, and what is measured is the machine's if nobody else uses it
+_ALONE = "test_litmus.py", "test_epoch.py", "test_far.py", "test_vmem.py", "test_calibrate.py"
 _MOST_JOBS = 36
 _MOST_HEAP, _LEAST_SHARES = 16 << 30, 6  # a test that fails keeps its heap while the next one has its own
 _REASONS = 6  # lines of what went wrong, at most

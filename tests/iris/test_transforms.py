@@ -14,13 +14,13 @@ pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCH
 
 def collectives_body(ctx) -> tuple[list[str], list[str]]:
     w, ccl, peer = ctx.num_ranks, ctx.ccl, ctx.cur_rank ^ 1
-    part, whole = ctx.ones(2, 2 * w), ctx.ones(2 * w, 2 * w)
+    part, whole = ctx.ones(w, 2 * w), ctx.ones(w * w, 2 * w)
     ccl.init_p2p(64, torch.float32)
     calls = {
         "all_reduce": lambda t: ccl.all_reduce(torch.empty_like(part), t),
         "all_gather": lambda t: ccl.all_gather(torch.empty_like(whole), t),
         "all_to_all": lambda t: ccl.all_to_all(torch.empty_like(part), t),
-        "reduce_scatter": lambda t: ccl.reduce_scatter(torch.empty_like(t)[:1], t[:w]) if w == 2 else None,
+        "reduce_scatter": lambda t: ccl.reduce_scatter(torch.empty_like(t)[:1], t),
         "all_reduce_norm": lambda t: ccl.all_reduce_norm(
             torch.empty_like(part), torch.ones_like(part), t, torch.ones_like(part[0])
         ),

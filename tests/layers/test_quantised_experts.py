@@ -50,7 +50,7 @@ def kept_body(ctx, folder: str) -> tuple[list[tuple[str, ...]], int, str, str, l
 
 
 @pytest.mark.parametrize("format, name, world_size, first, second", [
-    each for each in KEPT if each[2] in WORLDS or UNDER_TORCHRUN
+    each for each in KEPT if each[2] in WORLDS or UNDER_TORCHRUN and each[2] > WORLDS[0]  # more have too few groups
 ])  # fmt: skip
 @pytest.mark.some(3)
 def test_experts_stay_in_the_codes_of_their_files(

@@ -215,9 +215,8 @@ def failing_body(ctx, root: str) -> None:
             new.save_pretrained(f"{root}/other")
     ctx.barrier()
     assert not Path(root, "other").exists()
-    assert {float(value) for each in layers.from_pretrained(folder, ctx).parameters() for value in each.unique()} == {
-        1.0
-    }
+    left = {float(value) for each in layers.from_pretrained(folder, ctx).parameters() for value in each.unique()}
+    assert left - {0.0} == {1.0}, "zeros: of a rank without heads"
     ctx.barrier()
     if ctx.cur_rank == 0:
         (folder / "adapter_config.json").write_text("{}")
