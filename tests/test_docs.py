@@ -44,6 +44,11 @@ def test_every_block_of_python_is_found() -> None:
     assert set(QUICK) < set(WITH_PYTHON)
 
 
+def test_guides_show_how_their_python_is_run() -> None:
+    pages = [name for name in WITH_PYTHON if name.startswith(("guides/", "start/"))]
+    assert [name for name in pages if "torchrun --nproc-per-node" not in PAGES[name].read_text()] == []
+
+
 def _run(ctx: iris.Iris, path: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         left = runpy.run_path(path)
