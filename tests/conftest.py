@@ -116,7 +116,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _our_turn() -> None:
-    """All is imported when the shares of tests that must not run beside these have ended; see on_gpus.py."""
+    """Wait, after all imports, for tests that must not run in parallel with these (on_gpus.py)."""
     if "IRIS_TEST_TURN" in os.environ:
         with open(os.environ["IRIS_TEST_TURN"]) as turn:
             fcntl.flock(turn, fcntl.LOCK_SH)

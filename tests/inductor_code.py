@@ -1,6 +1,6 @@
-"""What inductor makes of a few graphs for Hopper: `python -m tests.inductor_code` writes its code as JSON.
+"""Write inductor's code of a few graphs for Hopper as JSON: `python -m tests.inductor_code`.
 
-A process of its own, in which torch is told that there is such a GPU: nothing is launched, and no GPU is needed.
+It runs in its own process, in which torch sees a simulated Hopper GPU: nothing is launched, and no GPU is needed.
 Each graph is generated twice: with programmatic dependent launch as inductor has it, and as
 `layers/serving/inductor_waits.py` does.
 """
@@ -63,7 +63,7 @@ def normed(x, y, weight):
 
 
 def step(x, w, keys, values, cos, start):
-    """What stands in a decoding step between the product and the attention: one kernel of three."""
+    """Compute the part of a decode step between product and attention, which becomes one of three kernels."""
     q, k, v = aten.split(torch.ops.iris_tests.opaque(x, w), 64, 1)
     at, places = aten.add(start, aten.arange(1, device="cuda")), [None, None]
     aten.index_put_(keys, [*places, at], aten.unsqueeze(aten.mul(aten.view(k, [4, 1, 64]), cos), 1))

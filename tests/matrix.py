@@ -1,6 +1,6 @@
 """The tests with one torch and the triton that its CUDA build requires after the other: `make test-matrix`.
 
-Each pair gets a virtual environment of its own under `.matrix/`, with the wheel of this tree in it. There `iris-tp
+Each pair gets its own virtual environment under `.matrix/`, with the wheel of this tree. There `iris-tp
 demo` runs in an empty folder; then, from this tree, the tests in the interpreter; then every kernel is compiled for
 each target. `--quick` takes minutes instead of half an hour a pair: a few files of tests, and a dozen kernels for two
 targets. What a pair did is kept in `benchmarks/results/matrix.json`, which `--report` renders into
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def keep(found: dict) -> None:
-    """Among the results, in place of those of the same versions; a quick run does not replace a whole one."""
+    """Add results in place of those of the same versions; a quick run does not replace a full one."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"benchmark": "matrix", "runs": []}
     alike = [run for run in kept["runs"] if all(run[name] == found[name] for name in ("python", "torch", "triton"))]
     if found["quick"] and any(not run["quick"] for run in alike):

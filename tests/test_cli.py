@@ -203,7 +203,7 @@ COMMANDS = {
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess:
-    """The command in a Python that finds no torch: a finder of its own refuses it."""
+    """Run the command in a Python whose import system hides torch."""
     hidden = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
         "import importlib.abc\n"

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, says what the code says, and its Python runs as pasted, on two ranks."""
+"""The site builds without a warning, agrees with the code, and its Python runs as pasted, on two ranks."""
 
 import contextlib
 import html
@@ -143,7 +143,7 @@ def test_every_kernel_that_plans_name_has_a_page() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureFixture) -> None:
-    """Its sections, the module that it names, and the plans that it says name the kernel."""
+    """Its sections are complete, its module exists, and its `iris-tp plan` commands choose the kernel."""
     text = KERNELS[kernel].read_text()
     assert re.findall(r"^## (.*)", text, re.M) == ["When it is taken", "Why it is right", "What was measured"]
     assert text.count("```timeline") == 1

@@ -1,4 +1,4 @@
-"""`iris-tp doctor`: what it says of this machine, and of machines that lack something."""
+"""`iris-tp doctor`: its report on this machine, and on machines that lack something."""
 
 import argparse
 import os

@@ -92,7 +92,7 @@ def _is_triton(name: str) -> bool:
 
 
 def reached(start: list[str], arrows: dict[str, set[str]]) -> set[str]:
-    """The modules to which imports lead from those of `start`."""
+    """Return all modules that the modules of `start` import, directly or not."""
     found, todo = set(), list(start)
     while todo:
         name = todo.pop()

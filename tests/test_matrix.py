@@ -1,4 +1,4 @@
-"""That docs/start/versions.md shows what the results say, and that the pairs are those that torch requires."""
+"""docs/start/versions.md shows the recorded results, and the pairs are those that torch requires."""
 
 import json
 import re

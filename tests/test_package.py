@@ -1,4 +1,4 @@
-"""The distribution, as somebody who has no checkout gets it: what is in it, what it says, and that it works alone."""
+"""The wheel and the sdist: their contents and metadata, and that they work without a checkout."""
 
 from email.message import Message
 from email.parser import Parser
@@ -28,7 +28,7 @@ if missing := [name for name in ("build", "setuptools", "twine") if find_spec(na
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist. Built from a copy: setuptools leaves files beside what it builds."""
+    """Build the wheel and the sdist from a copy, because setuptools leaves files in the source tree."""
     folder = tmp_path_factory.mktemp("package")
     for name in SOURCE:
         source, copy = ROOT / name, folder / "source" / name

@@ -1,4 +1,4 @@
-"""The planner's page: what it says at its points is what the planner says, and a browser shows it and moves it."""
+"""The planner's page shows the planner's own results at its points, and a browser can display and move it."""
 
 import html
 from itertools import product

@@ -1,4 +1,4 @@
-"""`iris-tp verify` as a user runs it: what it says, and its exit status."""
+"""`iris-tp verify` as a user runs it: its output and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `docs/guides/coming-from-iris.md` says of each public name of ROCm/iris, the library says too."""
+"""The library has each name of ROCm/iris that `docs/guides/coming-from-iris.md` documents, with its arguments."""
 
 from dataclasses import dataclass
 import importlib
@@ -92,7 +92,7 @@ def test_a_name_is_what_the_page_says(name, given, here):
 
 
 def test_exported_names_are_on_the_page():
-    """What `iris` exports under a name of its own is on the page, or new here."""
+    """Each name that `iris` exports is on the page, or ROCm/iris does not have it."""
     new = {"IrisError", "__version__", "tiles"}
     assert {f"iris.{name}" for name in iris.__all__} - {name for name, _, _ in ROWS} == {f"iris.{name}" for name in new}
 

@@ -48,7 +48,7 @@ def test_types_that_were_made_before_are_those_asked_for() -> None:
 
 @triton.jit
 def operators_kernel(x_ptr, y_ptr, out, n, SIZE: tl.constexpr):
-    """out [row, SIZE]: what each operator makes of blocks, of a block and a scalar, of a block and a number."""
+    """Apply each operator to two blocks, a block and a scalar, and a block and a number: out [row, SIZE]."""
     i = tl.arange(0, SIZE)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
     row = 0
@@ -130,7 +130,7 @@ def test_blocks_that_a_descriptor_has_inside(dtype: torch.dtype, row: int, col: 
 
 
 def test_nothing_is_mended_where_the_interpreter_is_off() -> None:
-    """Not even imported: what is mended is of Triton's interpreter, which kernels for GPUs never meet."""
+    """The fixes of Triton's interpreter are not even imported, because kernels for GPUs never run in it."""
     code = "import iris, sys; assert not any(m.startswith('iris.device.interpreter.') for m in sys.modules)"
     assert fresh.run(code, TRITON_INTERPRET="0").returncode == 0
 

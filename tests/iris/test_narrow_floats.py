@@ -1,4 +1,4 @@
-"""bfloat16 and fp8 in a user's own kernel, beside torch: each operation rounds once, to nearest even, as on GPUs."""
+"""bfloat16 and fp8 in a user's kernel, compared with torch: each operation rounds once, to nearest even, as on GPUs."""
 
 from __future__ import annotations
 

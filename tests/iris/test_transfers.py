@@ -20,14 +20,14 @@ SIZES = [1, 3, 4, 15, 4095, 4096, 4100, 16390, rings.BORDER - 1, rings.BORDER, r
 
 
 def _bytes(seed: int, nbytes: int) -> torch.Tensor:
-    """Any bytes, those of the sentinel among them."""
+    """Draw any bytes, including those of the sentinel."""
     drawn = torch.randint(-1, 255, (nbytes,), generator=torch.Generator().manual_seed(seed))
     drawn[: nbytes // 3] = 255
     return drawn.to(torch.uint8)
 
 
 def _placed(ctx, values: torch.Tensor, shift: int) -> torch.Tensor:
-    """`values` so many bytes behind an aligned address, with bytes around that nobody may touch."""
+    """Place `values` at an offset from an aligned address, between bytes that must not change."""
     memory = torch.full((values.numel() + 64,), 7, dtype=torch.uint8, device=ctx.device)
     place = memory[16 + shift : 16 + shift + values.numel()]
     place.copy_(values)
@@ -210,7 +210,7 @@ def test_elements_like_the_sentinel_are_awaited(world_size):
 
 
 def _overlapping(ctx):
-    """A gather from a part of its own result, a scatter into its own input."""
+    """Gather from a part of the result, and scatter into the input."""
     rank, n = ctx.cur_rank, ctx.num_ranks
     whole = torch.arange(4.0 * n, device=ctx.device) + 100 * rank
     ctx.ccl.gather(whole, whole[4 * rank : 4 * rank + 4], 0)

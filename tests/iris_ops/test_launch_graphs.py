@@ -1,6 +1,6 @@
-"""Calls of several launches as CUDA graphs of their own: when they become graphs, and that nothing else changes by it.
+"""Calls of several launches become CUDA graphs: when they do, and that results stay the same.
 
-What decides is tested with a stand-in for the capture, on any machine; the rest on GPUs.
+The decision is tested with a fake capture on any machine; the rest needs GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.reference import Case
 
 
 class Machine:
-    """A context, a capturer and a clock in one. `answer`: what a capture does, beside counting and taking time."""
+    """Fake a context, a capturer and a clock. `answer`: what a capture does besides counting and taking time."""
 
     device = torch.device("cpu")
 
@@ -242,7 +242,7 @@ def eager_ones(pool: Pool, calls: int) -> int:
 
 
 def refused(ctx: iris.Iris, case: Case) -> int:
-    """The first capture meets with what cannot be captured: calls go on as before, and so do others' captures."""
+    """The first capture fails: its calls go on as before, and other calls are still captured."""
     prepare, met = sequential.prepare, []
 
     def waiting(*args):
@@ -284,7 +284,7 @@ def test_what_cannot_be_captured_stays_as_it_is(world_size: int) -> None:
 
 
 def elsewhere(ctx: iris.Iris, case: Case) -> int:
-    """Nothing of a graph lies in memory that torch takes from where the user has told it to."""
+    """No memory of a graph comes from a memory pool that the user has chosen."""
     pool = Pool(ctx, case)
     ctx.ops.forget_launches()
     memory = torch.cuda.MemPool()

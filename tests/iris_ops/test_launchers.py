@@ -191,7 +191,7 @@ def test_a_stand_in_is_said_once() -> None:
 
 
 def said_once(ctx: iris.Iris) -> None:
-    """No GPU is a Hopper here: the portable kernel runs, and one line of the log says why."""
+    """Without a Hopper GPU the portable kernel runs, and the log explains this in one line."""
     messages: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: messages.append(record.getMessage())

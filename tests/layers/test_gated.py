@@ -97,7 +97,7 @@ def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose warps can be specialised; here a kernel behind torch's product gates."""
+    """Pretend that warps can be specialised; here a kernel after torch's product applies the gate."""
     patch.setattr(gated_mlp, "has_many_rows", lambda *_: True)
 
 
@@ -207,7 +207,7 @@ def who_is_served_body(ctx) -> None:
 
 
 def test_gradients_are_refused_where_many_rows_are_gated() -> None:
-    """Of the input, the weight and the bias, each for itself."""
+    """For the input, the weight and the bias separately."""
     run_ranks(1, who_is_served_body)
 
 

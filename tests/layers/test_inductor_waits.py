@@ -1,4 +1,4 @@
-"""Kernels that inductor launches beside the one before wait first, where its own analysis would have some not."""
+"""Kernels that inductor launches as dependent wait first, also where its own analysis omits the wait."""
 
 from __future__ import annotations
 

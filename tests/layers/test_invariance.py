@@ -66,7 +66,7 @@ def test_layers_give_a_row_the_same_bits(world_size, dtype, bias):
 
 
 def gated_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
-    """Where a gated product has other bits than its two halves, gated behind a product, or is no such product."""
+    """List cases in which a gated product differs from its two halves, gated after a product, or runs as two."""
     ctx.invariant = "batch"
     torch.manual_seed(2)
     weight, bias = torch.randn(2 * 192, 320) / 16, torch.randn(2 * 192)
@@ -173,7 +173,7 @@ def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
 
 
 def mixture_body(ctx: iris.Iris, name: str, compile: bool | str) -> tuple[list, set[tuple[int, ...]]]:
-    """What `verify` finds, and the shapes of weights that were multiplied row by row beside the ops."""
+    """Return the findings of `verify`, and the shapes of weights that were multiplied row by row outside the ops."""
     ctx.invariant, shapes, linear = "batch", set(), matmul._linear
 
     def seen(ctx, x, weight, bias, scale):
@@ -204,7 +204,7 @@ def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name, c
 
 
 def whole_body(ctx: iris.Iris) -> list[str]:
-    """A module that stays whole, at any number of rows; one that is copied keeps its own weights."""
+    """Run a replicated module with any number of rows; a copy keeps its own weights."""
     ctx.invariant = "batch"
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(130, 33), torch.nn.Embedding(3, 33))

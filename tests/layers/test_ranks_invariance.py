@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="compares numbers of rank
 
 
 def layers_body(ctx: iris.Iris, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a column and a row make of some rows, together and gathered: the same on all ranks."""
+    """Return the results of column- and row-parallel layers, chained and gathered: the same on all ranks."""
     ctx.invariant = "ranks"
     torch.manual_seed(0)
     inner, outer = (torch.nn.Linear(*sizes).to(dtype) for sizes in ((80, 400), (400, 48)))
@@ -83,7 +83,7 @@ def test_verify_names_where_bits_differ_first():
 
 
 def refusals_body(ctx: iris.Iris) -> list[str]:
-    """What cannot be the same on any number of ranks says so where it is made."""
+    """Check that what cannot have the same bits on any number of ranks raises an error when it is created."""
     ctx.invariant = "ranks"
     own = 64 * (1 + ctx.cur_rank), 64 * (3 - ctx.cur_rank)
     row = layers.RowParallelLinear(200, 16, ctx=ctx)

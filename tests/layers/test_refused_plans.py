@@ -79,7 +79,7 @@ class Pair(nn.Module):
 
 
 class Read(Pair):
-    """Reads the weight in a function, by another name, where a setting says so."""
+    """Read the weight in a function, through another name, if a setting enables it."""
 
     exact = True
 
@@ -102,7 +102,7 @@ class Masked(Pair):
 
 
 class ReadMasked(Masked):
-    """As no run tells."""
+    """Read the weight where no trial run shows it."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.up(x * mask[:, None]))
@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
 
 
 def said(match: str, world_size: int) -> str:
-    """What a message says on `world_size` ranks."""
+    """Return the error message on `world_size` ranks."""
     for whole in (4, 8, 64):
         part = -(-whole // world_size)
         match = match.replace(f"{{{whole}}}", f"{part}").replace(f"{{root of {whole}}}", f"{part**0.5}"[:4])

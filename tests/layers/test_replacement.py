@@ -160,7 +160,7 @@ def unread(folder: Path) -> set[str]:
 
 
 def what_counts(folder: Path) -> dict[str, bytes]:
-    """The contents of the files that are read; of all, where the configuration names the weights."""
+    """Return the contents of the files that are read, or of all files if the configuration names the weights."""
     named = "transformers_weights" in (folder / "config.json").read_text()
     return {name: (folder / name).read_bytes() for name in files(folder) - (set() if named else unread(folder))}
 

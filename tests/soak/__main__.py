@@ -87,7 +87,7 @@ class Soak:
             self._add(json.loads(path.read_text()))
 
     def _add(self, earlier: dict[str, Any]) -> None:
-        """The parts of an `earlier` run, on as many GPUs of the same kind, beside those of this one."""
+        """Add the parts of an `earlier` run on the same number of equal GPUs to those of this run."""
         kept = {
             part: earlier[part] for part in (*PARTS, "resources") if part in earlier and part not in self.args.parts
         }

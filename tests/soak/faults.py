@@ -222,7 +222,7 @@ def _no_error(end: Ended) -> str:
 
 
 def _unusable(folder: Path) -> str | None:
-    """What is wrong with a folder whose weights are one number, or which was not written yet."""
+    """Return what is wrong with a folder whose weights all have one value, or that was not written yet."""
     import transformers
 
     try:
@@ -272,7 +272,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def run(self, cases: Iterator[Case], model: Path, end: float, tell=lambda: None) -> None:
-        """`end`: by time.monotonic(), after which no case begins. `tell` is called after each."""
+        """Run cases until `end`, a time of time.monotonic(). `tell` is called after each case."""
         numbered = enumerate(cases)
 
         def take_turns() -> None:
