@@ -77,10 +77,10 @@ def question(check: Check) -> Check:
     """Has a recorded kernel answer what it answered before."""
 
     @wraps(check)
-    def asked(kernel: Kernel) -> Any:
+    def requested(kernel: Kernel) -> Any:
         return kernel.ask(check.__name__, check)
 
-    return asked
+    return requested
 
 
 def sound(kernels: Kernels) -> list[Kernel]:
@@ -240,9 +240,9 @@ def _assembled(kernel: Kernel) -> tuple[str, str]:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(kernel.text)
         command = [get_ptxas(90).path, "-v", "-arch", target, source, "-o", binary]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        message = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         shown = [triton.knobs.nvidia.nvdisasm.path, "-c", binary]
-        return said, subprocess.run(shown, check=True, capture_output=True, text=True).stdout
+        return message, subprocess.run(shown, check=True, capture_output=True, text=True).stdout
 
 
 @question

@@ -180,7 +180,7 @@ def main() -> int:
     print(f"{count} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
     heap, whole = heap_of(args.ranks, max(args.jobs, _LEAST_SHARES)), heap_of(args.ranks, _LEAST_SHARES)
 
-    def told(running: list[Future[tuple[str, bool]]]) -> int:
+    def reported(running: list[Future[tuple[str, bool]]]) -> int:
         """How many of them went wrong, with a line for each as it ends."""
         failed = 0
         for done in as_completed(running):
@@ -194,10 +194,10 @@ def main() -> int:
         early = [pool.submit(run, args, logs, heap, share) for share in alone]  # only to compile, whatever comes of it
         first = [pool.submit(run, args, logs, heap, share) for share in beside]
         last = [pool.submit(run, args, logs, whole, share, turn.name) for share in alone]  # start when a place is free
-        wrong += told(first)
+        wrong += reported(first)
         wait(early)
         fcntl.flock(turn, fcntl.LOCK_UN)
-        wrong += told(last)
+        wrong += reported(last)
     ended = f"{wrong} of {count} shares failed; their logs: {logs}" if wrong else "all passed"
     print(f"{ended}, {time.monotonic() - begin:.0f} s")
     return 1 if wrong else 0

@@ -207,7 +207,7 @@ def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ("[nowhere](no-such-page.md)", "no-such-page.md"),
         ("[no anchor](kernels/index.md#no-such-anchor)", "no-such-anchor"),
@@ -216,7 +216,7 @@ def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
         ("```timeline\nlane: dance 0-1\n```", "KIND BEGIN-END LABEL"),
     ],
 )
-def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tmp_path: Path) -> None:
+def test_what_leads_nowhere_stops_the_build(site: Path, line: str, message: str, tmp_path: Path) -> None:
     for name in ("iris", "iris_ops", "layers", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "plots"))
     shutil.copytree(DOCS / "plots", tmp_path / "docs/plots")
@@ -227,4 +227,4 @@ def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tm
     page.write_text(page.read_text() + f"\n{line}\n")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=patient(120))
-    assert built.returncode != 0 and said in built.stdout + built.stderr
+    assert built.returncode != 0 and message in built.stdout + built.stderr

@@ -139,8 +139,8 @@ def run(installed: Path, folder: Path, *arguments: str, **variables: str) -> sub
 
 
 def test_the_command_says_its_version(installed: Path, tmp_path: Path) -> None:
-    said = run(installed, tmp_path, "--version")
-    assert (said.returncode, said.stdout) == (0, f"iris-tp {iris.__version__}\n"), said.stderr
+    completed = run(installed, tmp_path, "--version")
+    assert (completed.returncode, completed.stdout) == (0, f"iris-tp {iris.__version__}\n"), completed.stderr
 
 
 @pytest.mark.slow
@@ -183,10 +183,10 @@ def test_all_extras_go_with(neighbour: str, dist: Path, tmp_path: Path) -> None:
     if find_spec("uv") is None:
         pytest.skip("not installed: uv")
     (wheel,) = dist.glob("*.whl")
-    wanted = tmp_path / "wanted.txt"
-    wanted.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
+    expected = tmp_path / "wanted.txt"
+    expected.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
     command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-header", "--no-annotate"]
-    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(wanted)]
+    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(expected)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     if found.returncode and re.search("failed to fetch|error sending request", found.stderr, re.IGNORECASE):
         pytest.skip("no package index")

@@ -121,7 +121,7 @@ def reported(source: str, folder: Path) -> dict[int, str]:
     result = mypy("--no-error-summary", "--hide-error-context", str(path))
     assert result.returncode in (0, 1), result.stdout + result.stderr
     lines = [line.split(":", 3) for line in result.stdout.splitlines()]
-    return {int(number): said for _, number, kind, said in lines if kind == " error"}
+    return {int(number): message for _, number, kind, message in lines if kind == " error"}
 
 
 def test_a_users_program_is_checked(of_packages, tmp_path):

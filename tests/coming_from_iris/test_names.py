@@ -103,11 +103,13 @@ def test_a_field_of_amds_own_is_told_once():
     class Fresh:
         size: int = 1
 
-    with pytest.warns(UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming") as told:
+    with pytest.warns(
+        UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming"
+    ) as reported:
         assert [Fresh(num_xcds=8), Fresh(num_xcds=8, chunk_size=2, size=2), Fresh(num_xcds=None)] == [
             Fresh(), Fresh(2), Fresh(1)
         ]  # fmt: skip
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_both_names_of_a_field_at_once_are_refused():

@@ -41,8 +41,8 @@ def captured(shared: iris.Iris, allocator: str) -> None:
         waiting, used = calls(ctx, held), ctx.heap.used
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(platform, "is_capturing", lambda _: True)
-            for said, call in waiting.items():
-                with pytest.raises(CaptureError, match=said):
+            for message, call in waiting.items():
+                with pytest.raises(CaptureError, match=message):
                     call()
             if allocator == "vmem":
                 with pytest.raises(CaptureError, match="cannot be mapped while a graph is captured"):

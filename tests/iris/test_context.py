@@ -60,9 +60,9 @@ def test_a_tensor_can_be_had_as_a_peer_has_it(world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_a_context_tells(world_size):
-    told = run_ranks(world_size, _attributes)
-    assert [rank for rank, _, _ in told] == list(range(world_size))
-    assert {size for _, size, _ in told} == {world_size} and len({size for _, _, size in told}) == 1
+    reported = run_ranks(world_size, _attributes)
+    assert [rank for rank, _, _ in reported] == list(range(world_size))
+    assert {size for _, size, _ in reported} == {world_size} and len({size for _, _, size in reported}) == 1
 
 
 # --- barriers --------------------------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ def _subgroup_runs_ahead(ctx):
 
 @pytest.mark.parametrize("world_size", [w for w in WORLDS if w > 2])
 def test_a_subgroup_barrier_leaves_the_others_out(world_size):
-    told = run_ranks(world_size, _subgroup_runs_ahead)
-    slowest = max(late for ahead, late, _ in told if ahead is None)
-    assert all(ahead < slowest for ahead, _, _ in told if ahead is not None)
-    assert all(passed >= slowest for _, _, passed in told)
+    reported = run_ranks(world_size, _subgroup_runs_ahead)
+    slowest = max(late for ahead, late, _ in reported if ahead is None)
+    assert all(ahead < slowest for ahead, _, _ in reported if ahead is not None)
+    assert all(passed >= slowest for _, _, passed in reported)
 
 
 def _barriers_that_wrap(ctx):

@@ -82,10 +82,10 @@ def test_operators_whose_types_are_known(dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
         x, y = (torch.randint(-1000, 1000, (64,)).to(dtype) for _ in range(2))
         y[y == 0] = 7
-        wanted = torch.stack([*_operators(x, y, 5)])
-        out = torch.zeros_like(wanted)
+        expected = torch.stack([*_operators(x, y, 5)])
+        out = torch.zeros_like(expected)
         operators_kernel[(1,)](x, y, out, 5, 64)
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
 
 
 @triton.jit
@@ -123,10 +123,10 @@ def described_kernel(x_ptr, out_ptr, row, col, rows, cols, ROWS: tl.constexpr, C
 def test_blocks_that_a_descriptor_has_inside(dtype: torch.dtype, row: int, col: int) -> None:
     x, out = torch.randn(8, 64).mul(50).to(dtype), torch.zeros(8, 64).to(dtype)
     described_kernel[(1,)](x, out, row, col, 8, 64, 4, 32)
-    wanted = torch.zeros(8, 64)
+    expected = torch.zeros(8, 64)
     rows, cols = slice(max(row, 0), max(row + 4, 0)), slice(max(col, 0), max(col + 32, 0))
-    wanted[rows, cols] = x.float()[rows, cols]
-    assert torch.equal(out.float(), wanted)
+    expected[rows, cols] = x.float()[rows, cols]
+    assert torch.equal(out.float(), expected)
 
 
 def test_nothing_is_mended_where_the_interpreter_is_off() -> None:

@@ -145,14 +145,14 @@ def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
     wide, weight = torch.ones(rows, K + between, **like), torch.ones(32, -(-K // 8) * 8, **like)
     out = torch.full((M, 32), torch.nan, **like)
 
-    def told(*args):
+    def reported(*args):
         served.append(True)
         return kernel(*args) if ON_GPU else lambda: None
 
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             patch.setattr(platform, "has_warp_specialisation", lambda device: True)
-        patch.setattr(gather_matmul, "product", told)
+        patch.setattr(gather_matmul, "product", reported)
         ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=SPECIALISED)
     assert (out == K).all() or (served and not ON_GPU)
     return served

@@ -253,14 +253,14 @@ def slow_mover(ctx: iris.Iris, case: Case) -> None:
         time.sleep(0.5)
         return push(*args)
 
-    def rest_behind(*args):
+    def rest_after(*args):
         tell(*args)
         time.sleep(0.5)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ctx.cur_rank == 1:
             monkeypatch.setattr(gather_matmul, "_push_part", late_push)
-            monkeypatch.setattr(gather_matmul, "signal", rest_behind)
+            monkeypatch.setattr(gather_matmul, "signal", rest_after)
         poison(call.guarded.tensor)
         workspace.staging.fill_(255)  # not a number
         ctx.barrier()

@@ -38,7 +38,7 @@ class Machine:
     def __init__(self) -> None:
         self.now, self.takes = 0.0, 0.0  # s, now and that a capture takes
         self.graphs = Graphs(self, capturer=self, clock=lambda: self.now)
-        self.captured, self.checks, self.told, self.answer = 0, 0, [], None
+        self.captured, self.checks, self.reported, self.answer = 0, 0, [], None
 
     def check(self) -> None:
         self.checks += 1
@@ -48,7 +48,7 @@ class Machine:
         return self
 
     def info(self, message: str) -> None:
-        self.told.append(message)
+        self.reported.append(message)
 
     def capture(self, again):
         self.captured += 1
@@ -100,7 +100,7 @@ def test_calls_are_launched_where_launches_are_listened_to() -> None:
 def test_the_environment_switches_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(graphed.ENV_GRAPHS, "0")
     machine = Machine()
-    assert Work(machine).after(200) == (200, 0) and not machine.captured and not machine.told
+    assert Work(machine).after(200) == (200, 0) and not machine.captured and not machine.reported
 
 
 def test_a_failure_is_told_once_and_ends_it() -> None:
@@ -109,7 +109,7 @@ def test_a_failure_is_told_once_and_ends_it() -> None:
     before.after(3)
     machine.answer = lambda: torch.empty(0)[1]
     assert work.after(200) == (200, 0) and other.after(200) == (200, 0)
-    assert machine.captured == 2 and len(machine.told) == 1 and "out of bounds" in machine.told[0]
+    assert machine.captured == 2 and len(machine.reported) == 1 and "out of bounds" in machine.reported[0]
     assert before.after(1) == (1, 3), "what was captured before is right still"
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
     machine.answer = lambda: None
     assert work.after(10) == (10, 0) and machine.captured == 1
     machine.answer = None
-    assert work.after(graphed._RUNS_BETWEEN)[1] > 0 and machine.captured == 2 and not machine.told
+    assert work.after(graphed._RUNS_BETWEEN)[1] > 0 and machine.captured == 2 and not machine.reported
 
 
 # --- that it changes nothing -----------------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ def test_what_is_captured_replayed_and_forgotten() -> None:
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     """What is warned of, whatever handlers the process's logger has."""
-    said = []
-    monkeypatch.setattr(graphs.log.logger, "warning", lambda text, *given: said.append(text % given))
-    return said
+    messages = []
+    monkeypatch.setattr(graphs.log.logger, "warning", lambda text, *given: messages.append(text % given))
+    return messages
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")

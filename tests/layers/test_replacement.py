@@ -97,10 +97,10 @@ def in_a_fork(folder: Path, fatal: int | None, body: Callable[[], None]) -> int 
             os._exit(1)
     os.close(writes)
     with os.fdopen(reads) as pipe:
-        told = pipe.read()
+        reported = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), {3: "a file got its name before its bytes were on the disk"}.get(code, code)
-    return int(told) if code == 0 else None
+    return int(reported) if code == 0 else None
 
 
 # old to new: the size of a file (None: one file), and how the new configuration differs
