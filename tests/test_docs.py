@@ -74,6 +74,7 @@ def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     assert first.strip(), "a page prints what it shows"
 
 
+@pytest.mark.slow
 def test_the_guide_s_hash_is_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
     """It differs without `invariant="ranks"`, or the guide would show nothing."""
     pytest.importorskip("transformers")
