@@ -141,12 +141,12 @@ def test_replicas_from_files(folder: Path) -> None:
 
 
 def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
 
     def refuse(what: str, kind: type, call: Any) -> None:
         with pytest.raises(kind) as caught:
             call()
-        said[what] = str(caught.value)
+        message[what] = str(caught.value)
 
     with on_mesh("pp", world_size) as (mesh, ctx):
         shape = world_size // 2, 2
@@ -179,7 +179,7 @@ def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         refuse("graphs", ArgumentError, lambda: layers.Engine(split, ctx, max_length=16, compile=True))
         assert torch.equal(models.generate(split), models.expected("plain")[2])  # all of them can go on
         refuse("style", (StyleError, IrisError), lambda: layers.parallelize(split, ctx, mesh=mesh))
-    return said
+    return message
 
 
 def test_bad_meshes_raise_on_every_rank(folder: Path) -> None:
