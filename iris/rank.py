@@ -30,6 +30,7 @@ from .errors import (
     PeerLostError,
     ThreadError,
 )
+from .invariance import Promising
 from .launch import relaunch
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ T = TypeVar("T")
 _THREAD_ENDS_S = 1.0  # for a thread that has made its last call, before the context is closed in another
 
 
-class Rank:
+class Rank(Promising):
     """One rank of a symmetric heap.
 
     `hosts`: the processes of all ranks and their exchanges. `heap`: the memory of this rank's tensors and workspaces.
     `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, compares the ranks' calls.
-    `recording`: whether fused kernels record events (`tracing.py`). `invariant`: the guarantee of a row's bits.
+    `recording`: whether fused kernels record events (`tracing.py`). `level`: the promise of bits.
     `across`: the rank's counterparts on other hosts, where the context was made with them.
     """
 
@@ -66,7 +67,6 @@ class Rank:
     agreement: Agreement | None
     log: logging.LoggerAdapter
     recording: bool = False
-    invariant: str | None = None
     across: Across | None = None
     across_rate: Rate | None = None
     _segment: Segment

@@ -1,17 +1,18 @@
-"""A call of a fused op: its arguments, what is computed once for its shapes, and its launches, the first and repeated.
+"""A call of an op: its arguments, what is computed once for its shapes, and its launches, the first and repeated.
 
 A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
-(`Prepared`: problem, plan, steps and memory) serves all calls whose key is the same but for the addresses. A call whose
-whole key is known is its launches alone.
+(`Prepared`: problem, plan and memory, and the steps) serves all calls whose key is the same but for the addresses. A
+call whose whole key is known is its launches alone. What differs between ops of products and of mixtures is in their
+`Operation`: how tensors are described, and the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from iris.errors import ArgumentError, IrisError, ShapeError
+from iris.errors import ArgumentError, IrisError
 from iris.heap import span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
@@ -19,23 +20,22 @@ from iris.machines import machine_of
 import torch
 
 from . import steps
-from .checks import check_bias, check_places, check_tensors, warn_of_overflow
+from .checks import check_places, warn_of_overflow
 from .config import FusedConfig
-from .kernels import rmsnorm_epilogue
-from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
-from .launch import steps_of
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, WRITTEN, Epilogue
+from .named import named
 from .operands import Operands
-from .planning.needs import PLAIN
-from .planning.plan import check_order, plan, way_for, workspace_size
-from .planning.sums import promised
+from .planning.operations import BY_NAME
+from .planning.plan import check_config, plan, way_for, workspace_size
 from .planning.way import Sizes
-from .problem import ALL_REDUCE, Problem, Request, describe, requested_problem
+from .problem import Problem, Request, requested_problem
 from .workspace import Workspace
 
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-NAMES = Operands._fields
+    from .moe.operands import Down, GateUp
+
 # In the order of `Operands`, which a call that is known does not need.
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -44,49 +44,29 @@ class Call(NamedTuple):
     """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
 
     op: str
-    tensors: Operands
+    tensors: Any  # Operands, GateUp or Down
     epilogue: Epilogue | None = None
     async_op: bool = False
     config: FusedConfig | None = None
     workspace: Workspace | None = None
     k_per_rank: Sequence[int] | None = None
 
+    @property
+    def by_name(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors in the order of a key's addresses."""
+        return self.tensors.by_name | dict(zip(EPILOGUE_NAMES, self.epilogue or (), strict=False))
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """A problem that was checked and planned: the state that later calls use. `spans`: bytes of each tensor, `NAMES`
-    first."""
+    """A problem that was checked and planned: the state that later calls use. `spans`: bytes of the tensors `names`."""
 
     problem: Problem
     config: FusedConfig
     writes_to_peers: bool
     sizes: Sizes
+    names: tuple[str, ...]
     spans: tuple[int, ...]
-
-    def facts(self, call: Call, workspace: int | None, out: int | None) -> dict[str, Any]:
-        """Return what ranks compare of a call with IRIS_DEBUG=1.
-
-        `workspace`, `out`: their offsets on the heap; None for the context's own workspace and for an `out` elsewhere.
-        """
-        problem = self.problem
-        facts: dict[str, Any] = {
-            "form": problem.form,
-            "M": problem.M,
-            "dtype": problem.dtype,
-            "config": replace(self.config, prediction=None),  # which is each rank's own
-            "async_op": call.async_op,
-            "bias": "none" if call.tensors.bias is None else "given",
-            "workspace": "the context's own" if workspace is None else f"at {workspace} of the heap",
-        }
-        if problem.tree:
-            facts["k_per_rank"] = problem.sums.k_per_rank
-        if problem.weights is not PLAIN:
-            facts["B"] = problem.weights.name
-        shared = problem.operation.shared
-        facts[shared] = getattr(problem, shared)
-        if self.writes_to_peers:
-            facts["out"] = "outside the heap" if out is None else f"at {out} of the heap"
-        return facts
 
 
 class Calls:
@@ -95,7 +75,6 @@ class Calls:
     def __init__(self, ctx: Rank) -> None:
         self.ctx = ctx
         self.workspace: Workspace | None = None  # of calls that are given none
-        self._foreseen: tuple[Problem, FusedConfig] | None = None
         self.earlier = relaunch.Calls()
 
     def run(
@@ -106,25 +85,43 @@ class Calls:
         ctx = self.ctx
         ctx.check()
         own = self.workspace if workspace is None else workspace
+        if type(k_per_rank) is list:
+            k_per_rank = tuple(k_per_rank)  # a key is hashed
         operands = tensors if epilogue is None else (*tensors, *epilogue)
         key = relaunch.key_of(operands, (op, config, k_per_rank), own)
         if async_op is False and (used := self.earlier.repeat(key, ctx, tensors[0])):
             return used
         return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
 
+    def run_mixture(
+        self, op: str, tensors: GateUp | Down, config: FusedConfig | None, workspace: Workspace | None
+    ) -> Workspace:  # fmt: skip
+        """Run a call of a mixture's op in the same way."""
+        self.ctx.check()
+        own = self.workspace if workspace is None else workspace
+        given, rest = tensors.key
+        key = relaunch.key_of(given, (op, *rest, config), own)
+        if used := self.earlier.repeat(key, self.ctx):
+            return used
+        return self._first(Call(op, tensors, config=config, workspace=workspace), key)
+
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
         """Run a call that `relaunch` cannot repeat."""
-        ctx, calls, (out, A, B, bias, scale) = self.ctx, self.earlier, call.tensors
+        ctx, calls, out = self.ctx, self.earlier, call.tensors.out
         prepared, addresses = self._checked(call, key)
-        problem = prepared.problem
+        problem, operation = prepared.problem, BY_NAME[call.op]
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
-        self._compare(call, prepared, direct)
+        if ctx.agreement is not None and not operation.local:
+            ctx.compare(call.op, **self.facts(call, prepared, direct))
         workspace = call.workspace or self.own_workspace()
         if problem.empty:
             return workspace
-        staged = self._room(workspace, prepared, None if direct else out)
+        self.reserve(workspace, prepared.sizes)
+        staged = None if direct else workspace.results(out.nbytes).view(out.dtype).view(out.shape)
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
-        program = calls.prepared(key, lambda: steps_of(ctx, problem, prepared.config, call.tensors), place)
+        program = calls.prepared(
+            key, lambda: named(operation.steps)(ctx, problem, prepared.config, call.tensors), place
+        )  # fmt: skip
         came_before = key in calls.known and not call.async_op
         repeatable = all(step.repeatable for step in program)
 
@@ -133,7 +130,7 @@ class Calls:
             if again is None or not again():
                 tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
                 run = steps.Run(
-                    ctx, workspace, calls.kernels, tensors, out, staged, addresses, came_before, call.epilogue
+                    ctx, calls.kernels, workspace, tensors, out, staged, addresses, came_before, call.epilogue
                 )  # fmt: skip
                 launched = steps.run_all(program, run)
                 again = launched and launched.again
@@ -143,50 +140,61 @@ class Calls:
                 calls.keep(key, again and (again, staged, workspace), launched, direct)
 
         if call.async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, out, A, B, bias, scale)
+            workspace._done = ctx.side.run(go, *call.tensors)
         else:
             ctx.side.join()
             go()
-            if ctx.agreement is not None:
-                warn_of_overflow(ctx, call.op, out, A, B)
+            if ctx.agreement is not None and not operation.mixes:
+                warn_of_overflow(ctx, call.op, out, call.tensors.A, call.tensors.B)
         ctx.check()
         return workspace
 
     def _checked(self, call: Call, key: relaunch.Key | None) -> tuple[Prepared, tuple[int, ...]]:
         """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
-        op, addresses = call.op, relaunch.addresses_of(key, (*call.tensors, *(call.epilogue or ())))
+        ctx, op, operation = self.ctx, call.op, BY_NAME[call.op]
         try:
             check_async(op, call.async_op)
             prepared = self.earlier.prepared(key, lambda: self.prepare(call))
             if call.workspace is not None:
                 self.check_workspace(op, call.workspace)
-            if call.epilogue is None:
-                check_places(op, NAMES, addresses, prepared.spans)
-            else:
-                names = (*NAMES, *EPILOGUE_NAMES)
-                check_places(op, names, addresses, prepared.spans, rmsnorm_epilogue.WRITTEN)
+            addresses = relaunch.addresses_of(key, prepared.names)
+            written = ("out",) if call.epilogue is None else WRITTEN
+            check_places(op, prepared.names, addresses, prepared.spans, written)
+            if ctx.agreement is not None and operation.values:
+                named(operation.values)(ctx, call, prepared.problem)
         except IrisError as error:
-            self.ctx.report_refusal(op, None, error)
+            if not operation.local:
+                ctx.report_refusal(op, None, error)
             raise
         return prepared, addresses
 
-    def _compare(self, call: Call, prepared: Prepared, direct: bool) -> None:
-        """Compare the ranks' calls, with IRIS_DEBUG=1."""
-        ctx, workspace = self.ctx, call.workspace
-        if ctx.agreement is None:
-            return
-        own = workspace is None or workspace is self.workspace
-        there = None if own or workspace is None else ctx.heap.offset(workspace.sync)
-        place = ctx.heap.offset(call.tensors.out)
-        ctx.compare(call.op, **prepared.facts(call, there, place if direct and not ctx.hands_out(place) else None))
+    def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
+        """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
+        heap, workspace = self.ctx.heap, call.workspace
+        facts = BY_NAME[call.op].facts(prepared.problem, prepared.config)
+        there = None if workspace is None or workspace is self.workspace else heap.offset(workspace.sync)
+        facts |= {
+            "async_op": call.async_op,
+            "bias": "none" if call.tensors.bias is None else "given",
+            "workspace": "the context's own" if there is None else f"at {there} of the heap",
+        }
+        if prepared.writes_to_peers:
+            place = heap.offset(call.tensors.out) if direct else None
+            elsewhere = place is None or self.ctx.hands_out(place)
+            facts["out"] = "outside the heap" if elsewhere else f"at {place} of the heap"
+        return facts
 
-    def _room(self, workspace: Workspace, prepared: Prepared, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Reserve room for the call, and on the heap for what peers write in place of `out`, if that is given."""
-        self.reserve(workspace, prepared.sizes)
-        if out is None:
-            return None
-        nbytes = prepared.problem.M * prepared.problem.N * prepared.problem.dtype.itemsize
-        return workspace.results(nbytes).view(out.dtype).view(out.shape)
+    def prepare(self, call: Call) -> Prepared:
+        """Check whatever does not depend on addresses, and choose."""
+        ctx, config, machine = self.ctx, call.config, machine_of(self.ctx.device)
+        problem = named(BY_NAME[call.op].described)(ctx, call)
+        if config is not None:
+            check_config(call.op, problem, config, machine)
+        chosen = config or self.plan(problem)
+        way, tensors = way_for(problem, chosen), call.by_name
+        sizes = workspace_size(problem, chosen, machine.num_programs, way)
+        spans = tuple(map(span, tensors.values()))
+        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, tuple(tensors), spans)
 
     def reserve(self, workspace: Workspace, sizes: Sizes) -> None:
         """Reserve room in a workspace. Known launches are forgotten where it grows."""
@@ -210,55 +218,8 @@ class Calls:
 
     def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
         """Return the problem of such a call in this context. `more`: other fields of `Request`."""
-        ctx = self.ctx
-        return requested_problem(Request(op, M, N, K, ctx.num_ranks, dtype, invariant=ctx.invariant, **more))
+        return requested_problem(Request(op, M, N, K, self.ctx.num_ranks, dtype, **more), self.ctx.level)
 
     def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:
         """Return the configuration that serves `problem` on this device."""
         return plan(problem, machine_of(self.ctx.device), explained, algorithm)
-
-    def foresee(self, call: Call) -> Prepared:
-        """Prepare a call whose output is yet to be made; the call itself then takes the same plan."""
-        prepared = self.prepare(call)
-        self._foreseen = prepared.problem, prepared.config
-        return prepared
-
-    def _planned(self, problem: Problem) -> FusedConfig:
-        foreseen, self._foreseen = self._foreseen, None
-        return foreseen[1] if foreseen and foreseen[0] == problem else self.plan(problem)
-
-    def prepare(self, call: Call) -> Prepared:
-        """Check whatever does not depend on addresses, and choose."""
-        ctx, op, config, (out, A, B, bias, scale) = self.ctx, call.op, call.config, call.tensors
-        machine = machine_of(ctx.device)
-        check_tensors(op, out, A, B, bias, scale, ctx.device)
-        if config is not None and not isinstance(config, FusedConfig):
-            raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
-        problem = describe(op, out, A, B, ctx.cur_rank, ctx.num_ranks, scale)
-        problem = promised(problem, ctx.invariant, call.k_per_rank, bias is not None)
-        k_per_rank = problem.sums.k_per_rank
-        if k_per_rank and k_per_rank[ctx.cur_rank] != problem.K:
-            raise ShapeError(
-                f"{op}: A is {tuple(A.shape)} on rank {ctx.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
-                f" {k_per_rank[ctx.cur_rank]} columns"
-            )
-        if config is not None:
-            _check_config(problem, config)
-            check_order(problem, config, machine)
-        chosen = config or self._planned(problem)
-        way = way_for(problem, chosen)
-        check_bias(op, bias, B)
-        if call.epilogue is not None:
-            rmsnorm_epilogue.check(call.epilogue, out)
-        sizes = workspace_size(problem, chosen, machine.num_programs, way)
-        spans = tuple(map(span, (*call.tensors, *(call.epilogue or ()))))
-        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, spans)
-
-
-def _check_config(problem: Problem, config: FusedConfig) -> None:
-    """Raise `ArgumentError` for an algorithm that cannot serve the problem."""
-    op = problem.op
-    if config.algorithm == "two_shot" and op != ALL_REDUCE:
-        raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
-    if reason := way_for(problem, config).refuses(problem):
-        raise ArgumentError(f"{op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}")

@@ -64,7 +64,8 @@ class FusedConfig:
         ranks_together              "copy_gather": how many other ranks' rows torch multiplies together, at least
         warp_specialised            whether some warps of a program multiply while others move finished tiles
         algorithm                   how the product and the transfer are arranged, see below
-        kernel                      the kernel that is launched, by its module's name; plans fill it in
+        kernel                      the kernel that is launched, by its module's name; plans fill it in. Where several
+                                    kernels serve one algorithm, it selects one
 
         algorithm       for               how
         "one_shot"      few rows          each rank sends its product to all that need it, in one hop
@@ -92,7 +93,7 @@ class FusedConfig:
     ranks_together: int = 1
     warp_specialised: bool = False
     algorithm: str = "overlapped"
-    kernel: str = field(default="", compare=False)
+    kernel: str = ""
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
@@ -116,6 +117,8 @@ class FusedConfig:
             raise ArgumentError(f"FusedConfig.num_warps is {self.num_warps}; expected a power of two up to 32")
         if type(self.warp_specialised) is not bool:
             raise ArgumentError(f"FusedConfig.warp_specialised is {self.warp_specialised!r}; expected True or False")
+        if type(self.kernel) is not str:
+            raise ArgumentError(f"FusedConfig.kernel is {self.kernel!r}; expected a kernel's name, or ''")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)

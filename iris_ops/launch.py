@@ -1,4 +1,5 @@
-"""Turn a plan and a rank's tensors into the steps of a call. This is the last choice: steps launch what they name.
+"""Turn a call's tensors into a problem, and a plan and those into steps. This is the last choice: steps launch what
+they name.
 
 A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
 of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
@@ -9,15 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from iris.errors import ShapeError
 from iris.machines import machine_of
 
+from .checks import check_bias, check_tensors
 from .config import FusedConfig
+from .kernels import rmsnorm_epilogue
 from .named import named
 from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
-from .problem import MATMUL_GATHER, Problem
-from .steps import Change, CopyBack, Kernel, Several, Step, bias_together, part_of_nothing
+from .problem import MATMUL_GATHER, Problem, describe
+from .steps import COPY_BACK, Kernel, Several, Step, bias_together, changed, part_of_nothing
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -40,6 +44,24 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
     return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
 
 
+def described(rank: Rank, call: Any) -> Problem:
+    """Return the problem of a call of a product. Raises a typed error for tensors that make none."""
+    op, (out, A, B, bias, scale) = call.op, call.tensors
+    check_tensors(op, out, A, B, bias, scale, rank.device)
+    problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)
+    problem = rank.level.promise(problem, call.k_per_rank, bias is not None)
+    k_per_rank = problem.sums.k_per_rank
+    if k_per_rank and k_per_rank[rank.cur_rank] != problem.K:
+        raise ShapeError(
+            f"{op}: A is {tuple(A.shape)} on rank {rank.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
+            f" {k_per_rank[rank.cur_rank]} columns"
+        )
+    check_bias(op, bias, B)
+    if call.epilogue is not None:
+        rmsnorm_epilogue.check(call.epilogue, out)
+    return problem
+
+
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
     planned, epilogue, changes = way_for(problem, config), problem.epilogue, []
@@ -53,7 +75,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         changes += [change] if change else []
     for change in changes:
         tensors = change(tensors)
-    before: list[Step] = [Change(change) for change in changes]
+    before: list[Step] = [changed(change) for change in changes]
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
@@ -66,7 +88,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
         pieces = -(-problem.M // planned.most_rows(problem, config))
         step = Kernel(way, problem, chosen, fused, max(1, pieces))
-    return (*before, step, CopyBack(), *after)
+    return (*before, step, COPY_BACK, *after)
 
 
 class _Reported:

@@ -12,7 +12,7 @@ from .kernels.descriptors import as_stored
 from .kernels.hopper import operands
 from .kernels.matmul_reduce import column_step
 from .operands import Operands
-from .planning.needs import GATE, PLAIN
+from .planning.needs import PLAIN
 from .problem import Problem, part_of
 
 
@@ -23,7 +23,7 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
         return f"it multiplies no weights {problem.weights.name}"
     if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
         return "rows of A are not contiguous"
-    if problem.epilogue is GATE and as_stored(B) is B:
+    if problem.epilogue and problem.epilogue.halves and as_stored(B) is B:
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):
         return "rows of A begin between vectors of 16 bytes"

@@ -18,3 +18,7 @@ class Operands(NamedTuple):
     B: torch.Tensor
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor | None]:
+        return self._asdict()

@@ -18,10 +18,10 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.operations import BY_NAME
+from .planning.operations import BY_NAME, GATED
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Ops(MixtureOps):
                 stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
                 float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
                 those. Otherwise each call converts B to A's dtype.
-            k_per_rank: each rank's K, if they differ, for `invariant="ranks"`.
+            k_per_rank: each rank's K, if they differ, in a context that promises the same bits on any number of ranks.
 
         Returns:
             The workspace of the call.

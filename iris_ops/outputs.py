@@ -64,14 +64,14 @@ class NewOutputs(Outputs):
             return False  # no memory can be reserved now
         try:
             call = Call(op, Operands(A.new_empty(size), A, B, None, scale), config=config)
-            prepared = self._calls.foresee(call)
+            prepared = self._calls.prepare(call)
         except (IrisError, AttributeError, RuntimeError, TypeError):  # wrong arguments: the call will say so
             return False
         problem = prepared.problem
         written = prepared.writes_to_peers and not problem.empty
         nbytes = problem.M * problem.N * problem.dtype.itemsize
         if written and nbytes > self._copied:
-            rank.compare(op, **prepared.facts(call, None, None))  # before memory differs, too
+            rank.compare(op, **self._calls.facts(call, prepared, False))  # before memory differs, too
             self._copied = 1 << (nbytes - 1).bit_length()
             self._calls.own_workspace().results(self._copied)
             if nbytes > self.largest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import refusal
+from iris.invariance import level_of, refusal
 import torch
 
 from . import sum_tree
@@ -20,7 +20,6 @@ from .planning.experts import MOST_CHOSEN, MOST_EXPERTS, ONE_EXPERT, Experts
 from .planning.needs import PLAIN, Epilogue, WeightFormat
 from .planning.operations import (  # noqa: F401  (callers take the names from here)
     ALL_REDUCE,
-    GATED,
     GATHER_MATMUL,
     MATMUL_GATHER,
     NORM,
@@ -31,7 +30,7 @@ from .planning.operations import (  # noqa: F401  (callers take the names from h
     Operation,
     Shapes,
 )
-from .planning.sums import FREE_SUMS, Sums, promised
+from .planning.sums import FREE_SUMS, Level, Sums
 from .planning.weights import format_of
 
 if TYPE_CHECKING:
@@ -200,14 +199,18 @@ class Request:
             raise ArgumentError(f"world_size is {self.world_size!r}; expected an integer from 1")
 
 
-def requested_problem(request: Request) -> Problem:
-    """Return the problem that a request describes. Raises `ArgumentError` where it makes no sense."""
+def requested_problem(request: Request, level: Level | None = None) -> Problem:
+    """Return the problem that a request describes, at the `level` of a context or at that which the request names.
+
+    Raises `ArgumentError` where it makes no sense.
+    """
     operation = operations.BY_NAME.get(request.op)
     if operation is None:
         raise ArgumentError(f"op is {request.op!r}; expected one of {', '.join(operations.BY_NAME)}")
     request.check_sizes()
     problem = _requested_mixture(request, operation) if operation.mixes else _requested_product(request, operation)
-    return promised(problem, request.invariant, request.k_per_rank)
+    level = level or level_of(request.invariant)
+    return level.promise(problem, request.k_per_rank)
 
 
 def _requested_product(request: Request, operation: Operation) -> Problem:

@@ -1,19 +1,18 @@
 """The steps of a prepared call. Each launches what it was made for and chooses nothing.
 
-    Change            operands as kernels take them, where a caller's are not
+    Do                a function: operands as kernels take them, a copy to `out`, or an epilogue in a separate kernel
     Kernel, Several   one launch, or what comes with torch's product
-    CopyBack          of what peers wrote elsewhere, to `out`
-    Finish            an epilogue in a kernel of its own
 
-A format of weights has steps of its own before the product (`WeightFormat.operands`). A call whose steps are all
-`repeatable` can be repeated by its launches alone.
+A format of weights has steps of its own before the product (`WeightFormat.operands`), and a mixture one for all of its
+launches. A call whose steps are all `repeatable` can be repeated by its launches alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Protocol
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -24,7 +23,6 @@ import triton
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
-from .local import gating
 from .named import named
 from .operands import Operands
 from .planning.way import Way
@@ -32,8 +30,6 @@ from .problem import Problem
 
 if TYPE_CHECKING:
     from iris.rank import Rank
-
-    from .workspace import Workspace
 
 
 class Step(Protocol):
@@ -55,10 +51,10 @@ class Run:
     """
 
     rank: Rank
-    workspace: Workspace
     kernels: dict
-    tensors: Operands
-    out: torch.Tensor
+    workspace: Any = None  # a Workspace, of calls that have one
+    tensors: Any = None  # Operands, or those of a mixture
+    out: Any = None
     staged: torch.Tensor | None = None
     moving: Sequence[int] = ()
     came_before: bool = False
@@ -66,23 +62,36 @@ class Run:
     scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
+    def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
+        """Launch a kernel that begins by `arch.follow`, whose tensors stay where they are when it is repeated."""
+        options |= platform.pdl_options(self.rank.device)
+        launched = relaunch.launch(self.kernels, self.rank.device, kernel, grid, args, (), **options)
+        self.launches.append(launched and relaunch.Launch(launched.again))
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function that launches something else, and returns a true value where it did."""
+        function()
+        self.launches.append(relaunch.Launch(lambda: bool(function())))
+
     def launched(self) -> relaunch.Launch | None:
         """Return all launches as one, or None if they cannot be made again."""
-        launch = self.launches[0] if self.launches else None
-        for another in self.launches[1:]:
-            launch = relaunch.in_turn(launch, another)
-        return launch
+        return reduce(relaunch.in_turn, self.launches) if self.launches else None
 
 
 @dataclass(frozen=True)
-class Change:
-    """Replace operands that kernels cannot take as they are."""
+class Do:
+    """Call a function of the run."""
 
-    change: Callable[[Operands], Operands]
-    repeatable = False
+    function: Callable[[Run], None]
+    repeatable: bool = False
 
     def run(self, run: Run) -> None:
-        run.tensors = self.change(run.tensors)
+        self.function(run)
+
+
+def changed(change: Callable[[Operands], Operands]) -> Do:
+    """Return the step that replaces operands which kernels cannot take as they are."""
+    return Do(lambda run: setattr(run, "tensors", change(run.tensors)))
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,9 @@ class Kernel:
     ) -> relaunch.Launch | None:  # fmt: skip
         rank, config = run.rank, self.config
         function, grid, args = named(self.way.launcher)(rank, run.workspace, problem, config, tensors)
-        if run.scales:
-            args["epilogue"] = args["epilogue"]._replace(**run.scales)
-        if self.fused and run.epilogue is not None:
-            norm = dict(zip(EPILOGUE_NAMES, run.epilogue, strict=True))
-            args["epilogue"] = args["epilogue"]._replace(**norm)
+        norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused and run.epilogue else (), strict=False)
+        if fields := dict(norm) | run.scales:
+            args["epilogue"] = args["epilogue"]._replace(**fields)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         if self.way.follows:
             options |= platform.pdl_options(rank.device)
@@ -158,26 +165,13 @@ class Several:
         run.launches.append(relaunch.Launch(again))
 
 
-@dataclass(frozen=True)
-class CopyBack:
-    """A step that copies what peers wrote to memory of the workspace to `out`."""
-
-    repeatable = True
-
-    def run(self, run: Run) -> None:
-        if run.staged is not None:
-            run.out.copy_(run.staged)
+def copy_back(run: Run) -> None:
+    """Copy what peers wrote to memory of the workspace to `out`."""
+    if run.staged is not None:
+        run.out.copy_(run.staged)
 
 
-@dataclass(frozen=True)
-class Finish:
-    """An epilogue in a kernel of its own."""
-
-    finish: Callable[[Run], None]
-    repeatable = False
-
-    def run(self, run: Run) -> None:
-        self.finish(run)
+COPY_BACK = Do(copy_back, repeatable=True)
 
 
 def bias_together(tensors: Operands) -> Operands:
@@ -191,18 +185,9 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def gate_apart(problem: Problem) -> tuple[Callable[[Operands], Operands], Finish]:
-    """Return what a product without its gate writes, both halves to memory of their own, and the gate after it."""
-
-    def halves(tensors: Operands) -> Operands:
-        return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
-
-    return halves, Finish(lambda run: gating.gate(run.out, run.tensors.out))
-
-
-def norm_apart(problem: Problem) -> tuple[None, Finish]:
+def norm_apart(problem: Problem) -> tuple[None, Do]:
     """Return the first half of a norm, with the residual, after a product without it, which writes `out` as it is."""
-    return None, Finish(lambda run: rmsnorm_epilogue.finish(run.out, *(run.epilogue or ())))
+    return None, Do(lambda run: rmsnorm_epilogue.finish(run.out, *(run.epilogue or ())))
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

@@ -1,4 +1,4 @@
-"""Define the order in which products along K are added with `invariant="ranks"`: a tree that depends on K alone.
+"""Define an order in which ranks add products along K: a tree that depends on K alone, on any number of ranks.
 
 K is cut into eight *leaves*, each a multiple of 64 as even as they come. Where K is below 2048 and no multiple of 512 a
 leaf is 64 products instead, so that heads of any number end where leaves do. The last leaf may be shorter. One
@@ -119,8 +119,8 @@ def checked_shares(what: str, k_per_rank: Sequence[int]) -> tuple[Span, ...]:
     if not all(end in borders for end in ends):
         possible, shared = ", ".join(map(str, sorted(borders)[1:-1])), ", ".join(map(str, shares(K, len(k_per_rank))))
         raise ShapeError(
-            f"{what}: ranks have {', '.join(map(str, k_per_rank))} of K = {K}, which cuts a leaf; with"
-            f" invariant='ranks' expected parts that end at {possible or 'all of K'}, such as {shared}"
+            f"{what}: ranks have {', '.join(map(str, k_per_rank))} of K = {K}, which cuts a leaf; expected"
+            f" parts that end at {possible or 'all of K'}, such as {shared}"
         )
     return tuple(pairwise(borders[end] for end in ends))
 

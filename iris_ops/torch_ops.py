@@ -14,7 +14,7 @@ operator is functional: its result is a new tensor, and nothing that the caller 
 ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
 different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
 `all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in another format, which all take but
-`matmul_all_gather`. `k_per_rank`: of sums with `invariant="ranks"`, each rank's K; then no `mean_part` is looked at.
+`matmul_all_gather`. `k_per_rank`: each rank's K, of sums by `sum_tree.py`; then no `mean_part` is looked at.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 

@@ -60,17 +60,17 @@ class Workspace:
         grown = False
         if num_flags > self.flags.numel():
             refuse_capture(self.ctx)
-            flags = self.ctx.heap.reserve((_grown(num_flags),), torch.int32)
+            flags = self.ctx.heap.reserve((room_for(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
             self.flags, grown = flags.zero_(), True
         if nbytes > self.staging.nbytes:
             refuse_capture(self.ctx)
-            self.staging, grown = self.ctx.heap.reserve((_grown(nbytes),), torch.uint8), True
+            self.staging, grown = self.ctx.heap.reserve((room_for(nbytes),), torch.uint8), True
             self.views.clear()
             self.products.forget()
         if exchange > self.exchange.nbytes:
             refuse_capture(self.ctx)
-            memory = self.ctx.heap.reserve((_grown(exchange),), torch.uint8)
+            memory = self.ctx.heap.reserve((room_for(exchange),), torch.uint8)
             self.exchange = memory.fill_(255)  # the sentinel everywhere
             grown = True
         if grown:
@@ -84,7 +84,7 @@ class Workspace:
         """
         if not self._results or nbytes > self._results[-1].nbytes:
             refuse_capture(self.ctx)
-            self._results.append(self.ctx.heap.reserve((_grown(nbytes),), torch.uint8))
+            self._results.append(self.ctx.heap.reserve((room_for(nbytes),), torch.uint8))
             self.ctx.hand_out_from(self.ctx.heap.offset(self._results[-1]))
         return self._results[-1][:nbytes]
 
@@ -95,7 +95,7 @@ class Workspace:
             refuse_capture(self.ctx)
             if room is not None:
                 self._outgrown.append(room)  # a captured graph may still refer to it
-            room = self._local[name] = torch.zeros(_grown(nbytes), dtype=torch.uint8, device=self.ctx.device)
+            room = self._local[name] = torch.zeros(room_for(nbytes), dtype=torch.uint8, device=self.ctx.device)
         return room[:nbytes]
 
     def remember(self, problem: object, views: tuple) -> tuple:
@@ -117,7 +117,7 @@ class Workspace:
             torch.cuda.current_stream(self.ctx.device).wait_event(self._done)
 
 
-def _grown(size: int) -> int:
+def room_for(size: int) -> int:
     return 1 << max(12, (size - 1).bit_length())
 
 

@@ -176,8 +176,8 @@ def plan() -> argparse.ArgumentParser:
     parser.add_argument("--weights", metavar="FORMAT", help="B's format: fp8, fp8_block, int4, int4/128, mxfp4, ...")
     parser.add_argument("--experts", type=int, help="for a mixture: the number of experts")
     parser.add_argument("--top-k", type=int, help="for a mixture: experts of a token (default 1)")
-    invariant = "only kernels whose sums have one order (docs/concepts/determinism.md)"
-    parser.add_argument("--invariant", choices=("batch", "ranks"), help=invariant)
+    help = "only kernels whose sums have one order (docs/concepts/determinism.md)"
+    parser.add_argument("--invariant", dest="level", choices=("batch", "ranks"), help=help)
     parser.add_argument("--algorithm", help="the best plan of this algorithm, such as one_shot or sequential")
     return parser
 

@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace) -> tuple[int, str]:
         machine = calibrated(machine_named(name, programs))
         sizes, dtype = (args.M, args.N, args.K, args.world), getattr(torch, args.dtype)
         weights, mixture = named_format(args.weights, args.fp8), (args.experts, args.top_k)
-        request = Request(args.op, *sizes, dtype, args.form, weights, args.invariant, *mixture)
+        request = Request(args.op, *sizes, dtype, args.form, weights, args.level, *mixture)
         chosen = plan(requested_problem(request), machine, algorithm=args.algorithm)
     except (ArgumentError, PlatformError) as error:
         return 2, str(error)

@@ -116,7 +116,7 @@ def _rank_main(results: Path, args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     parser = arguments.verify()
     args = parser.parse_args(argv)
-    args.invariant = None if args.nothing or args.level == "load" else args.level
+    args.promised = None if args.nothing or args.level == "load" else args.level
     if args.level == "ranks":
         args.ranks = args.ranks or tuple(range(1, launch.default_ranks() + 1))
         args.batches = args.batches or verify_ranks.BATCHES

@@ -1,6 +1,6 @@
 """Check that a model's logits have the same bits on any number of ranks, on this machine: `iris-tp verify ranks`.
 
-A prompt is read and continued alone and in batches, by a context with `invariant="ranks"`, on one number of ranks after
+A prompt is read and continued alone and in batches, by a context that promises this, on one number of ranks after
 the other: eagerly and, on GPUs, from CUDA graphs. The logits of all ranks are compared with those of the first number,
 bit by bit. Where an eager run differs, complete outputs of modules show the first that differed.
 

@@ -25,7 +25,7 @@ def split(args: argparse.Namespace, results: Path) -> Iterator[tuple[torch.nn.Mo
     import iris
     import layers
 
-    with launch.reporting(results), iris.iris(int(args.heap_gib * 2**30), invariant=args.invariant) as ctx:
+    with launch.reporting(results), iris.iris(int(args.heap_gib * 2**30), invariant=args.promised) as ctx:
         yield layers.from_pretrained(args.model, ctx, dtype=getattr(torch, args.dtype), weights=args.weights), ctx
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from iris import transforms
 from iris_ops.checks import check_gradient
 import torch
+
+_Method = TypeVar("_Method", bound=Callable)
 
 
 def may_differentiate() -> bool:
@@ -17,3 +22,8 @@ def check_no_gradient(op: str, **tensors: torch.Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None:
             check_gradient(op, name, t)
+
+
+def untracked(method: _Method) -> _Method:
+    """Return `method` without gradients and outside inference mode, whose tensors could not be changed later."""
+    return torch.inference_mode(False)(torch.no_grad()(method))

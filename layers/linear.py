@@ -11,8 +11,8 @@
 MergedColumn and QKV are Columns that fuse several outputs in one W: they only choose `parts` (see `sharded`). Sizes
 need not divide by the ranks (see `shard`). Any leading dimensions are rows.
 
-With `iris.iris(invariant="ranks")` a Column that gathers nothing and a Row are cut between leaves of the Row's sum
-(`iris_ops/sum_tree.py`), so that their results have the same bits on any number of ranks.
+A Column that gathers nothing and a Row are cut by the shares of the context's level (`iris_ops/planning/sums.py`), if
+it has some, so that their results have the same bits on any number of ranks.
 
 Sequence parallel: rank r holds chunk r of the tokens, as [tokens, features] or [1, tokens, features]. Where the ranks
 do not divide the tokens, a Column takes their total number: `layer(x, tokens=13)`.
@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import RANKS
 from iris_ops import torch_ops
 import torch
 from torch import nn
@@ -152,7 +151,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             raise ArgumentError(f"out_features is {out_features!r}: expected a list with the size of each output")
         check_context(ctx)
         positive(**{f"out_features[{i}]": size for i, size in enumerate(out_features)})
-        parts = merged(out_features, ctx.num_ranks, ctx.cur_rank, gather_output, ctx.invariant)
+        parts = merged(out_features, ctx.num_ranks, ctx.cur_rank, gather_output, ctx.level)
         super().__init__(in_features, sum(out_features), bias, gather_output, sequence_parallel,
                          ctx=ctx, dtype=dtype, device=device, parts=parts)  # fmt: skip
 
@@ -255,9 +254,9 @@ class RowParallelLinear(ShardedLinear):
         if sequence_parallel and not reduce_results:
             raise ArgumentError("reduce_results is False: expected True with sequence_parallel, which scatters the sum")
         check_context(ctx)
-        if ctx.invariant == RANKS and not reduce_results:
+        if not reduce_results and (level := ctx.level.unrounded_parts):
             raise ArgumentError(
-                "reduce_results is False: expected True with invariant='ranks', for rounded parts go by the rank"
+                f"reduce_results is False: expected True with {level}, for rounded parts go by the rank"
             )
         positive(in_features=in_features)
         parts = parts_or_plain(parts, in_features, ctx)

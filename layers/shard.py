@@ -5,7 +5,8 @@ reports) reads it. Every shard comes from one of these ways to split:
 
 - `chunk`     torch.chunk's: ceil(total / world) each, so the last ranks may be short or empty. The fused ops gather and
               scatter by it, so whatever an op gathers is split this way.
-- `by_leaves`  whole leaves of `iris_ops/sum_tree.py`, with `invariant="ranks"`: what a row-parallel product sums.
+              A context's level of equal bits may give ranks other parts of what a row-parallel product sums
+              (`Level.shares` of `iris_ops/planning/sums.py`).
 - `in_units`  whole groups of quantised weights, for gates, ups and what multiplies them.
 - `balanced`  sizes differ by one at most, so no rank is empty while there is enough. For heads, which no op gathers.
 - `split_heads`  whole attention heads, in two cases. Either way a rank's query heads use its own kv heads in equal,
@@ -27,8 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from iris.errors import ArgumentError, ShapeError
-from iris.invariance import RANKS
-from iris_ops import sum_tree
+from iris_ops.planning.sums import FREE, Level
 import torch
 
 Range = tuple[int, int]
@@ -112,11 +112,14 @@ def balanced(total: int, world: int, rank: int) -> Range:
     return start, start + base + (rank < extra)
 
 
-def plain(total: int, world: int, rank: int, invariant: str | None = None) -> Shard:
-    """Return a chunk: rows of a column-parallel weight, columns of a row-parallel one. `invariant`: see `iris.iris`."""
-    if invariant == RANKS:
-        return by_leaves(total, world, rank)
-    return Shard(total, (chunk(total, world, rank),))
+def plain(total: int, world: int, rank: int, level: Level = FREE) -> Shard:
+    """Return rows of a column-parallel weight, or columns of a row-parallel one: the share by `level`, else a chunk."""
+    _check(world, rank)
+    sizes = level.shares(total, world)
+    if sizes is None:
+        return Shard(total, (chunk(total, world, rank),))
+    start = sum(sizes[:rank])
+    return Shard(total, ((start, start + sizes[rank]),), rank_sizes=sizes)
 
 
 def in_units(total: int, world: int, rank: int, unit: int) -> Shard:
@@ -136,22 +139,14 @@ def even_unit(total: int, world: int, unit: int) -> int:
     return unit
 
 
-def by_leaves(total: int, world: int, rank: int) -> Shard:
-    """Return whole leaves of a sum over `total`, about as many on each rank: the last ranks may have none."""
-    _check(world, rank)
-    return Shard(total, (sum_tree.share(total, world, rank),), rank_sizes=sum_tree.shares(total, world))
-
-
-def merged(
-    sizes: Sequence[int], world: int, rank: int, gathered: bool, invariant: str | None = None
-) -> tuple[Shard, ...]:
+def merged(sizes: Sequence[int], world: int, rank: int, gathered: bool, level: Level = FREE) -> tuple[Shard, ...]:
     """Return one shard for each of several outputs that share one weight, as gate and up do.
 
     Each output is split by itself, so that the local result divides into the same outputs. If the result is gathered,
     the weight is split as one output instead: the gathered columns are then in the right order without a shuffle.
     """
     if not gathered:
-        return tuple(plain(size, world, rank, invariant) for size in sizes)
+        return tuple(plain(size, world, rank, level) for size in sizes)
     start, stop = chunk(sum(sizes), world, rank)
     shards, offset = [], 0
     for size in sizes:

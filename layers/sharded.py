@@ -14,17 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from iris.invariance import RANKS
 from iris_ops import torch_ops
 from iris_ops.local import matmul, skinny_matmul
 from iris_ops.recording import row_count
-from iris_ops.sum_tree import checked_shares
 import torch
 from torch import nn
 
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
-from .shard import Shard, Transposed, concat, fill, plain
+from .shard import Shard, Transposed, concat, fill, merged
 from .weight_storage import IN_DTYPE, Form, InDtype, Quantised
 
 if TYPE_CHECKING:
@@ -60,26 +58,20 @@ class ShardedLinear(nn.Module):
         like: dict[str, Any] = {"dtype": dtype, "device": placed}
         self.weight = nn.Parameter(torch.empty(local, **like), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
-        self.rows_alike = bool(ctx.invariant)
+        self.rows_alike = ctx.level.rows_alike
         """Whether a row has the same bits among any number of rows."""
-        k_per_rank = self._shares() if self.dim == 1 and ctx.invariant == RANKS else None
-        self._across_ranks = torch_ops.Parts(mean, k_per_rank)
+        self._across_ranks = torch_ops.Parts(mean, self._k_per_rank() if self.dim == 1 else None)
         self.own_steps = self.may_step = type(self).own_steps and not self.rows_alike
         self.weight_scale: nn.Parameter | None = None  # of a storage that has scales
         self.storage: InDtype = IN_DTYPE
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def _shares(self) -> tuple[int, ...]:
-        """Return how many inputs each rank has. Raises where their sum could differ by the number of ranks."""
-        k_per_rank = self.parts[0].rank_sizes or (self.parts[0].size,) * (self.ctx.num_ranks == 1)
-        if len(self.parts) != 1 or len(k_per_rank) != self.ctx.num_ranks:
-            raise ArgumentError(
-                f"parts is {self.parts!r}: with invariant='ranks' expected None, or one Shard with rank_sizes of"
-                f" {self.ctx.num_ranks} ranks"
-            )
-        checked_shares(f"a layer of {self.in_features} inputs", k_per_rank)
-        return k_per_rank
+    def _k_per_rank(self) -> tuple[int, ...] | None:
+        """Return how many inputs each rank has, where the context's level of equal bits needs it."""
+        (first, *others), alone = self.parts, self.ctx.num_ranks == 1
+        shares = () if others else first.rank_sizes or (first.size,) * alone
+        return self.ctx.level.k_per_rank(f"a layer of {self.in_features} inputs", shares, self.ctx.num_ranks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -355,9 +347,9 @@ def flags(or_none: bool = False, /, **options: bool | None) -> None:
 
 
 def parts_or_plain(parts: Any, features: int, ctx: Iris, gathered: bool = False) -> tuple[Shard, ...]:
-    """Check and return `parts`, by default one chunk of all features. `gathered`: whether outputs are gathered."""
+    """Check and return `parts`, by default one share of all features. `gathered`: whether outputs are gathered."""
     if parts is None:
-        return (plain(features, ctx.num_ranks, ctx.cur_rank, None if gathered else ctx.invariant),)
+        return merged((features,), ctx.num_ranks, ctx.cur_rank, gathered, ctx.level)
     known = isinstance(parts, (tuple, list)) and parts and all(isinstance(each, Shard) for each in parts)
     if not known or any(each.pad for each in parts[:-1]):
         raise ArgumentError(f"parts is {parts!r}: expected None or a tuple of Shards, at most the last of them padded")

@@ -13,7 +13,6 @@ from typing import Any
 
 from iris import platform
 from iris.errors import ArgumentError
-from iris.invariance import RANKS
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import format_of
 from iris_ops.quantised import linear as quantised
@@ -133,8 +132,8 @@ class InDtype:
 
 def unstorable(layer: Layer) -> str:
     """Return why no form serves a layer; "" if one may."""
-    if layer.ctx.invariant == RANKS:  # scales go by the rank
-        return "invariant='ranks'"
+    if reason := layer.ctx.level.unrounded_parts:  # scales go by the rank
+        return reason
     if hasattr(layer, "tied_to"):
         return f"it is tied to {layer.tied_to}"
     if layer.op not in STORABLE:
@@ -153,7 +152,7 @@ class Quantised(InDtype):
         if reason := unstorable(layer):
             raise ArgumentError(
                 f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that is served"
-                f" by {' or '.join(STORABLE)}, whose inputs are in one part, without invariant='ranks'"
+                f" by {' or '.join(STORABLE)}, whose inputs are in one part, and sums that may differ by the ranks"
             )
         self.form, self.packing = form, form.packing
         self.exact_dtype, self._op = layer.weight.dtype, layer.op

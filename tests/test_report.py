@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import ops
 from benchmarks.measuring import freshness, report
-from benchmarks.tables import marks, page_tables, pages
+from benchmarks.tables import marks, model_tables, page_tables, pages
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) 
         ["", "64 x 128", mine[0], nccl[0], f"H200: {theirs[0]}", mine[1], nccl[1], f"H200: {theirs[1]}"],
         ["Llama-3-8B, H200", "16 x 128", mine[0], nccl[0], "", mine[1], nccl[1], ""],
     ]
-    table = page_tables.models(2, "")
+    table = model_tables.models(2, "")
     assert cells_of(table) == expected
     assert "2 x NVIDIA H100" in table and "2 x NVIDIA H200" in table
     # README has a row's GPUs in a column of its own

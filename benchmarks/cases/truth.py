@@ -117,7 +117,7 @@ def repeated_heads(model: nn.Module) -> Iterator[None]:
         return sdpa_attention_forward(ungrouped, query, key, value, attention_mask, **options)
 
     before = model.config._attn_implementation
-    if before in ("sdpa", attention.NAME, attention.INVARIANT):
+    if before in attention.OWN:
         AttentionInterface.register("repeated_heads", attend)
         AttentionMaskInterface.register("repeated_heads", sdpa_mask)
         model.set_attn_implementation("repeated_heads")

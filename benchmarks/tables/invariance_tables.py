@@ -13,8 +13,8 @@ import statistics
 from typing import Any
 
 from benchmarks.measuring.tables import figure, geometric_mean
+from benchmarks.tables.cells import lines_of, us
 from benchmarks.tables.marks import CHANGED, by_age, changed, gpu_of, gpus, header, in_short, newest
-from benchmarks.tables.page_tables import lines_of, us
 
 _FEW = 64  # rows of a decode step, at most
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",

@@ -6,7 +6,7 @@ Every table begins with machine, date and versions (`marks.header`) and ends in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import statistics
 from typing import Any
 
@@ -14,22 +14,21 @@ from iris_tp.bench.rows import CALLS
 
 from benchmarks.measuring import report
 from benchmarks.measuring.tables import figure, geometric_mean, size_name
+from benchmarks.tables.cells import Run, lines_of, nothing, timed, us, versus
 from benchmarks.tables.marks import (
     CHANGED,
     FACTOR,
     GRAPHS,
-    by_age,
     changed,
     current,
-    gpu_of,
     gpus,
     header,
     in_short,
     newest,
     run_of,
 )
+from benchmarks.tables.model_tables import MODELS, latest_rows, ms_of, results_by_key, versus_ms, vllm_ms, vllm_of
 
-Run = dict[str, Any]
 RowKey = tuple[str, int, int, int] | tuple[str, int, int, int, str]
 
 SUMMARY: list[RowKey] = [
@@ -54,50 +53,21 @@ FOUR: list[RowKey] = [
 ]  # fmt: skip
 OPS_TWO = ("ops_{gpu}_x2", "ops_models_{gpu}_x2", "ops_between_{gpu}_x2")
 OPS_FOUR = ("ops_{gpu}_x4", "ops_models_{gpu}_x4")
-MODELS = {"llama-3-8b": "Llama-3-8B", "qwen3-32b": "Qwen3-32B", "llama-3-70b": "Llama-3-70B"}
-MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 OPS_TEXT = f"µs a call {GRAPHS}. {FACTOR}"
 SIZES = [2 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
-
-
-def lines_of(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int) -> str:
-    """Return a table whose first `text_columns` columns are text, and the others figures."""
-    rule = ["---"] * text_columns + ["---:"] * (len(head) - text_columns - 1) + ["---"]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
-
-
-def us(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def versus(rival: float | None, ours: float, name: str = "") -> str:
-    """Return a rival's time and its ratio to ours, in bold where the rival is faster."""
-    if rival is None:
-        return ""
-    text = f"{name} {us(rival)} ({rival / ours:.2f}x)".strip()
-    return f"**{text}**" if rival < ours else text
-
-
-def timed(row: dict[str, Any], mode: str = "graph") -> dict[str, float]:
-    """Return the time in µs of each contender that ran correctly, by name, without products alone."""
-    return {
-        each["name"]: each[f"{mode}_us"]
-        for each in row["results"]
-        if each["status"] == "ok" and each["kind"] != "gemm" and each.get(f"{mode}_us")
-    }
 
 
 def summary(_folder: str) -> str:
     """Return ten rows of ops and of models' steps on two GPUs, from current runs, with vLLM where it was measured."""
     used, rows = _op_rows(OPS_TWO, SUMMARY, floor=False)
     rows = [[op, gpus(run), *cells] for run, (op, *cells) in zip(used, rows, strict=True)]
-    of_models = [measured for model in MODELS if (measured := _latest_rows(model, 2)) and current(measured[0][0])]
+    of_models = [measured for model in MODELS if (measured := latest_rows(model, 2)) and current(measured[0][0])]
     # the smallest batch of each model; of a single model its three batches, too
     for run, row in (each for measured in of_models for each in measured[: 3 if len(of_models) == 1 else 1]):
-        vllm = _vllm(run, row, "step")
+        vllm = vllm_of(run, row, "step")
         cells = [f"{MODELS[run['model']]}, one decode step, ms", gpus(run), f"{row['batch']} x {row['prompt']}"]
-        cells += [figure(_ms(_by_key(row)["ours"], "step")), _versus_ms(_by_key(row), "nccl", "step")]
-        rows.append([*cells, f"vLLM {_vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
+        cells += [figure(ms_of(results_by_key(row)["ours"], "step")), versus_ms(results_by_key(row), "nccl", "step")]
+        rows.append([*cells, f"vLLM {vllm_ms(run, vllm, 'step')}" if vllm else "", changed(run)])
         used += [run, *vllm[:1]]
     head = ["what", "GPUs", "M, N, K or batch x prompt", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
     text = f'µs a call, and ms a step of a model, {GRAPHS}. {FACTOR} "vLLM H200" was measured on H200s.'
@@ -108,9 +78,9 @@ def numbers(_folder: str) -> str:
     """Return three figures with the best rival of each: an op, a collective, and a model's decode step."""
     op_run, op_row = _first("ops_{gpu}_x2", op="ar", M=2048, N=8192, K=2048)
     ccl_run, ccl_row = _first("ccl_{gpu}_x2", op="all_reduce", bytes=4 << 20)
-    model_run, model_row = _latest_rows("llama-3-8b", 2)[0]
-    results = _by_key(model_row)
-    steps = {results[key]["name"]: _ms(results[key], "step") for key in ("ours", "nccl", "vllm") if key in results}
+    model_run, model_row = latest_rows("llama-3-8b", 2)[0]
+    results = results_by_key(model_row)
+    steps = {results[key]["name"]: ms_of(results[key], "step") for key in ("ours", "nccl", "vllm") if key in results}
     rows = []
     for what, run, times, unit in (
         ("`matmul_all_reduce`, 2048 x 8192 x 2048", op_run, timed(op_row), "µs"),
@@ -136,7 +106,7 @@ def ops(patterns: Sequence[str], keys: Sequence[RowKey], folder: str) -> str:
     """Return rows of the four ops, each from the first of the files that has it."""
     used, rows = _op_rows(patterns, keys, floor=True)
     head = ["op", "M, N, K", "floor", "ours", "cuBLAS + NCCL", "best other rival", CHANGED]
-    return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
+    return f"{header(used, folder, OPS_TEXT)}\n\n{lines_of(head, rows, 2)}" if rows else nothing()
 
 
 def _op_rows(patterns: Sequence[str], keys: Sequence[RowKey], floor: bool) -> tuple[list[Run], list[list[str]]]:
@@ -168,10 +138,6 @@ def _op_rows(patterns: Sequence[str], keys: Sequence[RowKey], floor: bool) -> tu
     return used, rows
 
 
-def _nothing() -> str:
-    return "Not measured yet."
-
-
 def _is(row: dict[str, Any], key: RowKey) -> bool:
     form = key[4] if len(key) > 4 else "rows"
     return (row["op"], row["M"], row["N"], row["K"], row.get("form", "rows")) == (*key[:4], form)
@@ -182,120 +148,11 @@ def _size(row: dict[str, Any]) -> str:
     return f"{row['M']}, {row['N']}, {row['K']}" + (f" ({form})" if form != "rows" else "")
 
 
-def models(ranks: int, folder: str) -> str:
-    """Return steps and first tokens of compiled models, of ours, cuBLAS + NCCL and, where it was measured, vLLM."""
-    shown = [each for model in MODELS for each in _latest_rows(model, ranks)]
-    with_vllm = any(_vllm(*each, kind) for each in shown for kind in ("step", "first"))
-    several = len({gpu_of(run) for run, _ in shown}) > 1
-    rows, used, before = [], [run for run, _ in shown], ""
-    for run, row in shown:
-        name = MODELS[run["model"]] + f", {gpu_of(run)}" * several
-        cells = [name if name != before else "", f"{row['batch']} x {row['prompt']}"]
-        for kind in ("step", "first"):
-            cells += [figure(_ms(_by_key(row)["ours"], kind)), _versus_ms(_by_key(row), "nccl", kind)]
-            vllm = _vllm(run, row, kind)
-            cells += [_vllm_ms(run, vllm, kind)] * with_vllm
-            used += vllm[:1]
-        rows.append([*cells, changed(run)])
-        before = name
-    rivals = ["cuBLAS + NCCL", *["vLLM"] * with_vllm]
-    head = ["model", "batch x prompt", "step", *rivals, "first token", *rivals, CHANGED]
-    text = (
-        "ms, in CUDA graphs, with NVLink multicast off for every contender and compiled decoder layers."
-        f" A step is one decode step of the batch. {FACTOR}"
-    )
-    if with_vllm:
-        text += (
-            " vLLM's factor compares it with ours in the same run. Where several runs have vLLM, the table shows its"
-            " best one. A cell that begins with a GPU's name comes from a run on that GPU."
-        )
-    return f"{header(used, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
-
-
-def _latest_rows(model: str, ranks: int) -> list[tuple[Run, dict[str, Any]]]:
-    """Return each batch and prompt of a compiled model, from the latest current run that has it, with that run.
-
-    A batch for which a run had too little memory comes from an earlier run. Without a current run, take the newest.
-    """
-    runs = by_age(f"llm_{model}_compiled_{{gpu}}_x{ranks}")
-    by_size: dict[tuple[int, int], tuple[Run, dict[str, Any]]] = {}
-    for run in [each for each in runs if current(each)] or runs[:1]:
-        for row in run["rows"]:
-            if "ours" in _by_key(row):
-                by_size.setdefault((row["batch"], row["prompt"]), (run, row))
-    return list(by_size.values())
-
-
-def mixtures(ranks: int, folder: str) -> str:
-    """Return steps and first tokens of mixtures of experts, or of some of their layers, of ours and cuBLAS + NCCL."""
-    kinds = ("", "_compiled")  # eager layers, and compiled ones
-    runs = [run for model in MIXTURES for kind in kinds for run in newest(f"llm_{model}*layers{kind}_{{gpu}}_x{ranks}")]
-    rows = []
-    for run in runs:
-        of = f"{run['model']}, {run['layers']} layers{', compiled' * run['compiled']}"
-        for number, row in enumerate(run["rows"]):
-            results = _by_key(row)
-            if "ours" in results:
-                cells = [of if not number else "", f"{row['batch']} x {row['prompt']}"]
-                for kind in ("step", "first"):
-                    cells += [figure(_ms(results["ours"], kind)), _versus_ms(results, "nccl", kind)]
-                rows.append([*cells, changed(run)])
-    head = ["model", "batch x prompt", "step", "cuBLAS + NCCL", "first token", "cuBLAS + NCCL", CHANGED]
-    text = (
-        "ms, in CUDA graphs, with random weights and uneven routers. The rival multiplies its experts by torch's"
-        f" grouped product. Layers are compiled where the row says so. {FACTOR}"
-    )
-    return f"{header(runs, folder, text)}\n\n{lines_of(head, rows, 2)}" if rows else _nothing()
-
-
-def _vllm(run: Run, row: dict, kind: str) -> tuple[Run, dict[str, dict]] | tuple[()]:
-    """Return the run in which vLLM is fastest relative to ours at the batch and prompt of `row`, and its results.
-
-    Runs on the same GPUs come first; others count only where there is none.
-    """
-    candidates = []
-    for other in by_age(f"llm_{run['model']}_*{{gpu}}_x{run['world']}"):
-        for measured in other["rows"] if current(other) and other["layers"] == run["layers"] else ():
-            results = _by_key(measured)
-            same_size = all(measured[size] == row[size] for size in ("batch", "prompt"))
-            if same_size and _ms(results.get("vllm", {}), kind) and _ms(results.get("ours", {}), kind):
-                candidates.append((other, results))
-    candidates = [candidate for candidate in candidates if candidate[0]["gpu"] == run["gpu"]] or candidates
-    return min(
-        candidates, key=lambda candidate: _ms(candidate[1]["vllm"], kind) / _ms(candidate[1]["ours"], kind), default=()
-    )
-
-
-def _vllm_ms(run: Run, vllm: tuple[Run, dict[str, dict]] | tuple[()], kind: str) -> str:
-    """Return vLLM's time, after the name of its GPU where that differs from the GPU of `run`."""
-    if not vllm:
-        return ""
-    other, results = vllm
-    return f"{gpu_of(other)}: " * (other["gpu"] != run["gpu"]) + _versus_ms(results, "vllm", kind)
-
-
-def _by_key(row: dict) -> dict[str, dict]:
-    return {each["key"]: each for each in row["results"] if each["status"] == "ok"}
-
-
-def _ms(result: dict, kind: str) -> float | None:
-    return result.get(f"{kind}_graph_ms") or result.get(f"{kind}_eager_ms")
-
-
-def _versus_ms(results: dict[str, dict], key: str, kind: str) -> str:
-    """Return a rival's time and its ratio to ours in the same run, in bold where the rival is faster."""
-    rival, ours = _ms(results.get(key, {}), kind), _ms(results.get("ours", {}), kind)
-    if not rival or not ours:
-        return ""
-    text = f"{figure(rival)} ({rival / ours:.2f}x)"
-    return f"**{text}**" if rival < ours else text
-
-
 def collectives(ranks: int, folder: str) -> str:
     """Return all-reduces by size, and reduce-scatters and gathers from 1 MiB on, in CUDA graphs."""
     (run,) = newest(f"ccl_{{gpu}}_x{ranks}") or [None]
     if run is None:
-        return _nothing()
+        return nothing()
     names = list(
         dict.fromkeys(each["name"] for row in run["rows"] for each in row["results"] if each["kind"] == "rival")
     )
@@ -316,7 +173,7 @@ def norms(folder: str) -> str:
     """Return `matmul_all_reduce_norm` and the rivals' all-reduces with the full norm."""
     (run,) = newest("norms_{gpu}_x2") or [None]
     if run is None:
-        return _nothing()
+        return nothing()
     names = list(
         dict.fromkeys(each["name"] for row in run["rows"] for each in row["results"] if each["kind"] == "rival")
     )

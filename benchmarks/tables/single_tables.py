@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.measuring.tables import size_name
+from benchmarks.tables.cells import lines_of, us, versus
 from benchmarks.tables.marks import CHANGED, FACTOR, GRAPHS, by_age, changed, gpus, header, in_short, newest
-from benchmarks.tables.page_tables import lines_of, us, versus
 
 _MIXTURES = "moe*_{gpu}_x2"
 _MOST = 6  # rows on a kernel's page

@@ -1,5 +1,5 @@
 """Products whose sums over ranks have the same bits on any number of ranks: `matmul_all_reduce` and
-`matmul_reduce_scatter` with `invariant="ranks"`.
+`matmul_reduce_scatter`.
 
 `iris_ops/sum_tree.py` says in which order products along K are added, whoever has them. The kernel is that of
 `lamport_matmul.py`, with `sum_orders.TreeOrder` in place of the ranks' order. A program multiplies a tile from the

@@ -5,7 +5,7 @@ however little is filled. Here each program takes a split of the cache for one k
 It reads from the first place that the mask shows to the last. A second kernel combines the splits. Sums are kept in
 fp32. Where there are enough short caches, a split is a whole one, and there is no second kernel.
 
-With `invariant` splits have one length, whatever the batch and the cache, and count from a row's first token, after
+With `equal_splits` splits have one length, whatever the batch and the cache, and count from a row's first token, after
 its padding: so a row attends in one order among any others (`docs/concepts/determinism.md`).
 
 `layers/serving/attention.py` has the models of transformers attend by it.
@@ -29,7 +29,7 @@ from ..operators import OPERATORS
 _BLOCK, _WARPS, _STAGES = 32, 4, 3
 _MOST_SCANNED, _REDUCTION_BYTES = 4096, 4096
 _MOST_PARTS, _COLUMNS = 256, 32  # of a program that combines
-_HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `invariant`, at most, and with one warp
+_HELD, _OF_A_WARP = 4096, 1024  # numbers that a program holds with `equal_splits`, at most, and with one warp
 _SPLIT = 128  # of a cache, where it must not depend on the batch
 # One H200, 128 columns: programs that a multiprocessor holds, how many of them keep the memory busy, and how many
 # blocks a program could read before its first one and after its last one, or while a second kernel combines.
@@ -225,46 +225,46 @@ def _fastest_cut(pairs: int, blocks: int, multiprocessors: int) -> int:
 
 
 def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, invariant: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, equal_splits: bool = False
 ) -> torch.Tensor:
     """Return the attention [B, H, D] of queries q [B, H, D] over k, v [B, KV, L, D] where mask [B, L] is true.
 
-    Every row of the mask must show at least one column. With `invariant`, a row has the same bits whatever the batch,
-    its padding and the length of the cache.
+    Every row of the mask must show at least one column. With `equal_splits`, a row has the same bits whatever the
+    batch, its padding and the length of the cache.
     """
     batch, heads, dim = q.shape
     kv_heads, length = k.shape[1:3]
     groups = heads // kv_heads
     padded, rows = (max(16, triton.next_power_of_2(size)) for size in (dim, groups))  # what a product of tiles takes
     block, stages = pipeline_of(rows, padded * q.element_size(), platform.shared_bytes(q.device))
-    if invariant:
+    if equal_splits:
         parts, split = triton.cdiv(length, _SPLIT), _SPLIT
     else:
         parts, split = splits_of(batch * kv_heads, length, block, platform.num_programs(q.device))
-    whole = parts == 1 and not invariant
+    whole = parts == 1 and not equal_splits
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     weights = q.new_empty(batch * heads, parts, 2, dtype=torch.float32)
     splits = out if whole else q.new_empty(batch * heads, parts, dim, dtype=torch.float32)
     split_kernel[(batch * kv_heads, parts)](
         q, k, v, mask, splits, weights, scale, length, groups, dim, kv_heads, split,
         CacheStrides._make((*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], mask.stride(0))),
-        SplitForm(whole, rows, padded, block, min(_MOST_SCANNED, triton.next_power_of_2(split)), invariant),
+        SplitForm(whole, rows, padded, block, min(_MOST_SCANNED, triton.next_power_of_2(split)), equal_splits),
         num_warps=_WARPS, num_stages=stages, **platform.launch_options(q.device),
     )  # fmt: skip
     if not whole:
         held, columns = triton.next_power_of_2(parts), min(padded, _COLUMNS)
-        if invariant:  # splits are many, and short: fewer programs, with more columns each
+        if equal_splits:  # splits are many, and short: fewer programs, with more columns each
             columns = max(columns, min(padded, _HELD // held))
         combine_kernel[(batch * heads, triton.cdiv(dim, columns))](
-            splits, weights, out, parts, dim, PARTS=held, COLUMNS=columns, IN_PAIRS=invariant,
-            num_warps=1 if invariant and held * columns <= _OF_A_WARP else 4,
-            **platform.launch_options(q.device, fused=not invariant),
+            splits, weights, out, parts, dim, PARTS=held, COLUMNS=columns, IN_PAIRS=equal_splits,
+            num_warps=1 if equal_splits and held * columns <= _OF_A_WARP else 4,
+            **platform.launch_options(q.device, fused=not equal_splits),
         )  # fmt: skip
     return out
 
 
 OPERATORS.add(
-    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool invariant=False) -> Tensor",
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, bool equal_splits=False) -> Tensor",
     decode_attention,
     lambda q, *_: q.new_empty(q.shape),
 )

@@ -1,7 +1,7 @@
 """A gated product without an exchange, such as the first half of a gated MLP whose input is whole (see `gating`).
 
 Warp-specialised programs compute it where the model says that they take less time than torch's product and the gate
-after it. With `ctx.invariant` the product is `matmul.py`'s.
+after it. Where a row's bits are promised the product is `matmul.py`'s.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ..kernels.descriptors import as_stored
 from ..kernels.hopper import gather_matmul, operands
 from ..operands import Operands
 from ..planning.candidates import copy_gather_configs
+from ..planning.needs import GATE
 from ..planning.product_model import local_problem
 from ..planning.tile_model import gemm_us
-from ..planning.torch_model import expected_us, gate_us
+from ..planning.torch_model import expected_us
 from ..problem import DTYPES, Problem
 from . import gating, matmul
 
@@ -41,7 +42,7 @@ def chosen(problem: Problem, machine: Machine) -> FusedConfig | None:
         return None
     ours = {config: gemm_us(problem, config, machine) for config in copy_gather_configs(machine)}
     config = min(ours, key=ours.__getitem__)
-    theirs = expected_us(*problem.gemm, machine) + gate_us(problem, machine)
+    theirs = expected_us(*problem.gemm, machine) + GATE.us(problem, machine)
     return config if ours[config] + machine.launch_us < theirs else None
 
 
@@ -73,10 +74,10 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
     """
     check(A, B, bias)
     out = A.new_empty(A.shape[0], B.shape[1] // 2)
-    if ctx.invariant:
+    if ctx.level.rows_alike:
         matmul.gated(ctx, out, A, B, bias)
         return out
-    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated=True)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, GATE)
     config = chosen(problem, machine_of(ctx.device))
     if config is None or as_stored(B) is B or operands.supports(config, A, B, out):
         gating.multiply(out, A, B, bias)

@@ -7,12 +7,17 @@ the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from iris import platform
 from iris.device import arch
 import torch
 import triton
 import triton.language as tl
 
+from ..operands import Operands
+from ..problem import Problem
+from ..steps import Do
 from ..with_torch import torch_matmul
 
 # Rows and columns that a program gates; the interpreter is quicker with large blocks.
@@ -59,3 +64,12 @@ def multiply(
     both = A.new_empty(A.shape[0], B.shape[1])
     torch_matmul.multiply(both, A, B, bias, scale)
     gate(out, both)
+
+
+def apart(problem: Problem) -> tuple[Callable[[Operands], Operands], Do]:
+    """Return what a product without its gate writes, both halves to memory of their own, and the gate after it."""
+
+    def halves(tensors: Operands) -> Operands:
+        return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
+
+    return halves, Do(lambda run: gate(run.out, run.tensors.out))

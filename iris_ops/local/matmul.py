@@ -1,8 +1,8 @@
 """A product without ranks whose rows do not depend on each other: a row has the same bits however many there are.
 
 torch's product, a library's, does not promise that. It takes another kernel for few rows than for many, and may cut K
-in parts that it adds up. So with `ctx.invariant` layers multiply by this in its place, eager or compiled, and so do the
-ways of an op that come with torch's product.
+in parts that it adds up. So where a row's bits are promised layers multiply by this in its place, eager or compiled,
+and so do the ways of an op that come with torch's product.
 
     few rows, or any but Hopper's      `skinny_matmul`: a stream of weights
     many, where rows are whole vectors `kernels/hopper/gather_matmul.py` with one rank
@@ -28,6 +28,7 @@ from ..kernels.hopper import gather_matmul, operands
 from ..named import named
 from ..operands import Operands
 from ..operators import OPERATORS
+from ..planning.needs import GATE
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..planning.weights import format_of
@@ -72,7 +73,7 @@ def _in_16_bits(
 ) -> None:
     """Multiply on a GPU in one kernel, gated or not. A gated product rounds each half as an ungated one would."""
     machine = machine_of(A.device)
-    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, gated)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, GATE if gated else None)
     config = specialised(problem, machine)
     stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
@@ -118,7 +119,7 @@ def linear(
     It works in eager and in compiled code.
     """
     if is_recording():
-        return torch.ops.iris_ops.invariant_linear(x, weight, bias, scale, ctx.group_name)
+        return torch.ops.iris_ops.linear_in_order(x, weight, bias, scale, ctx.group_name)
     return _linear(ctx, x, weight, bias, scale)
 
 
@@ -137,7 +138,7 @@ def _array(t: torch.Tensor) -> np.ndarray:
 
 
 OPERATORS.add(
-    "invariant_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
+    "linear_in_order(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, str group) -> Tensor",
     lambda x, weight, bias, scale, group: _linear(registry.find(group), x, weight, bias, scale),
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )

@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from iris import platform
 from iris.errors import ArgumentError, DtypeError, ExpertError, ShapeError
-from iris.heap import check_written, extent
+from iris.heap import check_written
 import torch
 
-from ..checks import check_kind, check_places
-from ..config import FusedConfig
+from ..checks import check_kind
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
 from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
-from ..planning.sums import promised
 from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
 from .activation import activation_of
-from .operands import Down, GateUp
+from .operands import Down, GateUp, parts_of
 from .routing import Routing
 from .weights import is_transposed
 
@@ -49,10 +48,12 @@ def check_count(op: str, experts: object) -> None:
 
 
 def check_range(op: str, chosen: torch.Tensor, experts: int) -> None:
-    """Raise `ExpertError` for an index out of range.
+    """Raise `ExpertError` for an index out of range, except while a CUDA graph is captured.
 
     Reading the indices waits for the device, so this runs only with IRIS_DEBUG=1.
     """
+    if platform.is_capturing(chosen.device):
+        return
     wrong = chosen[(chosen < 0) | (chosen >= experts)]
     if wrong.numel():
         raise ExpertError(f"{op}: experts has {int(wrong[0])}; expected indices from 0 below {experts}")
@@ -122,9 +123,16 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     return format
 
 
-def describe(op: str, ctx: Rank, tensors: GateUp | Down) -> Problem:
-    """Return the problem of a call of `op`. Raises a typed error where its arguments do not fit."""
-    return _describe_gate_up(op, ctx, tensors) if isinstance(tensors, GateUp) else _describe_down(op, ctx, tensors)
+def described(rank: Rank, call: Any) -> Problem:
+    """Return the problem of a call of a mixture's op. Raises a typed error where its arguments do not fit."""
+    describe = _describe_gate_up if isinstance(call.tensors, GateUp) else _describe_down
+    check_written(call.op, "out", call.tensors.out)
+    return describe(call.op, rank, call.tensors)
+
+
+def check_values(rank: Rank, call: Any, problem: Problem) -> None:
+    """Raise `ExpertError` for an expert out of range."""
+    check_range(call.op, parts_of(call.tensors.where)[0], problem.experts.count)
 
 
 def _describe_gate_up(op: str, ctx: Rank, tensors: GateUp) -> Problem:
@@ -144,7 +152,6 @@ def _describe_gate_up(op: str, ctx: Rank, tensors: GateUp) -> Problem:
     _expect(op, "out", out, (tokens * k, columns // 2 if gated else columns), "(T*k,I)")
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
-    _check_places(op, out, {"A": A, "B": B, "experts": chosen, "bias": bias, "scale": scale})
     activation_of(activation)
     if type(interleaved) is not bool or interleaved and not gated and columns:
         raise ArgumentError(f"{op}: interleaved is {interleaved!r}; expected a bool, False without gates")
@@ -172,7 +179,6 @@ def _describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
         _expect(op, "bias", bias, (count, H), "(E,H)")
     if shared is not None:
         _expect(op, "shared", shared, (tokens, H), "(T,H)")
-    _check_places(op, out, {**given, "experts": chosen, "scale": scale})
     return _problem(ctx, op, (tokens, H, width), k, tensors, format)
 
 
@@ -186,16 +192,4 @@ def _problem(
         op, operation.forms[0], *sizes, ctx.num_ranks, tensors.A.dtype, format,
         operation.epilogue if gated else None, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
     )  # fmt: skip
-    return promised(problem, ctx.invariant, None)
-
-
-def _check_places(op: str, out: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
-    check_written(op, "out", out)
-    extents = {name: extent(t) for name, t in {"out": out, **given}.items() if t is not None}
-    begins = [begin for begin, _ in extents.values()]
-    check_places(op, tuple(extents), begins, [end - begin for begin, end in extents.values()])
-
-
-def check_config(op: str, config: object) -> None:
-    if config is not None and not isinstance(config, FusedConfig):
-        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
+    return ctx.level.promise(problem)

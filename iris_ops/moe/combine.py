@@ -14,7 +14,7 @@ from .arguments import combine_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from .steps import Steps
+    from ..steps import Run
 
 # Tokens and columns of a program; the interpreter is quicker with large blocks.
 _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
@@ -59,14 +59,14 @@ def moe_combine_kernel(
 
 
 def launch(
-    steps: Steps, problem: Problem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
+    run: Run, problem: Problem, out: torch.Tensor, products: torch.Tensor, weights: torch.Tensor,
     shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    block_m, block_n = _BLOCK[steps.ctx.device.type]
+    block_m, block_n = _BLOCK[run.rank.device.type]
     args = dict(
         products=products, combine=combine_of(weights, shared), out=out, tokens=problem.M, N=problem.N,
         ld=products.stride(0), stride_om=out.stride(0), stride_on=out.stride(1), TOP_K=problem.experts.top_k,
         BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
     grid = (triton.cdiv(problem.M, block_m) * triton.cdiv(problem.N, block_n), 1, 1)
-    steps.launch(moe_combine_kernel, grid, args, num_warps=4, num_stages=1)
+    run.launch(moe_combine_kernel, grid, args, num_warps=4, num_stages=1)

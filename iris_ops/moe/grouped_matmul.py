@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import GateUp
-    from .steps import Steps
 
 
 @device_function
@@ -167,7 +167,7 @@ def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
     return is_transposed(B) and can_be_described(B, n_step)
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
     """Launch `moe_matmul_kernel`, which needs no workspace."""
-    grid, args = arguments(steps.ctx, problem, config, tensors)
-    steps.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)
+    grid, args = arguments(run.rank, problem, config, tensors)
+    run.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

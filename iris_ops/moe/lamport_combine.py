@@ -42,9 +42,9 @@ from .combine import combined
 if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import Down
-    from .steps import Steps
 
 # Tokens and columns that are added up at once, and programs to a multiprocessor, of 4 warps: all of them are resident.
 # The interpreter is quicker with large blocks.
@@ -103,32 +103,32 @@ def moe_lamport_combine_kernel(
         exchange.wait_for_peers(dtype)
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch product and sums. The workspace has room in its exchange area."""
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(steps, workspace, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    grouped_matmul.launch(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
     out, weights, shared = tensors.out, tensors.weights, tensors.shared
     at_once, k = tokens_at_once(problem), problem.experts.top_k
     for begin in range(0, problem.M, at_once):
         some = slice(begin, begin + at_once)
         _launch_sums(
-            steps, workspace, problem, out if problem.op == DOWN_REDUCE_SCATTER else out[some],
+            run, workspace, problem, out if problem.op == DOWN_REDUCE_SCATTER else out[some],
             products[begin * k : (begin + at_once) * k], weights[some], None if shared is None else shared[some],
         )  # fmt: skip
 
 
 def _launch_sums(
-    steps: Steps, workspace: Workspace, problem: Problem, out: torch.Tensor, products: torch.Tensor,
+    run: Run, workspace: Workspace, problem: Problem, out: torch.Tensor, products: torch.Tensor,
     weights: torch.Tensor, shared: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Launch the kernel that combines and sums the tokens that have `weights`."""
-    device, tokens, form = steps.ctx.device, weights.shape[0], exchange_form(problem)
+    device, tokens, form = run.rank.device, weights.shape[0], exchange_form(problem)
     block_m, block_n, at_once = _BLOCK[device.type]
     args = dict(
         products=products, combine=combine_of(weights, shared), out=out,
         lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
-        ctx_ptr=steps.ctx.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
+        ctx_ptr=run.rank.get_device_context(), tokens=tokens, N=problem.N, stride_pm=products.stride(0),
         stride_om=out.stride(0), stride_on=out.stride(1),
         part_rows=tokens if form == "all" else -(-tokens // problem.world_size),
         TOP_K=problem.experts.top_k, EXCHANGE=form, BLOCK_M=block_m, BLOCK_N=block_n,
@@ -136,4 +136,4 @@ def _launch_sums(
     )  # fmt: skip
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(problem.N, block_n)
     grid = (min(tiles, at_once * platform.num_programs(device)), 1, 1)
-    steps.launch(moe_lamport_combine_kernel, grid, args, num_warps=4, num_stages=1)
+    run.launch(moe_lamport_combine_kernel, grid, args, num_warps=4, num_stages=1)

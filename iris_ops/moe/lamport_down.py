@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import Down
-    from .steps import Steps
 
 _TOKENS = 16  # that are added up at once
 
@@ -119,7 +119,7 @@ def moe_lamport_down_kernel(
             tl.store(places, arch.round_to(total, dtype), mask=(t < tokens)[:, None] & (c < N)[None, :])
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
     ctx: Rank = workspace.ctx
     ld, size = exchange_ld(problem.N), problem.dtype.itemsize
@@ -139,4 +139,4 @@ def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedCo
     args = {name: known[name] for name in moe_lamport_down_kernel.arg_names}
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     grid = (known["blocks"] * across, 1, 1)
-    steps.launch(moe_lamport_down_kernel, grid, args, **options)
+    run.launch(moe_lamport_down_kernel, grid, args, **options)

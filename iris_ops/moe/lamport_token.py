@@ -35,9 +35,9 @@ from .grouped import check_pairs
 if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import Down
-    from .steps import Steps
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -102,9 +102,9 @@ def moe_lamport_token_kernel(
     tl.store(places, arch.round_to(total, dtype), mask=(c < N)[None, :])
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch the kernel. The workspace has room in its exchange area."""
-    ctx, (out, A, B, where, weights, bias, shared, _) = steps.ctx, tensors
+    ctx, (out, A, B, where, weights, bias, shared, _) = run.rank, tensors
     once, k = (bias if ctx.cur_rank == 0 else None), problem.experts.top_k
     args = dict(
         a=A, b=B, bias=bias_of(once), chosen=choice_of(where).chosen, combine=combine_of(weights, shared), out=out,
@@ -115,4 +115,4 @@ def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedCo
         world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = (triton.cdiv(problem.N, config.block_n), 1, 1)
-    steps.launch(moe_lamport_token_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)
+    run.launch(moe_lamport_token_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .activation import activation_of
 from .routing import Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Together = Callable[[torch.Tensor | None], torch.Tensor | None]
 
 
 class GateUp(NamedTuple):
@@ -36,7 +31,17 @@ class GateUp(NamedTuple):
         rest = self.activation, self.interleaved
         return (self.out, self.A, self.B, *parts_of(self.where), self.bias, self.scale), rest
 
-    def ready(self, together: Together) -> GateUp:
+    @property
+    def by_name(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors of `key` by their names."""
+        return dict(zip(("out", "A", "B", *names_of(self.where), "bias", "scale"), self.key[0], strict=True))
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether kernels take all tensors where they are."""
+        return is_together(self.bias)
+
+    def ready(self) -> GateUp:
         """Return the tensors as kernels take them."""
         return self._replace(bias=together(self.bias), activation=activation_of(self.activation))
 
@@ -59,7 +64,18 @@ class Down(NamedTuple):
         given = self.out, self.A, self.B, *parts_of(self.where), self.weights, self.bias, self.shared, self.scale
         return given, ()
 
-    def ready(self, together: Together) -> Down:
+    @property
+    def by_name(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors of `key` by their names."""
+        names = "out", "A", "B", *names_of(self.where), "weights", "bias", "shared", "scale"
+        return dict(zip(names, self.key[0], strict=True))
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether kernels take all tensors where they are."""
+        return is_together(self.weights) and is_together(self.bias)
+
+    def ready(self) -> Down:
         """Return the tensors as kernels take them."""
         weights = together(self.weights)
         assert weights is not None
@@ -73,3 +89,18 @@ class Down(NamedTuple):
 def parts_of(where: torch.Tensor | Routing) -> tuple[torch.Tensor, ...]:
     """Return the tensors that say which rows an expert has."""
     return (where.chosen, where.rows, where.offsets) if isinstance(where, Routing) else (where,)
+
+
+def names_of(where: torch.Tensor | Routing) -> tuple[str, ...]:
+    """Return the names of `parts_of(where)`."""
+    return ("experts", "experts.rows", "experts.offsets") if isinstance(where, Routing) else ("experts",)
+
+
+def is_together(t: torch.Tensor | None) -> bool:
+    """Return whether elements of a row follow each other."""
+    return t is None or t.stride(1) == 1
+
+
+def together(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `t`, or a copy if elements of its rows lie apart."""
+    return t if t is None or is_together(t) else t.contiguous()

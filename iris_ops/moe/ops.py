@@ -1,7 +1,4 @@
-"""The part of `ctx.ops` that mixtures of experts call: their arguments, and what the ops promise.
-
-`Mixture` does the work.
-"""
+"""The part of `ctx.ops` that mixtures of experts call: their arguments, and what the ops promise."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ import torch
 
 from ..calls import Calls
 from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
-from .mixture import Mixture
+from ..steps import Run
+from . import mixture
 from .operands import Down, GateUp
 from .routing import Routing
 from .scoring import Scoring
@@ -32,7 +30,9 @@ class MixtureOps:
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
         self._calls = Calls(ctx)
-        self._mixture = Mixture(ctx, self._calls)
+
+    def _run(self) -> Run:
+        return Run(self._ctx, self._calls.earlier.kernels)
 
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
@@ -42,7 +42,7 @@ class MixtureOps:
         with IRIS_DEBUG=1 this one. No ranks are involved.
         """
         self._ctx.check()
-        return self._mixture.route(experts, num_experts)
+        return mixture.route(self._run(), experts, num_experts)
 
     def moe_choose(
         self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ class MixtureOps:
         in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
         """
         self._ctx.check()
-        return self._mixture.choose(logits, top_k, scoring or Scoring(), bias, dtype, sort)
+        return mixture.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -87,7 +87,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
-        return self._mixture.run(GATE_UP, tensors, config, workspace)
+        return self._calls.run_mixture(GATE_UP, tensors, config, workspace)
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -114,7 +114,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._mixture.run(DOWN_ALL_REDUCE, tensors, config, workspace)
+        return self._calls.run_mixture(DOWN_ALL_REDUCE, tensors, config, workspace)
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -124,4 +124,4 @@ class MixtureOps:
         """Compute this rank's tokens of `moe_down_all_reduce`: out is [T / w, H], with the rows that `torch.chunk`
         gives this rank."""
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._mixture.run(DOWN_REDUCE_SCATTER, tensors, config, workspace)
+        return self._calls.run_mixture(DOWN_REDUCE_SCATTER, tensors, config, workspace)

@@ -17,9 +17,9 @@ import triton.language as tl
 from ..checks import check_kind
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS
 from ..problem import DTYPES
+from ..steps import Run
 from .routing import Routing
 from .scoring import KINDS, Scoring
-from .steps import Steps
 
 CHOOSE = "moe_choose"
 OPEN = tl.constexpr(-1)  # the rank of what is not chosen
@@ -150,13 +150,13 @@ def check(
 
 
 def choose(
-    steps: Steps, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
-    weights: torch.Tensor, room: Routing | None, invariant: bool = False,
+    run: Run, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
+    weights: torch.Tensor, room: Routing | None, full_programs: bool = False,
 ) -> bool:  # fmt: skip
     """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether rows and offsets of `room` were filled, too.
 
-    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `invariant`: programs
-    hold as many tokens whatever T is, so that sums over experts have one order.
+    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `full_programs`: each
+    program holds as many tokens whatever T is, so that sums over experts have one order.
     """
     (tokens, experts), top_k = logits.shape, chosen.shape[1]
     if tokens == 0:
@@ -167,7 +167,7 @@ def choose(
     height = triton.next_power_of_2(tokens)
     sorts = room is not None and bins >= _LEAST_BINS and tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
     several = max(1, _BLOCK_SCORES // bins)
-    rows = height if sorts else several if invariant else min(height, several)
+    rows = height if sorts else several if full_programs else min(height, several)
     order, offsets = (room.rows, room.offsets) if room is not None and sorts else (None, None)
     args = dict(
         logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,
@@ -178,5 +178,5 @@ def choose(
     )  # fmt: skip
     # one warp where several programs work: its threads reduce a row without waiting for others
     warps = max(1, min(16, rows * bins // 1024))
-    steps.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
+    run.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
     return sorts

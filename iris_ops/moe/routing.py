@@ -19,8 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..workspace import refuse_capture, room_for
+
 if TYPE_CHECKING:
-    from .steps import Steps
+    from iris.rank import Rank
+
+    from ..steps import Run
 
 _BLOCK, _BLOCKS = 128, 4  # pairs that a program places at once, and how often it does where they were counted ahead
 _LEAST_SCANNED, _MOST_SCANNED = 512, 4096  # pairs that each program counts by itself
@@ -114,9 +118,24 @@ class Routing:
         return self.offsets.shape[0] - 1
 
 
-def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
+class _Counts:
+    """This rank's memory for what one launch leaves to the next. What became too small is kept, for captured graphs."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rooms = [torch.empty(0, dtype=torch.uint8, device=rank.device)]
+
+
+def _room(rank: Rank, nbytes: int) -> torch.Tensor:
+    rooms = rank.once(_Counts).rooms
+    if rooms[-1].nbytes < nbytes:
+        refuse_capture(rank)
+        rooms.append(torch.empty(room_for(nbytes), dtype=torch.uint8, device=rank.device))
+    return rooms[-1][:nbytes]
+
+
+def sort(run: Run, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
     """Fill `rows` and `offsets` of a `Routing`."""
-    ctx, pairs, experts = steps.ctx, chosen.numel(), offsets.shape[0] - 1
+    ctx, pairs, experts = run.rank, chosen.numel(), offsets.shape[0] - 1
     if pairs == 0:
         offsets.zero_()
         return
@@ -125,9 +144,9 @@ def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.
     if pairs > _MOST_SCANNED:
         blocks, scanned = _BLOCKS, 0
         programs = triton.cdiv(pairs, _BLOCK * blocks)
-        counts = steps.room(4 * programs * bins).view(torch.int32)
+        counts = _room(run.rank, 4 * programs * bins).view(torch.int32)
         args = dict(chosen=chosen, counts=counts, pairs=pairs, experts=experts, BLOCK=_BLOCK * blocks, BINS=bins)
-        steps.launch(moe_count_kernel, (programs, 1, 1), args, num_warps=4, num_stages=1)
+        run.launch(moe_count_kernel, (programs, 1, 1), args, num_warps=4, num_stages=1)
     elif pairs > _LEAST_SCANNED:  # few kernels for all numbers of tokens
         scanned = _MOST_SCANNED
     args = dict(
@@ -136,4 +155,4 @@ def sort(steps: Steps, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.
         WAITER=_WAITER,
     )  # fmt: skip
     grid = (triton.cdiv(pairs, _BLOCK * blocks), 1, 1)
-    steps.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)
+    run.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)

@@ -15,25 +15,25 @@ from . import combine, grouped_matmul
 if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import Down
-    from .steps import Steps
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Down) -> None:
     """Launch the product, the sums over experts and the collective."""
     ctx, dtype = workspace.ctx, problem.dtype
     size = problem.pairs * problem.N * dtype.itemsize
     products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(steps, workspace, problem, config, tensors.product(products, steps.ctx.cur_rank))
+    grouped_matmul.launch(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
     sums = out = tensors.out
     if problem.op == DOWN_REDUCE_SCATTER:
         between = workspace.local("moe sums", problem.M * problem.N * dtype.itemsize)
         sums = between.view(dtype).view(problem.M, problem.N)
-    combine.launch(steps, problem, sums, products, tensors.weights, tensors.shared)
+    combine.launch(run, problem, sums, products, tensors.weights, tensors.shared)
     collectives = ctx.once(Collectives)
     if problem.op == DOWN_REDUCE_SCATTER:
-        steps.run(collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective))
+        run.call(collectives.ready(ccl.REDUCE_SCATTER, out, sums, workspace.collective))
         return
     for rows in out.split(max(1, ccl.MAX_ELEMENTS // problem.N)):
-        steps.run(collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective))
+        run.call(collectives.ready(ccl.ALL_REDUCE, rows, rows, workspace.collective))

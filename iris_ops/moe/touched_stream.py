@@ -35,9 +35,9 @@ from .touched import LINES, WARPS, across, begin, choices_layout, find, item_of,
 if TYPE_CHECKING:
     from ..config import FusedConfig
     from ..problem import Problem
+    from ..steps import Run
     from ..workspace import Workspace
     from .operands import GateUp
-    from .steps import Steps
 
 _STAGES, _MOVED = 12, 1024  # of a ring at most; bytes of shared memory through which values move between warps
 
@@ -148,7 +148,7 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) 
     return None
 
 
-def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
     """Launch `moe_stream_gate_up_kernel`."""
     out, A, B, where, bias, activation, interleaved, scale = tensors
     assert scale is not None
@@ -175,10 +175,10 @@ def launch(steps: Steps, workspace: Workspace, problem: Problem, config: FusedCo
     args = dict(
         a=A if widen.RUNS else A.view(torch.int64), b=weight_stream.described(words, widen.WORDS, WARPS, columns),
         scales=scales, factors=flat if scales is None else None, bias=bias_of(bias), chosen=choice_of(where).chosen,
-        out=out, ctx_ptr=steps.ctx.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
+        out=out, ctx_ptr=run.rank.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
         stride_am=A.stride(0) // (1 if widen.RUNS else 4), stride_om=out.stride(0), stride_on=out.stride(1),
         form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, gate, widen.later),
-        widen=widen, activation=activation, world=World(steps.ctx.num_ranks, WAITERS.index(problem.op)),
+        widen=widen, activation=activation, world=World(run.rank.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = min(items, resident * programs)
-    steps.launch(moe_stream_gate_up_kernel, (grid, 1, 1), args, **stream_form.options(grid, programs, WARPS))
+    run.launch(moe_stream_gate_up_kernel, (grid, 1, 1), args, **stream_form.options(grid, programs, WARPS))

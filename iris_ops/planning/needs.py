@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LINE = 128
 # Of the memory's rate, what a kernel that converts B gets; and what it takes beside that. Estimated.
 _RESTORED, _RESTORE_US = 0.55, 3.0
+# The share of the memory's rate that gating reaches, and microseconds of a kernel after another.
+_GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,16 @@ class Epilogue:
     halves: bool = False
     """Whether one half of the sum's columns gates the other, so that the result has half as many."""
 
+    def us(self, problem: Any, machine: Machine) -> float:
+        """Return the microseconds of a separate kernel."""
+        return 2.5
 
-GATE = Epilogue("gate", "steps:gate_apart", halves=True)
+
+class _Gate(Epilogue):
+    def us(self, problem: Any, machine: Machine) -> float:
+        nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
+        return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
+
+
+GATE = _Gate("gate", "local.gating:apart", halves=True)
 NORM = Epilogue("norm", "steps:norm_apart")

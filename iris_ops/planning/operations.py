@@ -6,11 +6,12 @@ To add one: a subclass of `Operation` and a line in `TABLE`. Ways list the names
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from iris.aliases import PAGE
 
-from .needs import GATE, Epilogue
+from .needs import GATE, PLAIN, Epilogue
 from .needs import NORM as NORM_EPILOGUE
 
 ALL_REDUCE = "matmul_all_reduce"
@@ -69,6 +70,14 @@ class Operation:
     """By what all ways sum, where that does not depend on the tile."""
     counted: str = "rows"
     """Of what M is the number."""
+    local: bool = False
+    """Whether no peer takes part."""
+    described: str = "launch:described"
+    """`module:function` below `iris_ops` that checks a call's tensors and returns their problem."""
+    steps: str = "launch:steps_of"
+    """`module:function` that returns the steps of a call."""
+    values: str = ""
+    """`module:function` that checks values of a call's tensors, with IRIS_DEBUG=1 only, as it waits for the device."""
 
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
         """Return M, N and K if the shapes are those of `form`."""
@@ -108,6 +117,15 @@ class Operation:
     def product(self, problem: Any) -> tuple[int, int, int]:
         """Return (m, n, k) of a rank's largest product."""
         return problem.M, problem.N, problem.K
+
+    def facts(self, problem: Any, config: Any) -> dict[str, Any]:
+        """Return what ranks compare of a call with IRIS_DEBUG=1, besides its tensors."""
+        facts = dict(form=problem.form, M=problem.M, dtype=problem.dtype, config=replace(config, prediction=None))
+        if problem.tree:
+            facts["k_per_rank"] = problem.sums.k_per_rank
+        if problem.weights is not PLAIN:
+            facts["B"] = problem.weights.name
+        return facts | {self.shared: getattr(problem, self.shared)}
 
     def sent(self, problem: Any) -> float:
         """Return how many elements of the whole each rank sends on, in the bandwidth-optimal algorithm."""
@@ -200,6 +218,7 @@ class _Mixture(Operation):
 
     forms, mixes, widens, portable = ("",), True, True, False
     one_order, counted = "tiles of one instruction", "tokens"
+    described, steps, values = "moe.checks:described", "moe.mixture:steps_of", "moe.checks:check_values"
 
     def product(self, problem: Any) -> tuple[int, int, int]:
         return problem.pairs, problem.N, problem.K
@@ -209,9 +228,15 @@ class _Mixture(Operation):
         sizes = f"T={problem.M} k={experts.top_k} E={experts.count}"
         return f"{sizes} N={problem.out_cols} K={problem.K}"
 
+    def facts(self, problem: Any, config: Any) -> dict[str, Any]:
+        """Return what ranks compare: tiles may differ between ranks, for K may."""
+        experts = problem.experts
+        return dict(T=problem.M, k=experts.top_k, E=experts.count, H=problem.N, dtype=problem.dtype,
+                    algorithm=config.algorithm, weights=problem.weights.name)  # fmt: skip
+
 
 class GateUp(_Mixture):
-    name, shared, epilogue = GATE_UP, "K", GATE
+    name, shared, epilogue, local = GATE_UP, "K", GATE, True
 
     def sent(self, problem: Any) -> float:
         return 0

@@ -140,5 +140,4 @@ def chosen(problem: Problem, offers: Callable[[Problem], dict[Order, float]]) ->
             product *= max(offered[order], 1e-3) / max(min(offered.values()), 1e-3)
         return product
 
-    assert problem.sums.level is not None, "only a promise of equal bits needs an order"
     return problem.sums.level.best(common, mean)

@@ -18,6 +18,7 @@ from iris.planning import Comparison, compare_ways
 from ..config import FusedConfig, Prediction
 from . import orders, trace
 from .needs import PLAIN
+from .operations import ALL_REDUCE
 from .orders import Order
 from .way import Sizes, Way
 from .ways import WAYS
@@ -124,21 +125,26 @@ def common_order(ways: tuple[Way, ...], problem: Any, machine: Machine) -> Order
     return orders.chosen(problem, offers)
 
 
-def check_order(problem: Any, config: FusedConfig, machine: Machine) -> None:
-    """Raise `ArgumentError` for a user's configuration that sums in another order, where bits are portable."""
+def check_config(op: str, problem: Any, config: FusedConfig, machine: Machine) -> None:
+    """Raise `ArgumentError` for a user's configuration that cannot serve a call of `op`."""
+    if not isinstance(config, FusedConfig):
+        raise ArgumentError(f"{op}: config is {type(config).__name__}; expected an iris_ops.FusedConfig")
+    way = way_for(problem, config)
+    if config.algorithm == "two_shot" and problem.op != ALL_REDUCE:
+        raise ArgumentError(f"{op}: config.algorithm is 'two_shot', which is for {ALL_REDUCE}; expected 'one_shot'")
+    if reason := way.refuses(problem):
+        raise ArgumentError(f"{op}: config.algorithm is {config.algorithm!r}; expected another, for {reason}")
+    if reason := way.refuses_config(problem, config, machine):
+        raise ArgumentError(f"{op}: {reason}")
     if not problem.sums.on_any_ranks:
         return
-    expected, way = common_order(WAYS, replace(problem, M=0), machine), way_for(problem, config)
-    served = problem.sums.kind in way.sums
-    order = way.order(problem if served else problem.free, config, machine)
+    expected = common_order(WAYS, replace(problem, M=0), machine)
+    order = way.order(problem if problem.sums.kind in way.sums else problem.free, config, machine)
     cut = problem.tree and problem.tree.depth % config.block_k
-    if served and (reason := way.refuses_config(problem, config)):
-        raise ArgumentError(f"{problem.called_op}: {reason}")
     if cut or order is None or order != expected:
         raise ArgumentError(
-            f"{problem.called_op}: config sums by {order or 'another order'}"
-            f"{f', in blocks of {config.block_k}' if cut else ''}; with invariant={problem.sums.level.name!r} expected"
-            f" None, or one that sums by {expected}"
+            f"{op}: config sums by {order or 'another order'}{f', in blocks of {config.block_k}' if cut else ''}; with"
+            f" {problem.sums.level.text} expected None, or one that sums by {expected}"
         )
 
 

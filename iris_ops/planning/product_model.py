@@ -14,7 +14,7 @@ import torch
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
-from .needs import GATE, WeightFormat
+from .needs import Epilogue, WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
 from .weights.streams import launch_us
@@ -26,9 +26,9 @@ _SKINNY = tuple(
 )
 
 
-def local_problem(M: int, N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Problem:
+def local_problem(M: int, N: int, K: int, dtype: torch.dtype, epilogue: Epilogue | None = None) -> Problem:
     """Return the problem of x [M, K] times a weight of N columns on one rank."""
-    return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=GATE if gated else None)
+    return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=epilogue)
 
 
 @lru_cache(maxsize=4096)

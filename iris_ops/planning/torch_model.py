@@ -92,16 +92,6 @@ def _heated(us: float) -> float:
     return us / (fast + (slow - fast) * warmth)
 
 
-# The share of the memory's rate that gating reaches, and microseconds of a kernel after another.
-_GATE_SHARE, _AFTER_US = 0.9, 3.0
-
-
-def gate_us(problem: Problem, machine: Machine) -> float:
-    """Return the microseconds of `gate` after a product of these rows and columns, both halves."""
-    nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
-    return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
-
-
 def library_refused(problem: Problem, machine: Machine) -> str | None:
     """Return why a library's product is no candidate, or None: its time is unknown, or streaming weights is faster."""
     if problem.weights is not PLAIN:

@@ -56,5 +56,4 @@ def reasons(choice: Choice) -> tuple[str, ...]:
 
 def of_what(problem: Any) -> str:
     """Return the name of the counts on which a row's bits do not depend."""
-    level = problem.sums.level
-    return level.counted(problem) if level else problem.operation.counted
+    return problem.sums.level.counted(problem)

@@ -15,20 +15,15 @@ from iris import planning
 
 from ..config import FusedConfig, Prediction
 from . import orders
-from .needs import GATE, NORM, PLAIN, Epilogue
+from .needs import PLAIN, Epilogue
 from .orders import Order
 from .sums import ANY_ORDER, ROWS_ALIKE
 from .tile_model import gemm_us
-from .torch_model import gate_us
 
 if TYPE_CHECKING:
     from iris.machines import Machine
 
     from ..problem import Problem
-
-
-# Microseconds of an epilogue in a separate kernel.
-_EPILOGUE_US = {GATE: gate_us, NORM: lambda problem, machine: 2.5}
 
 
 class Sizes(NamedTuple):
@@ -82,8 +77,8 @@ class Way(planning.Way):
         """Return the reason why not even a user's configuration can serve `problem`; None if it can."""
         return None
 
-    def refuses_config(self, problem: Any, config: FusedConfig) -> str | None:
-        """Return the reason why a user's `config` for this way cannot keep what is promised, or None."""
+    def refuses_config(self, problem: Any, config: FusedConfig, machine: Machine) -> str | None:
+        """Return what is wrong with a user's `config` for this way, and what is expected; None of nothing."""
         return None
 
     def tiles(self, problem: Any, machine: Machine) -> Sequence[FusedConfig]:
@@ -99,10 +94,6 @@ class Way(planning.Way):
         """Return the kernel of this way's fallback, for a rank whose tensors it cannot load; "" if none."""
         return self.fallback
 
-    def refuses_tile(self, problem: Any, block_n: int, machine: Machine) -> str | None:
-        """Return the reason why blocks of this width are not supported, or None."""
-        return None
-
     def means(self, problem: Any, config: FusedConfig) -> bool:
         """Return whether a user's `config` selects this way. Of several, the last in the table counts."""
         alike = config.warp_specialised == self.warp_specialised
@@ -112,7 +103,7 @@ class Way(planning.Way):
         """Return `times` plus what runs in separate kernels: rounding, and an epilogue that this way does not fuse."""
         times, rest = self.times(problem, config, machine), 0.0
         if problem.epilogue and problem.epilogue not in self.fuses(problem, config):
-            rest += _EPILOGUE_US[problem.epilogue](problem, machine)
+            rest += problem.epilogue.us(problem, machine)
         if self.rounds_rows(problem):
             rest += problem.weights.rounding_us(problem.M, problem.K, machine)
         return replace(times, total_us=times.total_us + rest) if rest else times

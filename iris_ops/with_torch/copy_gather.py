@@ -38,7 +38,6 @@ import triton.language as tl
 
 from ..kernels.hopper import gather_matmul
 from ..operands import Operands
-from ..planning.needs import GATE
 from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
 from ..problem import Problem, part_of
 from .products import multiplier
@@ -109,7 +108,7 @@ def _in_steps(
 ) -> _Ways:
     out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
-    multiply = multiplier(workspace.ctx, problem, gated=problem.epilogue is GATE)
+    multiply = multiplier(workspace.ctx, problem, problem.epilogue)
 
     def product(begin: int, end: int, rows: torch.Tensor) -> Callable[[], None]:
         return partial(multiply, out[begin:end], rows, B, bias, scale)

@@ -12,14 +12,15 @@ from . import torch_matmul
 if TYPE_CHECKING:
     from iris.rank import Rank
 
+    from ..planning.needs import Epilogue
     from ..problem import Problem
 
 
-def multiplier(rank: Rank, problem: Problem, gated: bool = False) -> Callable[..., None]:
-    """Return a function of (out, A, B, bias, scale). `gated`: silu of half of the columns, times the other half.
+def multiplier(rank: Rank, problem: Problem, epilogue: Epilogue | None = None) -> Callable[..., None]:
+    """Return a function of (out, A, B, bias, scale). `epilogue`: of the same call, None or a gate.
 
     It is torch's product, or `local/matmul.py`, where a row's bits are promised.
     """
     if problem.sums.promised:
-        return partial(matmul.gated if gated else matmul.multiply, rank)
-    return gating.multiply if gated else torch_matmul.multiply
+        return partial(matmul.gated if epilogue else matmul.multiply, rank)
+    return gating.multiply if epilogue else torch_matmul.multiply

@@ -1,8 +1,8 @@
 """Run gated MLPs, `down(silu(gate(x)) * up(x))`, with their first half in one kernel.
 
 With few rows the kernel is `skinny_matmul`'s. With many rows, on a GPU with warp-specialised kernels, it is
-`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks. With
-`iris.iris(invariant=...)` one of the two computes any number of rows on any GPU.
+`hopper_gather_matmul_kernel`, whether the rows are here or, with sequence parallelism, spread over the ranks. Where
+a row's bits are promised one of the two computes any number of rows on any GPU.
 
 A module is replaced only if its forward has exactly this form, its gate and up are one product (see `merge`), its
 activation is silu, and it has no other hooks. Its contents keep their names. The kernel bypasses gate, up and

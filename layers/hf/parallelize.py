@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError
-from iris.invariance import RANKS
 from torch import nn
 
 from ..checkpoint.composed import Source
@@ -53,7 +52,7 @@ from .mixture import split_experts
 from .norms import fuse_norms
 from .options import Options
 from .report import Report, make_report, unconverted
-from .resolve import Split, on_any_ranks, resolve
+from .resolve import Split, at_level, resolve
 from .routers import fuse_routers
 from .shared_experts import join_shared
 from .snapshot import Snapshot
@@ -140,8 +139,7 @@ def split_layers(model: nn.Module, ctx: Iris, options: Options, files: Mapping[s
         options.check()
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        split = resolve(model, options, files or {})
-        split = on_any_ranks(split, options.sequence_parallel) if ctx.invariant == RANKS else split
+        split = at_level(resolve(model, options, files or {}), ctx.level, options.sequence_parallel)
 
         def apply(skeleton: nn.Module, inside: Split, alone: bool) -> None:
             _carry_out(skeleton, inside, _Alone(ctx) if alone else ctx)
@@ -170,7 +168,7 @@ class _Alone:
     num_ranks, cur_rank = 1, 0
 
     def __init__(self, ctx: Iris) -> None:
-        self.device, self.invariant = ctx.device, ctx.invariant
+        self.device, self.level = ctx.device, ctx.level
 
     def check(self) -> None:
         """Do nothing: the context was checked."""
@@ -222,7 +220,7 @@ def _carry_out(model: nn.Module, split: Split, ctx: Any) -> dict[str, str]:
         styles = styles | merge_siblings(model, styles)
     if split.fuse:
         fuse_gates(model)
-        fuse_norms(model, bool(ctx.invariant))
+        fuse_norms(model, ctx.level.rows_alike)
     store_weights(model, split.codings, split.weights, ctx)
     for name in split.experts:
         module = model.get_submodule(name)
@@ -240,7 +238,7 @@ def _finish(model: nn.Module, split: Split, styles: dict[str, str], ctx: Iris) -
     if split.fuse:
         join_shared(model)
         fuse_routers(model)
-    if ctx.invariant:
+    if ctx.level.rows_alike:
         keep_rows_alike(model, ctx)
     if not empty:
         model.to(ctx.device)

@@ -11,6 +11,7 @@ import hashlib
 from typing import Any
 
 from iris.errors import ArgumentError, StyleError
+from iris_ops.planning.sums import BATCH, Level
 from torch import nn
 
 from ..checkpoint.composed import Source
@@ -125,22 +126,24 @@ def resolve(model: nn.Module, options: Options, files: Mapping[str, Source]) -> 
     return Split(styles, linears, recurrent, experts, own, source, options.fuse, weights, codings, shares, least)
 
 
-def on_any_ranks(split: Split, sequence_parallel: bool | int | str) -> Split:
-    """Return the variant of `split` with the same bits on any number of ranks. Raises where there is none."""
+def at_level(split: Split, level: Level, sequence_parallel: bool | int | str) -> Split:
+    """Return the variant of `split` that keeps the promise of a context's `level`. Raises where there is none."""
+    if not (kept := level.unrounded_parts):
+        return split
     if split.weights in FORMS:
-        raise ArgumentError(f"weights is {split.weights!r}: expected None or {WIDENED!r} with invariant='ranks'")
+        raise ArgumentError(f"weights is {split.weights!r}: expected None or {WIDENED!r} with {kept}")
     for names, what in ((split.experts, "the sums over its experts"), (split.recurrent, "its state's sums")):
         if names:
             name = next(iter(names))
             raise StyleError(
                 f"{name}: {what} are rounded on each rank before ranks add them, so they differ by the number of ranks;"
-                " with invariant='ranks' expected a model of attention and dense products. Another context, with"
-                f" invariant='batch' or None, splits it; a filter_fn that is False for {name!r} keeps it whole"
+                f" with {kept} expected a model of attention and dense products. Another context, with {BATCH.text} or"
+                f" None, splits it; a filter_fn that is False for {name!r} keeps it whole"
             )
     if split.shares_tokens and sequence_parallel != "auto":
         raise ArgumentError(
-            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with invariant='ranks', for one rank"
-            " shares no tokens"
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with {kept}, for one rank shares no"
+            " tokens"
         )
     return replace(split, shares_tokens=False, by_groups=False)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from iris.errors import ShapeError, StyleError
 from iris_ops import torch_ops
-from iris_ops.problem import GATED
+from iris_ops.planning.operations import GATED
 from iris_ops.recording import is_leaving_torch, row_count
 import torch
 from torch import nn

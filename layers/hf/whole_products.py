@@ -1,4 +1,4 @@
-"""With `iris.iris(invariant=...)`: compute products of replicated modules, a mixture's router for one.
+"""Compute products of replicated modules, a mixture's router for one, where a row's bits are promised.
 
 Such a module multiplies by torch's linear, which may add up a row in another order where there are more rows. Then a
 token could go to other experts. So a module that has a separate matrix is called inside a mode, in which

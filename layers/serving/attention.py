@@ -18,26 +18,28 @@ import torch
 from torch import nn
 
 from . import prefill_attention
+from .cache import has_windows
 from .host_attention import host_attention
 
-NAME, INVARIANT, EAGER = "iris_step", "iris_step_invariant", "iris_eager"
+NAME, ALIKE, EAGER = "iris_step", "iris_step_rows_alike", "iris_eager"
+OWN = "sdpa", NAME, ALIKE  # what `attend` may compute
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of some models
 
 
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None = None, invariant: bool = False, **options: Any,
+    scaling: float | None = None, rows_alike: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attend as transformers' attention functions do: query [B, H, T, D], key and value [B, KV, L, D].
 
-    `invariant`: a row has the same bits in any batch.
+    `rows_alike`: a row has the same bits in any batch.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     here = torch.ops.iris_ops if is_recording() else None
     padded = prefill_attention.is_places(attention_mask)
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     plain = not needs_gradient and all(options.get(name) is None for name in _UNSUPPORTED)
-    if plain and invariant and query.device.type == "cpu":
+    if plain and rows_alike and query.device.type == "cpu":
         seen = prefill_attention.mask_of_places(attention_mask) if padded else attention_mask
         width = key.shape[2] if seen is None else seen.shape[3]
         call = here.host_attention if here else host_attention
@@ -45,10 +47,10 @@ def attend(
     if plain:
         if padded or prefill_attention.supports(module, query, key, value, attention_mask, options):
             call = here.prefill_attention if here else prefill_attention.prefill_attention
-            return call(query, key, value, scale, attention_mask, invariant), None
+            return call(query, key, value, scale, attention_mask, rows_alike), None
         if _decode_supports(query, key, value, attention_mask):
             call = here.decode_attention if here else decode_attention.decode_attention
-            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale, invariant).unsqueeze(1), None
+            return call(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale, rows_alike).unsqueeze(1), None
     if padded:
         attention_mask = prefill_attention.mask_of_places(attention_mask)
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[3] != 1:
@@ -91,16 +93,33 @@ def mask_of(**arguments: Any) -> torch.Tensor | None:
     return mask[..., :length] if mask is not None and alone else mask
 
 
-def use(model: Any, invariant: bool = False) -> bool:
+def install(model: Any, ctx: Any, step_attention: bool | None, graphs: bool) -> bool:
+    """Let `model` use this library's attention, by default on GPUs and where rows are alike at any number of them.
+
+    Returns whether prompts can be captured, if `graphs` are: transformers' own attention applies masks that are not
+    needed then, which takes longer.
+    """
+    alike = ctx.level.rows_alike
+    wanted = torch.device(ctx.device).type == "cuda" or alike if step_attention is None else step_attention
+    own = wanted and use(model, alike)
+    return graphs and (own or use_own_masks(model))
+
+
+def takes_step_masks(model: Any) -> bool:
+    """Return whether the attention of a step takes the mask of its cache."""
+    return model.config._attn_implementation in OWN and not has_windows(model.config)
+
+
+def use(model: Any, rows_alike: bool = False) -> bool:
     """Let `model` use `attend`; return False, and change nothing, if it does not use transformers' sdpa now.
 
     Nor does a model change that compares with the name "sdpa" itself, and uses its own attention under others (Falcon).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = INVARIANT if invariant else NAME
-    if model.config._attn_implementation in ("sdpa", NAME, INVARIANT) and not _compares_name(model):
-        AttentionInterface.register(name, partial(attend, invariant=True) if invariant else attend)
+    name = ALIKE if rows_alike else NAME
+    if model.config._attn_implementation in OWN and not _compares_name(model):
+        AttentionInterface.register(name, partial(attend, rows_alike=True) if rows_alike else attend)
         AttentionMaskInterface.register(name, mask_of)
         model.set_attn_implementation(name)
     return model.config._attn_implementation == name

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from iris.errors import ArgumentError
 from iris.memory.outputs import GraphOutputs
@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from ..digests import compare
+from ..gradients import untracked
 from ..hf.sequence import sharing_of
 from ..pipeline.stage import check_engine, share_seed
 from ..sharded import check_context, flags, positive
@@ -49,7 +50,6 @@ from .cache import (
     attending,
     cache_name,
     drop_last_tokens,
-    has_windows,
     is_compatible,
     known_empty,
     recurrent,
@@ -59,7 +59,7 @@ from .cache import (
 from .compiled import CompiledLayers, decoder_layers
 from .graphs import Graphs
 from .lengths import GRAPH_TOKENS, Lengths
-from .prompts import pad_right, until
+from .prompts import ended, pad_right, until
 from .requests import Request, checked_request
 from .rope_switch import RopeSwitch
 from .sampling import Sampler
@@ -70,13 +70,6 @@ if TYPE_CHECKING:
     from transformers import StaticCache
 
 _LOOK_EVERY = 16  # steps between looks at the tokens on the host, which cost a synchronisation
-
-_Method = TypeVar("_Method", bound=Callable)
-
-
-def _untracked(method: _Method) -> _Method:
-    """Return `method` without gradients and outside inference mode, whose tensors could not be changed later."""
-    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class Engine:
@@ -101,7 +94,7 @@ class Engine:
         ArgumentError: for bad arguments, and for models that an engine does not support, with the layer's name.
     """
 
-    @_untracked
+    @untracked
     def __init__(
         self,
         model: nn.Module,
@@ -133,10 +126,7 @@ class Engine:
         check_no_autocast(device.type)
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
-        use_kernels = device.type == "cuda" or bool(ctx.invariant) if step_attention is None else step_attention
-        # Under capture, transformers' own attention applies masks that are not needed, which takes longer.
-        own_attention = use_kernels and attention.use(model, bool(ctx.invariant))
-        capturable = self.graphs and (own_attention or attention.use_own_masks(model))
+        capturable = attention.install(model, ctx, step_attention, self.graphs)
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
         self._recurrent = bool(recurrent(self.cache))  # a state includes padding after a prompt, so there may be none
@@ -150,11 +140,10 @@ class Engine:
         self.count = torch.zeros(1, **like)  # ... and their number in each row
         self.sampler = Sampler(device)
         self._switch = RopeSwitch.of(model, self.output)
-        # Shaped for a step's attention; with windows, or another attention, the model derives its own masks.
-        config: Any = model.config
-        own = config._attn_implementation in ("sdpa", attention.NAME, attention.INVARIANT) and not has_windows(config)
         self._full_masks = needs_full_masks(model)
-        self._seen = self.mask[:, None, None] if own and not self._full_masks else self.mask
+        # Shaped for a step's attention; with windows, or another attention, the model derives its own masks.
+        shaped = attention.takes_step_masks(model) and not self._full_masks
+        self._seen = self.mask[:, None, None] if shaped else self.mask
         self._masks_steps = bool(attending(self.cache))  # a masked state would be masked once for each token
         self._tried: set[tuple[bool, bool]] = set()  # kinds of calls that have run
         self._keeps_any = keeps_any_logits(model)  # else this many from the end, or all
@@ -173,7 +162,7 @@ class Engine:
         if compile:
             self._compile("inductor" if compile is True else compile)
 
-    @_untracked
+    @untracked
     def generate(
         self,
         prompts: torch.Tensor | Sequence[Sequence[int]],
@@ -216,7 +205,7 @@ class Engine:
         self.reset()
         self.accept(self._first(self._replayed, request.prompts, request.mask))
         generated, ends = 1, request.ends
-        while generated < max_new_tokens and not (ends and self._ended(generated, ends, request.count)):
+        while generated < max_new_tokens and not (ends and ended(self.output[: request.count, :generated], ends)):
             steps = min(max_new_tokens - generated, _LOOK_EVERY if ends else max_new_tokens)
             self.decode(steps)
             generated += steps
@@ -232,7 +221,7 @@ class Engine:
         self.count.zero_()
         self.mask.fill_(False)
 
-    @_untracked
+    @untracked
     def prefill(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Read prompts and return the logits of the next token. Replays a CUDA graph where one matches.
 
@@ -250,7 +239,7 @@ class Engine:
         self._check_prompts(prompts, mask)
         return self._first(self._replayed, prompts, mask)
 
-    @_untracked
+    @untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Do what `prefill` does, eagerly and without padding to another length, so rounding may differ."""
         self._check_prompts(prompts, mask)
@@ -304,7 +293,7 @@ class Engine:
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
         check_prompts(self.model, prompts, mask, self.batch_size, self.max_length, self.tokens.device)
 
-    @_untracked
+    @untracked
     def accept(self, logits: torch.Tensor) -> None:
         """Choose the next token of each row by its `logits`, those of `prefill` or others of their shape.
 
@@ -324,12 +313,11 @@ class Engine:
         self.output.index_copy_(1, self.count, self.tokens)
         self.count += 1
 
-    @_untracked
+    @untracked
     def decode(self, steps: int = 1) -> None:
         """Generate `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        Raises `ArgumentError` where no prompts have been read since the last `reset`, and where the steps
-        exceed `max_length`.
+        Raises `ArgumentError` without prompts since the last `reset`, and where the steps exceed `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
@@ -341,7 +329,7 @@ class Engine:
     def _replayed_step(self) -> torch.Tensor:
         return self.steps.run(self.sampler.greedy, self._one_step, random=self.sampler.generator)
 
-    @_untracked
+    @untracked
     def step(self) -> torch.Tensor:
         """Generate one token a row, eagerly, and return the logits that it was chosen from."""
         self._expect_prompts()
@@ -401,7 +389,7 @@ class Engine:
         self._tried.add(kind)
         return result.logits[:, 0 if isinstance(keep, torch.Tensor) else -keep]  # some compute all of them
 
-    @_untracked
+    @untracked
     def _compile(self, backend: str) -> None:
         check_compilable(self.model, self.cache, backend)
         layers = decoder_layers(self.model, len(self.cache.layers))
@@ -410,6 +398,3 @@ class Engine:
             self._logits(self.tokens, self._seen, self.positions)  # allocates, as a compiled layer could not
             self.reset()
         self._compiled = CompiledLayers(self.model, layers, self.cache, backend)
-
-    def _ended(self, generated: int, ends: set[int], rows: int) -> bool:
-        return all(ends.intersection(row) for row in self.output[:rows, :generated].tolist())

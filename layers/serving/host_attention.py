@@ -1,7 +1,7 @@
 """Attention on the host, row by row: the same bits whatever the batch, its padding and the cache's length.
 
-torch's attention for CPUs chooses blocks by the number of queries. This is for an invariant context on machines without
-a GPU: its order is fixed, it is not fast. Keys count from the first that a row sees, in blocks of 64.
+torch's attention for CPUs chooses blocks by the number of queries. This is for a promise of equal bits on machines
+without a GPU: its order is fixed, it is not fast. Keys count from the first that a row sees, in blocks of 64.
 """
 
 from __future__ import annotations

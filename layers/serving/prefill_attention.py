@@ -66,18 +66,18 @@ def mask_of_places(places: torch.Tensor) -> torch.Tensor:
 
 def prefill_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, places: torch.Tensor | None = None,
-    invariant: bool = False,
+    by_flash: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return [B, T, H, D] of queries q [B, H, T, D] over k, v [B, KV, L, D]: token t over the first t + 1 of them.
 
-    With `places`, over the seen ones; tokens that are not seen get finite, meaningless numbers. `invariant`: always by
+    With `places`, over the seen ones; tokens that are not seen get finite, meaningless numbers. `by_flash`: always by
     flash attention, whose blocks depend on the place of a token alone.
     """
     batch, heads, length, _ = q.shape
     rows = [each[:, :, :length].transpose(1, 2) for each in (q, k, v)]  # a projection's layout: [B, T, heads, D]
     more = length_on_grid(length) - length
     by_cudnn = more == 0 or (batch * length >= _PADDED_TOKENS and length + more <= _MOST_PADDED * length)
-    by_cudnn = by_cudnn and not invariant
+    by_cudnn = by_cudnn and not by_flash
     more = more if by_cudnn else 0
     if places is not None:
         row = torch.arange(batch, device=q.device)[:, None]
@@ -126,7 +126,7 @@ def _has_plans(device: torch.device) -> bool:
 
 # A compiler would choose one backend for all lengths.
 OPERATORS.add(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None, bool invariant=False) -> Tensor",
+    "prefill_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? places=None, bool by_flash=False) -> Tensor",
     prefill_attention,
     lambda q, k, v, *_: q.new_empty(*q.transpose(1, 2).shape[:3], v.shape[3]),
 )

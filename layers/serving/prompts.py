@@ -85,3 +85,8 @@ def until(row: list[int], ends: set[int]) -> list[int]:
     """Return the tokens of `row` up to and with the first in `ends`."""
     at = next((i for i, token in enumerate(row) if token in ends), len(row))
     return row[: at + 1]
+
+
+def ended(tokens: torch.Tensor, ends: set[int]) -> bool:
+    """Return whether each row of `tokens` [rows, length] has one of `ends`."""
+    return all(ends.intersection(row) for row in tokens.tolist())

@@ -1,6 +1,6 @@
 """Fold the preceding sum into norms of a compiled layer that are separate kernels.
 
-With `iris.iris(invariant=...)` a norm is one operator (`iris_ops/local/norm.py`), and the preceding sum with the
+Where a row's bits are promised a norm is one operator (`iris_ops/local/norm.py`), and the preceding sum with the
 residual would be one kernel more. So in a traced graph
 
     add -> rms_norm -> products                two kernels

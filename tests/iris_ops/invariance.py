@@ -21,7 +21,6 @@ from iris_ops.problem import (
     Request,
     part_of,
     part_size,
-    promised,
     requested_problem,
 )
 import torch
@@ -96,7 +95,7 @@ class Probe:
 def ways(ctx: iris.Iris, case: Case, M: int) -> list[FusedConfig]:
     """One configuration of each kernel that a plan for the case may take."""
     problem = requested_problem(Request(case.op, M, case.N, case.K, ctx.num_ranks, case.dtype, case.form or None))
-    problem = promised(problem, ctx.invariant, None, case.bias)
+    problem = ctx.level.promise(problem, biased=case.bias)
     machine = machine_of(ctx.device)
     required = common_order(WAYS, replace(problem, M=0), machine)
     candidates = compare_ways(WAYS, problem, machine).candidates

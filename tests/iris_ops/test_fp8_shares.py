@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.problem import GATED, GATHER_MATMUL, REDUCE_SCATTER, part_of, part_size
+from iris_ops.planning.operations import GATED
+from iris_ops.problem import GATHER_MATMUL, REDUCE_SCATTER, part_of, part_size
 from iris_ops.quantised import scaled_matmul
 import pytest
 import torch

@@ -12,7 +12,8 @@ from iris.launch import relaunch
 from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
 from iris_ops.local import gated_matmul, gating  # noqa: F401
-from iris_ops.problem import GATED, part_of
+from iris_ops.planning.operations import GATED
+from iris_ops.problem import part_of
 import pytest
 import torch
 import triton

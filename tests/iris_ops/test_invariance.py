@@ -7,8 +7,9 @@ import random
 import iris
 from iris.machines import machine_named
 from iris_ops.planning.plan import plan
+from iris_ops.planning.sums import BATCH
 from iris_ops.planning.weights import BY_FLAG
-from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Request, promised, requested_problem
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Request, requested_problem
 import pytest
 import torch
 
@@ -107,7 +108,7 @@ def test_a_bias_comes_before_the_ranks_sum_at_every_number_of_rows_or_at_none(op
         rows, weights = (1, 64, 129, 200, 300, 777, 8192), BY_FLAG[fp8]
         problems = [requested_problem(Request(op, M, N, K, 2, torch.bfloat16, weights=weights)) for M in rows]
         for biased in (False, True):
-            algorithms = [plan(promised(problem, "batch", None, biased), machine).algorithm for problem in problems]
+            algorithms = [plan(BATCH.promise(problem, biased=biased), machine).algorithm for problem in problems]
             several = len({algorithm == "sequential" for algorithm in algorithms}) == 2
             assert not biased or not several, algorithms
             mixed += several

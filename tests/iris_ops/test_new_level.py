@@ -10,7 +10,7 @@ from iris.machines import machine_named
 from iris_ops import FusedConfig, calls, launch
 from iris_ops.kernels import lamport_matmul
 from iris_ops.planning import plan as engine
-from iris_ops.planning.sums import Level, level_of
+from iris_ops.planning.sums import Level
 from iris_ops.planning.ways import WAYS
 from iris_ops.planning.ways.lamport import Lamport
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, Request, requested_problem
@@ -71,7 +71,7 @@ def choose(op: str, M: int):
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(invariance.LEVELS, NAME, "tests.iris_ops.test_new_level:DOZENS")
-    level_of.cache_clear()
+    invariance.level_of.cache_clear()
 
 
 def test_the_ways_that_keep_a_new_level_serve_it() -> None:

@@ -13,6 +13,9 @@ from iris.triton_private import DirectLaunch
 from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
 from iris_ops.planning.plan import way_for
+from iris_ops.planning.ways.fp8_stream import FP8_STREAM, LAMPORT_FP8
+from iris_ops.planning.ways.lamport import LAMPORT
+from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.workspace import Workspace
 import pytest
@@ -72,6 +75,7 @@ def vary(ctx: iris.Iris, case: Case) -> None:
             lambda: op(out, A, B, None, config=case.config),
             lambda: op(out, A, B.contiguous() if case.transposed else B.t().contiguous().t(), bias, config=case.config),
             lambda: op(out, A, B, bias, config=replace(case.config, group_m=1)),
+            lambda: op(out, A, B, bias, config=replace(case.config, kernel="another")),
             lambda: op(out, A, B, bias, config=case.config, workspace=Workspace(ctx)),
         ]
         for index, changed in enumerate(different):
@@ -86,6 +90,18 @@ def vary(ctx: iris.Iris, case: Case) -> None:
         large.check()
         assert repeats.of(call.run) == (case.op == MATMUL_GATHER)  # which needs no workspace
         ctx.barrier()
+
+
+def test_configurations_that_select_other_kernels_differ() -> None:
+    """Of one algorithm a quantised weight has two kernels, so calls that differ in `kernel` alone are two."""
+    problem = Problem(ALL_REDUCE, "", 1, 4096, 1024, 2, torch.bfloat16, FP8_FORMAT)
+    stream, rounded = FP8_STREAM, replace(FP8_STREAM, kernel=LAMPORT)
+    assert [way_for(problem, each).kernel for each in (stream, rounded)] == [LAMPORT_FP8, LAMPORT]
+    out = torch.empty(4)
+    first, second = (relaunch.key_of((out,), (ALL_REDUCE, each)) for each in (stream, rounded))
+    assert first != second and stream != rounded
+    with pytest.raises(ArgumentError, match="FusedConfig.kernel is None"):
+        replace(stream, kernel=None)
 
 
 @pytest.mark.parametrize("op, form", FORMS)

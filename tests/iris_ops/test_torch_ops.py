@@ -8,7 +8,8 @@ import iris
 from iris.errors import ArgumentError, ClosedError
 from iris_ops import torch_ops
 from iris_ops.local.gated_matmul import matmul_gated
-from iris_ops.problem import ALL_REDUCE, GATED, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
+from iris_ops.planning.operations import GATED
+from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
 import pytest
 import torch
 

@@ -15,11 +15,12 @@ from iris_ops.planning.experts import Experts
 from iris_ops.planning.needs import WeightFormat
 from iris_ops.planning.operations import BY_NAME, GATE_UP
 from iris_ops.planning.plan import plan, way_for
+from iris_ops.planning.sums import BATCH
 from iris_ops.planning.ways.mixtures import GROUPED
 from iris_ops.planning.ways.touched import STREAM
 from iris_ops.planning.weights import BY_NAME as FORMATS_BY_NAME
 from iris_ops.planning.weights import format_of
-from iris_ops.problem import Problem, promised
+from iris_ops.problem import Problem
 import pytest
 import torch
 
@@ -83,7 +84,7 @@ class Steps:
     """Takes what would be launched."""
 
     def __init__(self) -> None:
-        self.ctx = SimpleNamespace(num_ranks=2, get_device_context=lambda: torch.tensor([0]))
+        self.rank = SimpleNamespace(num_ranks=2, get_device_context=lambda: torch.tensor([0]))
         self.launched: tuple[int, dict] | None = None
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: dict, **options: int) -> None:
@@ -160,7 +161,7 @@ def test_a_plan_says_why_it_does_not(change: dict, reason: str) -> None:
 
 
 def test_it_promises_no_equal_bits() -> None:
-    problem = promised(SERVED, "batch", None)
+    problem = BATCH.promise(SERVED)
     chosen = plan(problem, H200)
     assert chosen.kernel == GROUPED and any(f"rejected {STREAM}" in each for each in chosen.reasons)
     config = FusedConfig(16, 128, 128, algorithm="one_shot", kernel=STREAM)

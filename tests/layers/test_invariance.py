@@ -111,7 +111,7 @@ def test_a_decode_step_attends_alike_in_any_batch(monkeypatch, dtype):
         mask[:, -1], mask[place] = True, False
         seen = slice(padding, padding + filled)
         queries[place], keys[place, :, seen], values[place, :, seen], mask[place, seen] = q[0], k[0], v[0], True
-        found = decode_attention.decode_attention(queries, keys, values, mask, 0.2, invariant=True)[place]
+        found = decode_attention.decode_attention(queries, keys, values, mask, 0.2, equal_splits=True)[place]
         results.append((found, decode_attention.decode_attention(queries, keys, values, mask, 0.2)[place]))
     first = results[0][0]
     for found, _ in results[1:]:

@@ -41,11 +41,11 @@ from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import Matrix, known, start_in_turn
+from .leaves import Leaves
 from .mma import Mma
 from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import (
     NOWHERE,
-    Leaves,
     Shared,
     Unshared,
     Work,

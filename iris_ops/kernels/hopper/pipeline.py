@@ -39,12 +39,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...sum_tree import LEAVES as TREE_LEAVES
 from ..stream_k import Units
 from ..tiles import first_row, known, rows_from
 from .mma import Mma
 
-_LEAVES = gl.constexpr(TREE_LEAVES)
 NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
 
@@ -100,24 +98,6 @@ def allocate(a, b, dtype: gl.constexpr, tile: gl.constexpr, pipeline: gl.constex
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
-
-
-@aggregate
-class Leaves:
-    """The leaves of a rank's share of K, from number `first` on, of LEAVES with `blocks` blocks of 64 in all."""
-
-    first: base_value
-    blocks: base_value
-
-    @triton.constexpr_function
-    def __init__(self, first, blocks):
-        self.first, self.blocks = first, blocks
-
-    @gluon.jit
-    def steps(self, leaf):
-        """Return the number of blocks along K of leaf number `leaf` of the share (`sum_tree.border`)."""
-        number = self.first + leaf
-        return (number + 1) * self.blocks // _LEAVES - number * self.blocks // _LEAVES
 
 
 @triton.constexpr_function

@@ -15,7 +15,7 @@ from ..orders import Order, of_library
 from ..overlap_model import specialised_refused
 from ..product_model import library_us_in_turn
 from ..tile_model import tile_us
-from ..torch_model import gate_us, library_refused
+from ..torch_model import library_refused
 from ..way import Sizes, Way
 from ..weights import SCALED_AT_END
 
@@ -101,7 +101,7 @@ class CopyGather(Brought):
     def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
         """Return the times of the rank that takes longest."""
         product, link, total = _copied_us(problem, config, machine)
-        return Prediction(product, link, total + (gate_us(problem, machine) if problem.epilogue is GATE else 0.0))
+        return Prediction(product, link, total + (problem.epilogue.us(problem, machine) if problem.epilogue else 0.0))
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""

@@ -56,6 +56,16 @@ class Mixture(Way):
     def means(self, problem: Problem, config: FusedConfig) -> bool:
         return config.algorithm in self.algorithms
 
+    def refuses_tile(self, problem: Problem, block_n: int, machine: Machine) -> str | None:
+        """Return the reason why blocks of this width are not supported, or None."""
+        return None
+
+    def refuses_config(self, problem: Problem, config: FusedConfig, machine: Machine) -> str | None:
+        if config.block_k < (least := least_k(problem.weights)):
+            return f"config.block_k is {config.block_k}; expected at least {least}: experts are {problem.weights.name}"
+        wide = self.refuses_tile(problem, config.block_n, machine)
+        return f"config.block_n is {config.block_n}; expected more, for {wide}" if wide else None
+
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
         return (GATE,)
 

@@ -39,17 +39,17 @@ class Tree(Way):
         tree = problem.tree
         return tree is not None and config.lamport and not (config.warp_specialised and tree.halved)
 
-    def refuses_config(self, problem: Problem, config: FusedConfig) -> str | None:
+    def refuses_config(self, problem: Problem, config: FusedConfig, machine: Machine) -> str | None:
         if config.warp_specialised:
             return (
-                "config.warp_specialised is True; with invariant='ranks' expected False, but for two ranks of which"
-                " each has half of the leaves of K"
+                f"config.warp_specialised is True; with {problem.sums.level.text} expected False, but for two ranks of"
+                " which each has half of the leaves of K"
             )
         least = problem.world_size**2
         if config.algorithm == "two_shot" and problem.M < least:
             return (
-                f"config.algorithm is 'two_shot' for {problem.M} rows; with invariant='ranks' expected 'one_shot' below"
-                f" {least}"
+                f"config.algorithm is 'two_shot' for {problem.M} rows; with {problem.sums.level.text} expected"
+                f" 'one_shot' below {least}"
             )
         return None
 
