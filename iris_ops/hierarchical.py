@@ -183,7 +183,7 @@ class HierarchicalOps:
             )
         part = A @ B if bias is None else torch.addmm(bias, A, B)
         gathered = self._collectives.gathered(functional.pad(part, (0, columns - own)))  # [hosts, ranks, M, columns]
-        out.copy_(gathered.permute(2, 0, 1, 3).reshape(M, -1)[:, :N])
+        out.copy_(gathered.permute(2, 0, 1, 3).flatten(1)[:, :N])
 
     def plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool = True) -> HostsPlan:
         """Return how a call over all hosts would be computed, with reasons and predicted times; launches nothing."""
