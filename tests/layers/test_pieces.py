@@ -1,4 +1,4 @@
-"""Graphs with calls of the host between them: captured in order, replayed in order, and closed where a capture fails."""
+"""Graphs with calls of the host between them: captured and replayed in order, and closed where a capture fails."""
 
 from __future__ import annotations
 
