@@ -158,7 +158,12 @@ class _ShareLogits:
             between_graphs(lambda: line.receive(logits, last, "receiving logits"))
             return logits
         own = logits.contiguous()
-        between_graphs(lambda: [line.send(own, stage, "sending logits") for stage in range(last)])
+
+        def send() -> None:
+            for stage in range(last):
+                line.send(own, stage, "sending logits")
+
+        between_graphs(send)
         return logits
 
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from iris import log
 from iris.launch.graphs import abandon
@@ -36,7 +36,7 @@ class Captured:
 
     def __init__(self, work: Work, inputs: tuple, other: Captured | None, random: torch.Generator | None):
         self.inputs = [None if each is None else each.clone() for each in inputs]
-        self.pool = torch.cuda.graph_pool_handle() if other is None else other.pool
+        self.pool: Any = torch.cuda.graph_pool_handle() if other is None else other.pool
         self.pieces = Pieces(partial(self._begin, random))
         # The outer block leads back to the current stream even where a capture fails.
         try:

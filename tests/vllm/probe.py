@@ -84,6 +84,7 @@ def main(rank: int, stages: int, port: int, on: bool, cache: str) -> None:
         cudagraph_mode=CUDAGraphMode.NONE, splitting_ops=[], compile_sizes=[], compile_ranges_endpoints=[ROWS[0]],
     )  # fmt: skip
     config = VllmConfig(compilation_config=compilation)
+    config.parallel_config.rank = rank  # by which vLLM names its cache
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         initialize_model_parallel(tp, stages)

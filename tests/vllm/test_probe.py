@@ -1,4 +1,4 @@
-"""The plug-in inside vLLM's own compiler, on two CPU ranks a stage (`probe.py`). Skipped where vLLM is not installed."""
+"""The plug-in inside vLLM's own compiler, two CPU ranks a stage (`probe.py`). Skipped where vLLM is not installed."""
 
 from __future__ import annotations
 
