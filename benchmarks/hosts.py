@@ -40,7 +40,7 @@ ROWS = (1, 16, 64, 512, 4096)
 SIZE, SMALL_SIZE = (8192, 8192), (64, 96)  # N, and K of all ranks
 PART, FOLDER = "IRIS_BENCHMARK_PART", "IRIS_BENCHMARK_FOLDER"
 LOST_SECONDS = 8
-MODEL = dict(vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16,
+MODEL = dict(vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
              num_key_value_heads=8, max_position_embeddings=512)  # fmt: skip
 TINY = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128)  # fmt: skip
@@ -54,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_arguments(parser, dtype="bfloat16")
     parser.add_argument("--rows", type=report.numbers, help="values of M; default: 1 to 4096, on CPUs 1,5,16")
+    parser.add_argument("--models-s", type=report.at_least(1), default=60, help="seconds for new steps of models")
     parser.add_argument("--parts", type=report.some_of(PARTS), default=",".join(PARTS), help="default: all")
     args = parser.parse_args(argv)
     args.folder = Path(os.environ.get(FOLDER, "."))  # of the parts' results
@@ -244,31 +245,49 @@ def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
     prompts = torch.randint(0, sizes["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(5)).to(team.device)
     sampling: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = _model(team, torch.float32, sizes).generate(prompts, **sampling)[:, 9:].tolist()
-    result: dict[str, Any] = {"tokens": {}, "ms": {}}
-    kinds: dict[str, dict[str, Any]] = {"eager": {"graphs": False}}
-    for mesh_name in ("pp", "across"):
+    result: dict[str, Any] = {"tokens": {}, "ms": {}, "seconds": {}}
+    meshes, begin = ("pp", "across"), time.monotonic()
+
+    def has_time(what: str) -> bool:
+        seconds = team.slowest([time.monotonic() - begin])[0]
+        result["seconds"][what] = seconds
+        team.say(f"  [{seconds:3.0f} s] {what}: {result['tokens']} {result['ms']}")
+        if seconds > args.models_s:
+            result.setdefault("left_out", []).append(what)
+        return seconds <= args.models_s
+
+    def compared(mesh_name: str, ways: dict[str, dict[str, Any] | None]) -> None:
+        """Compare the tokens of `generate`, for None, and of engines with these options."""
         with _context(team, args, mesh_name) as (ctx, given):
             model = _model(team, torch.float32, sizes)
             layers.parallelize(model, ctx, **given)
-            tokens = {"generate": model.generate(prompts, **sampling)[:, 9:].tolist()}
-            graphs = {"graphs": {}} if team.cuda and mesh_name == "pp" else {}
-            compiled = {"compiled": {"compile": True if team.cuda else "eager"}}
-            for name, options in (kinds | graphs | compiled).items():
-                engine = layers.Engine(model, ctx, 2, 64, **options)
-                tokens[name] = [engine.generate(prompts, NEW) for _ in range(3)][-1]  # the third one replays
-                if name == "graphs":
-                    result["graphs"] = len(engine.steps)
-            for name, found in tokens.items():
-                equal = team.slowest([found != expected])[0] == 0
-                result["tokens"][f"{mesh_name}, {name}"] = equal
-            team.say(f"  {mesh_name}: {result['tokens']}")
-        if team.cuda:
+            for name, options in ways.items():
+                if options is None:
+                    found = model.generate(prompts, **sampling)[:, 9:].tolist()
+                else:
+                    engine = layers.Engine(model, ctx, 2, 64, **options)
+                    found = [engine.generate(prompts, NEW) for _ in range(3)][-1]  # the third one replays
+                    if engine.graphs:
+                        result["graphs"] = len(engine.steps)
+                result["tokens"][f"{mesh_name}, {name}"] = team.slowest([found != expected])[0] == 0
+
+    graphs: dict[str, dict[str, Any]] = {"pp": {"eager": {"graphs": False}, "graphs": {}}, "across": {"eager": {}}}
+    if not team.cuda:
+        del graphs["pp"]["graphs"]
+    for mesh_name in meshes:
+        if has_time(f"{mesh_name}, tokens"):
+            compared(mesh_name, {"generate": None, **graphs[mesh_name]})
+    for mesh_name in meshes * team.cuda:
+        if has_time(f"{mesh_name}, steps"):
             with _context(team, args, mesh_name) as (ctx, given):
                 model = _model(team, torch.bfloat16, STEP)
                 layers.parallelize(model, ctx, **given)
-                for name, options in (kinds | graphs).items():
+                for name, options in graphs[mesh_name].items():
                     engine = layers.Engine(model, ctx, 1, 512, **options)
                     result["ms"][f"{mesh_name}, {name}"] = _steps(team, engine, prompts[:1])
+    for mesh_name in meshes:
+        if has_time(f"{mesh_name}, compiled"):
+            compared(mesh_name, {"compiled": {"compile": True if team.cuda else "eager"}})
     return result
 
 
@@ -410,7 +429,7 @@ def run(args: argparse.Namespace) -> int:
         for each in parts:
             codes = each.wait(begin + args.time_limit - time.monotonic())
             print(f"[{time.monotonic() - begin:4.0f} s] {each.name}: exit codes {codes}", flush=True)
-            is_wrong = any(codes)
+            is_wrong = any(code != 0 for code in codes)
             if each.name.startswith("lost"):
                 found = sorted(args.folder.glob(f"{each.name}-*.json"))
                 errors = [json.loads(file.read_text()) for file in found]

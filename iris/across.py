@@ -126,8 +126,8 @@ class Across:
                 begin = time.perf_counter()
                 self.all_reduce(memory, "measuring the rate between hosts")
                 platform.synchronize(device)
-                self.settle()
                 times.append(time.perf_counter() - begin)
+                self.settle()
             return min(times[1:])
 
         short, long = fastest(4), fastest(_PROBE_BYTES)
@@ -162,14 +162,16 @@ class Across:
                 work.wait(self._limit)
             else:
                 work.wait()
-                self._pending.add(work, functools.partial(self._missed, peer, what))
+                event = torch.cuda.Event()
+                event.record()
+                self._pending.add(work, event.query, functools.partial(self._missed, peer, what))
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             raise self._loss(peer, what, self._late if late else _first_line(error)) from None
 
-    def _missed(self, peer: int | None, what: str, error: RuntimeError | None) -> None:
-        """End all work on the device after an operation that raised `error`, or did not end in time."""
-        self._loss(peer, what, self._late if error is None else _first_line(error))
+    def _missed(self, peer: int | None, what: str, reason: str | None) -> None:
+        """End all work on the device after an operation that failed for `reason`, or did not end in time."""
+        self._loss(peer, what, reason or self._late)
 
     def _loss(self, peer: int | None, what: str, reason: str) -> PeerLostError:
         if self.lost is not None:

@@ -43,6 +43,8 @@ def _tables(run: dict[str, Any]) -> list[str]:
         tables.append(f"Tokens beside the unsplit model's: {_pairs(equal)}.")
         if run["models"]["ms"]:
             tables.append(f"Milliseconds of a decode step, 8 layers of Llama 3 8B: {_pairs(run['models']['ms'])}.")
+        if left_out := run["models"].get("left_out"):
+            tables.append(f"Left out for want of time: {'; '.join(left_out)}.")
     if "lost" in run:
         lines = [
             [name.removeprefix("lost-"), str(each["rank"]), figure(each["seconds"]), each["error"].partition(". ")[0]]
