@@ -58,8 +58,6 @@ def refusal(config: VllmConfig) -> str | None:
         return "eager mode: nothing is compiled"
     if parallel.tensor_parallel_size < 2:
         return "tensor_parallel_size is 1"
-    if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallelism"
     if parallel.enable_dbo:
         return "dual batch overlap"
     if model is not None and model.enable_sleep_mode:

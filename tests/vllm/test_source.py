@@ -60,7 +60,7 @@ CLASSES = [
             "compile_ranges_endpoints",
         },
     ),
-    ("config/parallel.py", "ParallelConfig", {"tensor_parallel_size", "pipeline_parallel_size", "enable_dbo"}),
+    ("config/parallel.py", "ParallelConfig", {"tensor_parallel_size", "enable_dbo"}),
     ("config/model.py", "ModelConfig", {"enable_sleep_mode", "dtype"}),
     ("config/utils.py", "Range", {"end"}),
     (
