@@ -66,7 +66,7 @@ def loaded(team: Team, ctx: iris.Iris, name: str, folder: Path) -> dict:
     return row
 
 
-def made(team: Team, ctx: iris.Iris, weights: str | None) -> dict:
+def created(team: Team, ctx: iris.Iris, weights: str | None) -> dict:
     """Return the time of a step, and bytes, of layers that are made in a format."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,7 +123,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             team.say(f"{weights}: left out for time")
             continue
-        rows.append(made(team, ctx, weights))
+        rows.append(created(team, ctx, weights))
         team.say(f"{time.monotonic() - begin:5.1f} s {rows[-1]}")
         gc.collect()
         if team.cuda:

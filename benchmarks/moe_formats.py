@@ -232,15 +232,15 @@ def run_compared(names: list[str], some: list[int], warm: bool) -> None:
 def same_bits(name: str, format: str, warm: bool) -> None:
     """Check that with invariant="batch" the first token has the same bits in any batch."""
     with iris.iris(1 << 29, invariant="batch") as ctx:
-        layer, found = Layer(name, format, ctx), {}
+        layer, equal_bits = Layer(name, format, ctx), {}
         for tokens in (1, 3, 64, 512):
             layer.draw(512)
             layer.A, layer.chosen, layer.weights = layer.A[:tokens], [layer.chosen[0][:tokens]], layer.weights[:tokens]
             layer.middle = layer.A.new_empty(tokens * layer.shape.top_k, layer.width)
             layer.out = layer.A.new_empty(tokens, layer.shape.hidden)
             layer.gate_up(0), layer.reduce(0)
-            found[tokens] = torch.equal(layer.out[0], found.setdefault(0, layer.out[0].clone()))
-        say(dict(shape=name, format=format, same_bits={k: v for k, v in found.items() if k}), ctx, warm)
+            equal_bits[tokens] = torch.equal(layer.out[0], equal_bits.setdefault(0, layer.out[0].clone()))
+        say(dict(shape=name, format=format, same_bits={k: v for k, v in equal_bits.items() if k}), ctx, warm)
 
 
 def say(row: dict, ctx: iris.Iris, warm: bool) -> None:

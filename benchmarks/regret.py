@@ -5,8 +5,8 @@ shape every way that accepts it is measured, by the configuration that the plann
 `--each`. All of them are checked against float64 before they are timed, in turns, as CUDA graphs.
 
 A shape's regret is the time of the planner's choice over that of the fastest way measured. Prints regrets by op and
-rows and writes `regret_<gpu>_x<ranks>.json` after every shape. `--beside FILE` judges the choices by another table of
-rates, too, such as one that `iris-tp calibrate` wrote; its choices are measured in the same run.
+rows and writes `regret_<gpu>_x<ranks>.json` after every shape. `--other-rates FILE` judges the choices by another
+table of rates, too, such as one that `iris-tp calibrate` wrote; its choices are measured in the same run.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
     parser.add_argument("--each", type=report.at_least(1), default=1, help="configurations a way (default 1)")
     parser.add_argument("--budget-s", dest="time_limit", type=report.at_least(1), help="as --time-limit; default 90")
-    parser.add_argument("--beside", type=Path, help="another table of rates, whose choices are measured, too")
+    parser.add_argument("--other-rates", type=Path, help="another table of rates, whose choices are measured, too")
     parser.set_defaults(time_limit=90)
     args = parser.parse_args(argv)
     report.settle(args, argv, "regret")
@@ -80,8 +80,8 @@ def draw(count: int, seed: int, world: int, ops: list[str], tiny: bool = False) 
         least, most = (1, _TINY) if tiny else CLASSES[number // len(ops) % len(CLASSES)]
         row = _drawn(rng, op, least, most, world, tiny)
         M, N, K = row.gemm(world)
-        fits = M * N * K * 2 <= _MOST_FLOPS and max(row.M * row.N, row.M * row.K) <= _MOST_ELEMENTS
-        if fits and row not in rows:
+        small_enough = M * N * K * 2 <= _MOST_FLOPS and max(row.M * row.N, row.M * row.K) <= _MOST_ELEMENTS
+        if small_enough and row not in rows:
             rows.append(row)
     return rows
 
@@ -125,7 +125,7 @@ def ways_of(problem: Problem, machines: dict[str, Machine], each: int) -> dict[s
 
     A way that should take more than `_LONGEST` times the fastest one's time is left out.
     """
-    found: dict[str, Candidate] = {}
+    candidates_by_name: dict[str, Candidate] = {}
     for machine in machines.values():
         counts: dict[tuple[str, str], int] = {}
         candidates = compare_ways(WAYS, problem, machine).candidates
@@ -135,8 +135,8 @@ def ways_of(problem: Problem, machines: dict[str, Machine], each: int) -> dict[s
             counts[key] = counts.get(key, 0) + 1
             near = counts[key] <= each and candidate.times.total_us <= longest_us
             if near and way_for(problem, candidate.config) is candidate.way:
-                found.setdefault(_name_of(problem, candidate), candidate)
-    return found
+                candidates_by_name.setdefault(_name_of(problem, candidate), candidate)
+    return candidates_by_name
 
 
 def _name_of(problem: Problem, candidate: Candidate) -> str:
@@ -215,24 +215,24 @@ def _checked(inputs: Inputs, call: Callable[[int], torch.Tensor]) -> float:
     return error
 
 
-def machines_of(device: torch.device, beside: Path | None) -> dict[str, Machine]:
-    """Return the rates by which plans are made here and, with a table `beside`, those of that table."""
-    found = {"plan": machine_of(device)}
-    if beside:
+def machines_of(device: torch.device, other_rates: Path | None) -> dict[str, Machine]:
+    """Return the rates by which plans are made here and, with a table `other_rates`, those of that table."""
+    machines = {"plan": machine_of(device)}
+    if other_rates:
         before = os.environ.get(ENV_RATES)
-        os.environ[ENV_RATES] = str(beside)
+        os.environ[ENV_RATES] = str(other_rates)
         try:
-            found["beside"] = machine_of.__wrapped__(device)
+            machines["other"] = machine_of.__wrapped__(device)
         finally:
             os.environ.pop(ENV_RATES)
             os.environ.update({} if before is None else {ENV_RATES: before})
-    return found
+    return machines
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
     begin, dtype = time.monotonic(), getattr(torch, args.dtype)
     rows = draw(args.shapes, args.seed, team.world, args.ops, tiny=not team.cuda)
-    heap, machines = Heap(team, rows, dtype, int(args.heap_gib * 2**30)), machines_of(team.device, args.beside)
+    heap, machines = Heap(team, rows, dtype, int(args.heap_gib * 2**30)), machines_of(team.device, args.other_rates)
     rates = {by: _published(machine.source) for by, machine in machines.items()}
     measured = {**report.describe_run(team, args), "rates": rates, "drawn": len(rows), "rows": []}
     if team.cuda:

@@ -63,8 +63,8 @@ def shown() -> set[str]:
     return {name for page in pages for name in re.findall(r"plots/([\w.-]+\.svg)\)", page.read_text())}
 
 
-def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
-    """Draw the results: all their plots, or the `wanted` ones."""
+def draw(files: list[Path], folder: Path, selected: set[str] | None) -> None:
+    """Draw the results: all their plots, or the `selected` ones."""
     # here, for they import matplotlib, which tables do without
     from benchmarks.plots import (
         all_scatter_plots,
@@ -81,7 +81,7 @@ def draw(files: list[Path], folder: Path, wanted: set[str] | None) -> None:
         picture = maker_of(json.loads(file.read_text()), drawers)
         with tempfile.TemporaryDirectory() as drawn:
             for written in picture(file, Path(drawn)) if picture else []:
-                if wanted is None or written.name in wanted:
+                if selected is None or written.name in selected:
                     print(shutil.copy(written, folder))
 
 

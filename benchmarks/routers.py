@@ -80,19 +80,19 @@ def measured(
 
     def ours(name: str, in_one: bool) -> Callable[[], None]:
         def call() -> None:
-            routing, found = ctx.ops.moe_choose(logits, top_k, scoring, bias, dtype, sort and in_one)
+            routing, routing_weights = ctx.ops.moe_choose(logits, top_k, scoring, bias, dtype, sort and in_one)
             if sort and not in_one:
                 ctx.ops.moe_route(routing.chosen, experts)
-            last[name] = routing.chosen, found
+            last[name] = routing.chosen, routing_weights
 
         return call
 
     def torchs(name: str, sorts: bool) -> Callable[[], None]:
         def call() -> None:
-            best, found = by_transformers(logits, top_k, scoring, bias)
+            best, routing_weights = by_transformers(logits, top_k, scoring, bias)
             if sort and sorts:
                 ctx.ops.moe_route(best, experts)
-            last[name] = best, found.to(dtype)
+            last[name] = best, routing_weights.to(dtype)
 
         return call
 

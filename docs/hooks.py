@@ -40,16 +40,16 @@ def on_config(config: Any) -> Any:
 
 
 def _expanded(nav: list[Any]) -> list[Any]:
-    found: list[Any] = []
+    items: list[Any] = []
     for item in nav:
         if isinstance(item, dict):
-            found += [{title: _expanded(value) if isinstance(value, list) else value} for title, value in item.items()]
+            items += [{title: _expanded(value) if isinstance(value, list) else value} for title, value in item.items()]
         elif item.endswith("/*"):
             pages = sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / item).parent.glob("*.md"))
-            found += [page for page in pages if page not in nav]
+            items += [page for page in pages if page not in nav]
         else:
-            found.append(item)
-    return found
+            items.append(item)
+    return items
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -33,7 +33,7 @@ class Span:
 
 def lanes(text: str) -> list[tuple[str, list[Span]]]:
     """Parse the lines of a timeline. Raises ValueError for a line that is not a timeline's."""
-    found = []
+    rows = []
     for line in filter(None, map(str.strip, text.splitlines())):
         name, _, entries = line.partition(":")
         spans = []
@@ -42,8 +42,8 @@ def lanes(text: str) -> list[tuple[str, list[Span]]]:
             if match is None or match[1] not in KINDS or float(match[2]) >= float(match[3]):
                 raise ValueError(f"{entry!r} in {line!r}; expected 'KIND BEGIN-END LABEL', KIND one of {KINDS}")
             spans.append(Span(match[1], float(match[2]), float(match[3]), match[4]))
-        found.append((name.strip(), spans))
-    return found
+        rows.append((name.strip(), spans))
+    return rows
 
 
 def draw(text: str) -> str:
@@ -51,10 +51,10 @@ def draw(text: str) -> str:
     rows = lanes(text)
     scale = (_WIDTH - 2) / max(span.end for _, spans in rows for span in spans)
     height = len(rows) * _LANE + _LEGEND
-    said = "; ".join(f"{name}: {', '.join(f'{s.kind} {s.label}'.strip() for s in spans)}" for name, spans in rows)
+    title = "; ".join(f"{name}: {', '.join(f'{s.kind} {s.label}'.strip() for s in spans)}" for name, spans in rows)
     parts = [
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {height}" role="img" xmlns="http://www.w3.org/2000/svg">',
-        f"<title>{escape(said)}</title>",
+        f"<title>{escape(title)}</title>",
     ]
     for number, (name, spans) in enumerate(rows):
         y = number * _LANE

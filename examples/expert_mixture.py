@@ -4,7 +4,8 @@ Each rank has its own tokens and some experts. Every choice of a token becomes a
 There is room for as many rows as a rank may send to one other, so no token is dropped and no shape depends on the
 choices. A program exchanges a tile of rows with all ranks by `iris.tiles`, computes what came, and sends it back.
 
-`ctx.ops.moe_gate_up` and its kin split every expert over all ranks instead: the fast way where all have all tokens.
+`ctx.ops.moe_gate_up` and `ctx.ops.moe_down_all_reduce` split every expert over all ranks instead. They are faster if
+every rank has all tokens.
 
     python -m examples.expert_mixture
 """
@@ -18,15 +19,14 @@ import triton.language as tl
 
 @triton.jit
 def expert_mixture_kernel(
-    ctx_ptr, space, sent, chosen, came, wanted, done, back, up, down, room,
+    ctx_ptr, space, sent, chosen, received, ids, done, back, up, down, room,
     H: tl.constexpr, F: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute back [world, room, H]: for each row of `sent`, of that shape, the result of its expert at the rank that
-    has it.
+    """Compute back [world, room, H]: for each row of `sent`, which has the same shape, the result of its expert.
 
     chosen [world, room]: the expert of a row, numbered at that rank, or -1 for no row. up [EXPERTS, H, F] and down
-    [EXPERTS, F, H]: this rank's experts. Memory for peers' rows: came and done like `sent`, wanted like `chosen`. All
-    tensors are fp32 and contiguous.
+    [EXPERTS, F, H]: this rank's experts. Memory for peers' rows: `received` and `done` with the shape of `sent`, and
+    `ids`, the experts of these rows, with the shape of `chosen`. All tensors are fp32 and contiguous.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, space)
@@ -34,18 +34,18 @@ def expert_mixture_kernel(
     for i in range(tl.program_id(0), tl.cdiv(room, ROWS), tl.num_programs(0)):
         row = i * ROWS + tl.arange(0, ROWS)
         at, inside = row[:, None] * H + h[None, :], (row < room)[:, None] & (h >= 0)[None, :]
-        tiles.all_to_all(chosen + row, room, 3 * i, wanted + row, room, row < room)
-        tiles.all_to_all(sent + at, whole, 3 * i + 1, came + at, whole, inside)
+        tiles.all_to_all(chosen + row, room, 3 * i, ids + row, room, row < room)
+        tiles.all_to_all(sent + at, whole, 3 * i + 1, received + at, whole, inside)
         tl.debug_barrier()  # threads read what others have stored
         for source in range(WORLD_SIZE):
-            x = tl.load(came + source * whole + at, inside, 0.0)
-            expert = tl.load(wanted + source * room + row, row < room, -1.0)
+            x = tl.load(received + source * whole + at, inside, 0.0)
+            expert = tl.load(ids + source * room + row, row < room, -1.0)
             y = tl.zeros((ROWS, H), tl.float32)
             for e in range(EXPERTS):
                 middle = tl.dot(x, tl.load(up + (e * H + h[:, None]) * F + f[None, :]), input_precision="ieee")
-                made = tl.load(down + (e * F + f[:, None]) * H + h[None, :])
-                made = tl.dot(tl.maximum(middle, 0.0), made, input_precision="ieee")
-                y = tl.where((expert == e)[:, None], made, y)
+                product = tl.load(down + (e * F + f[:, None]) * H + h[None, :])
+                product = tl.dot(tl.maximum(middle, 0.0), product, input_precision="ieee")
+                y = tl.where((expert == e)[:, None], product, y)
             tl.store(done + source * whole + at, y, inside)
         tl.debug_barrier()
         tiles.all_to_all(done + at, whole, 3 * i + 2, back + at, whole, inside)
@@ -59,10 +59,10 @@ def mixture(ctx, tokens, experts, weights, up, down, space, ROWS=16):  # noqa: A
     slot = torch.nn.functional.one_hot(to, w).cumsum(0).gather(1, to[:, None])[:, 0] - 1  # among rows for that rank
     sent, chosen = tokens.new_zeros(w, room, H), tokens.new_full((w, room), -1.0)
     sent[to, slot], chosen[to, slot] = tokens.repeat_interleave(k, 0), (experts.flatten() % own).float()
-    came, wanted, done, back = (torch.empty_like(t) for t in (sent, chosen, sent, sent))
+    received, ids, done, back = (torch.empty_like(t) for t in (sent, chosen, sent, sent))
     grid = (min(triton.cdiv(room, ROWS), ctx.get_cu_count()),)  # all programs of a grid that waits run at once
     expert_mixture_kernel[grid](
-        ctx.get_device_context(), space, sent, chosen, came, wanted, done, back, up, down, room, H, F, own, ROWS, w
+        ctx.get_device_context(), space, sent, chosen, received, ids, done, back, up, down, room, H, F, own, ROWS, w
     )
     return (back[to, slot].view(T, k, H) * weights[:, :, None]).sum(1)
 

@@ -20,13 +20,13 @@ import triton.language as tl
 
 @triton.jit
 def _attend(
-    q, slot, values, out, most, total, length, scale, ahead,
+    q, slot, values, out, most, total, length, scale, distance,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add one rank's keys and values to the running attention of the queries.
 
-    `most` is the highest score of a row, `total` the sum of its weights, and `out` the weighted sum of values. `ahead`
-    is the distance in rows from the first key to the first query.
+    `most` is the highest score of a row, `total` the sum of its weights, and `out` the weighted sum of values.
+    `distance`: how many rows after the first key the first query is.
     """
     d = tl.arange(0, D)[None, :]
     for first in range(0, length, BLOCK):
@@ -39,7 +39,7 @@ def _attend(
             there = (j < length)[:, None]
             key = tl.load(slot + j[:, None] * D + d, there, 0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            seen = (j < length)[None, :] & ((j[None, :] <= i[:, None] + ahead) | (not CAUSAL))
+            seen = (j < length)[None, :] & ((j[None, :] <= i[:, None] + distance) | (not CAUSAL))
             scores = tl.where(seen, scores, -float("inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
             weights, faded = tl.exp(scores - higher[:, None]), tl.exp(high - higher)

@@ -57,13 +57,13 @@ def exchange_tiles(ctx, space, shared, order, out, M, N, spread, MOVE: gl.conste
             await_tile(shared, i)
         begin = arch.clock()
         for part in range(parts):
-            pace(begin, gl.where(i + 1 < count, spread, 0), part, parts)  # nothing is loaded behind the last
-            found = tiles.look(before * parts + part, like, kept=True)
+            pace(begin, gl.where(i + 1 < count, spread, 0), part, parts)  # nothing is loaded after the last
+            arrived = tiles.look(before * parts + part, like, kept=True)
             if i < count:
                 tiles.send(part_of(shared, i, part).load(MOVE), number * parts + part, kept=True)
             if i > 0:
                 own = rows_of(shared, i - 1, part, MOVE)
-                total = tiles.sum(before * parts + part, own, kept=True, found=found)
+                total = tiles.sum(before * parts + part, own, kept=True, found=arrived)
                 r, c, _own = places_of(shared, part, row, M, MOVE)
                 target = out + (r.to(gl.int64) * N)[:, None] + (col + c)[None, :]
                 gl.store(target, total.to(out.dtype.element_ty), mask=(r < M)[:, None] & (col + c < N)[None, :])

@@ -1,7 +1,8 @@
 """Exchanges between ranks of different hosts: torch.distributed's operations, each bounded by IRIS_TIMEOUT.
 
 A context spans one host. Beyond it data travels by the user's process group, NCCL on GPUs and gloo on CPUs. `Across`
-adds what those lack: a wait that ends in time on every backend, and an error that names the lost host. Small values
+adds what those lack: waits that end in time on every backend, and an error that names the lost host. On GPUs the host
+does not wait: as with a kernel of the context, a later call raises the error. Small values
 (arguments to compare, failures) go through the group's store, so they need no device.
 
 A rank that loses another leaves a note in the store. A rank that loses the writer of that note, which may have ended
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+import functools
 import json
 import os
 import threading
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from . import platform
 from .errors import ArgumentError, PeerLostError
 from .group import Ranks, resolve, store_of
+from .pending import Pending
 from .rendezvous import Absent, gather
 from .same_host import identity
 
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from .group import Members
 
 _NOTE_S = 1.0  # for the store to answer
-_POLL_S = 20e-6
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
 
@@ -61,7 +63,9 @@ class Across:
         _group_counts[group.group_name] += 1
         self._name = f"iris/across/{group.group_name}/{_group_counts[group.group_name]}"
         self._store, self._count, self._on_loss = store_of(group), 0, on_loss
-        self._polls = "nccl" in dist.get_backend(group)
+        self._late = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)"
+        on_gpu = "nccl" in dist.get_backend(group)
+        self._pending = Pending(self._limit_s, torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
         self.names = ["a host that is not known yet"] * self.size
         self.lost: tuple[int | None, str] | None = None
         """The member that this one has given up on, None where it is one of several, and the reason."""
@@ -107,6 +111,12 @@ class Across:
         options.timeout = self._limit
         self._run(None, what, lambda: self.group._reduce_scatter_base(out, tensor, options))
 
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+        """Fill `out` [size * m, ...] with the members' contiguous `tensor` [m, ...], in their order."""
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.timeout = self._limit
+        self._run(None, what, lambda: self.group._allgather_base(out, tensor, options))
+
     def measure(self, device: torch.device) -> Rate:
         """Measure an all-reduce from `device`, small and large, and return what the slowest member reaches."""
 
@@ -117,6 +127,7 @@ class Across:
                 self.all_reduce(memory, "measuring the rate between hosts")
                 platform.synchronize(device)
                 times.append(time.perf_counter() - begin)
+                self.settle()
             return min(times[1:])
 
         short, long = fastest(4), fastest(_PROBE_BYTES)
@@ -130,32 +141,43 @@ class Across:
         if self.lost is not None:
             raise self._error("an earlier call")
 
-    def _run(self, peer: int | None, what: str, start: Any) -> None:
-        """Start an operation and wait for it. `peer`: the only other member that takes part, if there is one."""
+    def settle(self) -> None:
+        """Wait until all earlier operations have ended. Raises `PeerLostError` where one of them has lost a member."""
+        if self._pending is not None:
+            self._pending.join()
         self.check()
+
+    def _run(self, peer: int | None, what: str, start: Callable[[], Any]) -> None:
+        """Run an operation. `peer`: the only other member that takes part, if there is one.
+
+        On GPUs the current stream waits for it, and a thread watches its end; the host goes on (`pending`).
+        """
+        self.check()
+        if peer is None and self.size == 2:
+            peer = 1 - self.rank
         begin = time.monotonic()
         try:
             work = start()
-            if self._polls and not torch.cuda.is_current_stream_capturing():
-                while not work.is_completed():
-                    if time.monotonic() > begin + self._limit_s:
-                        raise RuntimeError("the operation has not ended")
-                    time.sleep(_POLL_S)
-                work.wait()
-            else:
+            if self._pending is None:
                 work.wait(self._limit)
+            else:
+                work.wait()
+                event = torch.cuda.Event()
+                event.record()
+                self._pending.add(work, event.query, functools.partial(self._missed, peer, what))
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
-            reason = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)" if late else _first_line(error)
-            if peer is None and self.size == 2:
-                peer = 1 - self.rank
-            raise self._loss(peer, what, reason) from None
+            raise self._loss(peer, what, self._late if late else _first_line(error)) from None
+
+    def _missed(self, peer: int | None, what: str, reason: str | None) -> None:
+        """End all work on the device after an operation that failed for `reason`, or did not end in time."""
+        self._loss(peer, what, reason or self._late)
 
     def _loss(self, peer: int | None, what: str, reason: str) -> PeerLostError:
         if self.lost is not None:
             return self._error(what)
         self.lost = self._agreed(peer, reason)
-        if self._polls:  # an endless wait on the device would block all later work there
+        if self._pending is not None:  # an endless wait on the device would block all later work there
             with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)

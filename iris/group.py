@@ -103,7 +103,7 @@ class Ranks:
         packed: tuple[bytes | None, str | None] | None = None
         if self.rank == src:
             try:
-                packed = (_pickled(value), None)
+                packed = (pickled(value), None)
             except Exception as error:
                 packed = (None, f"value is a {type(value).__name__}, which cannot be pickled: {error}")
         sent = self.all_gather((src, packed), "broadcast")
@@ -227,7 +227,7 @@ _PICKLED_BY_TORCH = {
 }  # fmt: skip
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     """Return `value` pickled. Raises before other ranks wait for it where it cannot be unpickled."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)

@@ -185,9 +185,9 @@ def calibrated(machine: Machine) -> Machine:
 
     Raises `PlatformError` for a table that cannot be used.
     """
-    if (found := rates.read(machine.name, machine.num_programs)) is None:
+    if (stored := rates.read(machine.name, machine.num_programs)) is None:
         return machine
-    table, path = found
+    table, path = stored
     own: dict[str, Any] = {**table.rates, "source": table.source(path)}
     shared: dict[str, Any] = {**table.collectives, "source": table.source(path)}
     return replace(machine, **own, collectives=replace(machine.links, **shared))

@@ -210,6 +210,33 @@ def compile_without_gpu(target: Any) -> None:
     triton.runtime.driver.set_active(driver)
 
 
+def cache_folder() -> str:
+    """Return the folder of triton's cache on disk."""
+    return triton.knobs.cache.dir
+
+
+@contextmanager
+def use_cache_folder(folder: str) -> Iterator[None]:
+    """Have triton's cache on disk in `folder` inside this block."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        yield
+
+
+@contextmanager
+def launches_replaced(launch: Callable[..., None]) -> Iterator[None]:
+    """Call `launch(kernel, *args, grid=, **named)` in place of each launch that has to look its kernel up.
+
+    Nothing is compiled or runs inside this block.
+    """
+    run = triton.JITFunction.run
+    triton.JITFunction.run = lambda kernel, *args, **named: launch(kernel, *args, **named)
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
+
+
 def max_shared_bytes(index: int) -> int:
     """Return the bytes of shared memory that a program may take on GPU number `index`; triton refuses more."""
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]

@@ -2,31 +2,38 @@
 
     matmul_all_reduce       our matmul_reduce_scatter inside each host, torch.distributed's all-reduce of this rank's
                             share across hosts, our all-gather inside. Few rows are reduced whole, without a gather
+    matmul_all_reduce_norm  the same, then the norm's first half in a kernel of its own
     matmul_reduce_scatter   ours inside, once for the part of each host, then a reduce-scatter of the shares across
+    all_gather_matmul       of rows: an all-gather across, then ours inside, once for the rows of each host
+    matmul_all_gather       torch's product, then an all-gather across, and ours inside
 
 So each rank's network link carries its share of the result only: with w ranks on a host, the w-th part of what an
 all-reduce over all ranks that ignores hosts would send there. Ranks are counted host by host, as in the whole world of
 a mesh (hosts, tp). Between hosts sums travel in the dtype of `out`.
 
-Waits for other hosts end by IRIS_TIMEOUT, on the host; so these ops are not captured in CUDA graphs. Other ops stay
-inside a host: `ctx.ops.inside` has them, and no other name does, for a gather over one host where all were meant would
-be silently wrong.
+Waits for other hosts end by IRIS_TIMEOUT because the host watches them; so these ops are not captured in CUDA graphs.
+Other ops stay inside a host: `ctx.ops.inside` has them, and no other name does, for a mixture over one host where all
+were meant would be silently wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from iris import platform
+from iris.ccl.hierarchical import HierarchicalCollectives
 from iris.errors import ArgumentError, CaptureError, ShapeError
 from iris.machines import machine_of
 import torch
 from torch.nn import functional
 
+from .kernels import rmsnorm_epilogue
 from .ops import Ops
 from .planning.hosts import SCATTER, HostsPlan, Network, plan_all_reduce, plan_reduce_scatter
-from .problem import ALL_REDUCE, REDUCE_SCATTER
+from .planning.weights import BY_NAME
+from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -43,7 +50,8 @@ def ops_of(ctx: Rank) -> Ops:
 class HierarchicalOps:
     """Ops over the ranks of several hosts. All are collective, over all ranks of all hosts.
 
-    `inside`: the ops over the ranks of this host.
+    `config` of a sum: a `HostsPlan`, or a `FusedConfig` for the op inside a host that the plan names. Ranks whose K
+    differ must pass a `HostsPlan`, the same on all ranks. `inside`: the ops over the ranks of this host.
     """
 
     def __init__(self, ctx: Rank) -> None:
@@ -51,23 +59,25 @@ class HierarchicalOps:
         self._ctx, self._line = ctx, ctx.across
         self._network = Network(ctx.across.size, ctx.across_rate.gbs, ctx.across_rate.hop_us)
         self._rooms: dict[torch.dtype, torch.Tensor] = {}
-        self.inside = Ops(ctx)
+        self._collectives = HierarchicalCollectives(ctx)
+        self._calls = _Calls(self)
+        self._plans: dict[tuple, HostsPlan] = {}
+        self.inside, self.outputs = Ops(ctx), _Outputs()
 
     def matmul_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
-        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        async_op: bool = False, config: FusedConfig | HostsPlan | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """Compute `out [M, N] = sum over the ranks of all hosts of A [M, K] @ B [K, N] + bias [N]`.
 
-        `config` is for the op inside a host that the plan names. The other arguments and errors are those of `Ops`;
-        `async_op` must be False.
+        The other arguments and errors are those of `Ops`; `async_op` must be False.
         """
         M, N = self._check(ALL_REDUCE, out, A, B, async_op)
         if out.shape != (M, N):
             raise ShapeError(f"{ALL_REDUCE}: out is {tuple(out.shape)}; expected {(M, N)}")
         bias = self._once(bias)
-        plan = self._plan(ALL_REDUCE, M, N, A.shape[1], out.dtype, False)
+        plan, config = self._planned(ALL_REDUCE, (M, N, A.shape[1]), out.dtype, config)
         if plan.way != SCATTER or M == 0:
             workspace = self.inside.matmul_all_reduce(out, A, B, bias, False, config, workspace, scale)
             self._sum(out)
@@ -87,7 +97,7 @@ class HierarchicalOps:
 
     def matmul_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
-        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        async_op: bool = False, config: FusedConfig | HostsPlan | None = None, workspace: Workspace | None = None,
         scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
         """Return this rank's rows of the sum over the ranks of all hosts of `A [M,K] @ B [K,N] + bias [N]`.
@@ -96,26 +106,84 @@ class HierarchicalOps:
         `matmul_all_reduce`.
         """
         M, N = self._check(REDUCE_SCATTER, out, A, B, async_op)
-        hosts, ranks, rank = self._line.size, self._ctx.num_ranks, self._ctx.cur_rank
-        rows = -(-M // (hosts * ranks))
-        first = (self._line.rank * ranks + rank) * rows
-        own = max(0, min(rows, M - first))
+        hosts, ranks = self._line.size, self._ctx.num_ranks
+        rows, first, stop = self._chunk(M)
+        own = stop - first
         if out.shape != (own, N):
             raise ShapeError(
                 f"{REDUCE_SCATTER}: out is {tuple(out.shape)}; expected {(own, N)}, this rank's rows of {M}"
             )
         bias, per_host = self._once(bias), ranks * rows
+        config = config.inside if isinstance(config, HostsPlan) else config
         shares = self._room(hosts * rows, N, out.dtype).view(hosts, rows, N)
         for host, share in enumerate(shares):
             block = A[host * per_host : (host + 1) * per_host]
             if block.shape[0] < per_host:  # zeros follow the last row, so that all parts have equally many
                 block = functional.pad(block, (0, 0, 0, per_host - block.shape[0]))
             workspace = self.inside.matmul_reduce_scatter(share, block, B, bias, False, config, workspace, scale)
-        result = torch.empty(rows, N, dtype=out.dtype, device=out.device)
+        result = out.new_empty(rows, N)
         self._line.reduce_scatter(result, shares.view(hosts * rows, N), REDUCE_SCATTER)
         out.copy_(result[:own])
         assert workspace is not None
         return workspace
+
+    def matmul_all_reduce_norm(
+        self, out: torch.Tensor, scaled: torch.Tensor, squares: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+        residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+        config: FusedConfig | HostsPlan | None = None, workspace: Workspace | None = None,
+        scale: torch.Tensor | None = None, k_per_rank: Sequence[int] | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Compute what `Ops.matmul_all_reduce_norm` does, with the sum over the ranks of all hosts."""
+        rmsnorm_epilogue.check((residual, weight, scaled, squares), out)
+        workspace = self.matmul_all_reduce(out, A, B, bias, False, config, workspace, scale)
+        rmsnorm_epilogue.finish(out, residual, weight, scaled, squares)
+        return workspace
+
+    def all_gather_matmul(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Compute `out [M, N] = gather(A) @ B [K, N] + bias [N]` of all ranks' rows A, M divided as by `torch.chunk`.
+
+        Other arguments and errors are those of `Ops`; A is not gathered along K, and `async_op` must be False.
+        """
+        own, N = self._check(GATHER_MATMUL, out, A, B, async_op)
+        hosts, ranks, M = self._line.size, self._ctx.num_ranks, out.shape[0]
+        rows, first, stop = self._chunk(M)
+        if A.shape != (stop - first, B.shape[0]) or out.shape[1] != N:
+            raise ShapeError(
+                f"{GATHER_MATMUL}: A is {tuple(A.shape)} and out {tuple(out.shape)}; expected {stop - first} of {M} "
+                f"rows with {B.shape[0]} columns, and {N} columns of out"
+            )
+        lines = A.new_empty(hosts * rows, A.shape[1])
+        self._line.all_gather(lines, functional.pad(A, (0, 0, 0, rows - own)).contiguous(), GATHER_MATMUL)
+        whole = out.new_empty(hosts, ranks * rows, N)
+        for part, block in zip(whole, lines.view(hosts, rows, A.shape[1]), strict=True):
+            workspace = self.inside.all_gather_matmul(part, block, B, bias, False, config, workspace, scale)
+        out.copy_(whole.view(hosts * ranks * rows, N)[:M])
+        assert workspace is not None
+        return workspace
+
+    def matmul_all_gather(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
+        async_op: bool = False, config: FusedConfig | None = None, workspace: Workspace | None = None,
+    ) -> None:  # fmt: skip
+        """Compute `out [M, N] = gather(A [M, K] @ B [K, N/w] + bias [N/w])` along the columns of all w ranks.
+
+        Columns are divided as by `torch.chunk`. Raises as `Ops`; rows are not gathered, and `async_op` must be False.
+        """
+        M, own = self._check(MATMUL_GATHER, out, A, B, async_op)
+        N = out.shape[1]
+        columns, first, stop = self._chunk(N)
+        if own != stop - first or out.shape[0] != M:
+            raise ShapeError(
+                f"{MATMUL_GATHER}: B is {tuple(B.shape)} and out {tuple(out.shape)}; expected {stop - first} of {N} "
+                f"columns, and {M} rows of out"
+            )
+        part = A @ B if bias is None else torch.addmm(bias, A, B)
+        gathered = self._collectives.gathered(functional.pad(part, (0, columns - own)))  # [hosts, ranks, M, columns]
+        out.copy_(gathered.permute(2, 0, 1, 3).flatten(1)[:, :N])
 
     def plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool = True) -> HostsPlan:
         """Return how a call over all hosts would be computed, with reasons and predicted times; launches nothing."""
@@ -133,16 +201,36 @@ class HierarchicalOps:
             raise AttributeError(name)
         return _refuse(name)
 
-    def _plan(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool) -> HostsPlan:
+    def _planned(
+        self, op: str, sizes: tuple[int, int, int], dtype: torch.dtype, config: FusedConfig | HostsPlan | None
+    ) -> tuple[HostsPlan, FusedConfig | None]:
+        """Return the plan of a call, and the configuration of the op inside a host that was passed."""
+        if isinstance(config, HostsPlan):
+            return config, config.inside
+        key = op, *sizes, dtype
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key, False)
+        return self._plans[key], config
+
+    def _plan(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool, weights: str | None = None
+    ) -> HostsPlan:
         ranks, network, nbytes = self._ctx.num_ranks, self._network, M * N * dtype.itemsize
+
+        def inside(of: str, rows: int) -> FusedConfig:
+            return self.inside.plan(of, rows, N, K, dtype, explained=explained, weights=weights)
+
         if op == REDUCE_SCATTER:
-            rows = -(-M // network.hosts)
-            return plan_reduce_scatter(nbytes, ranks, network, self._inside(op, rows, N, K, dtype, explained))
-        scattered, reduced = (self._inside(of, M, N, K, dtype, explained) for of in (REDUCE_SCATTER, ALL_REDUCE))
+            return plan_reduce_scatter(nbytes, ranks, network, inside(op, -(-M // network.hosts)))
+        scattered, reduced = (inside(of, M) for of in (REDUCE_SCATTER, ALL_REDUCE))
         return plan_all_reduce(nbytes, ranks, network, machine_of(self._ctx.device), scattered, reduced)
 
-    def _inside(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool) -> FusedConfig:
-        return self.inside.plan(op, M, N, K, dtype, explained=explained)
+    def _chunk(self, total: int) -> tuple[int, int, int]:
+        """Return the size of a full part of `total`, and where this rank's begins and ends, as `torch.chunk` has it."""
+        ranks = self._ctx.num_ranks
+        part = -(-total // (self._line.size * ranks))
+        rank = self._line.rank * ranks + self._ctx.cur_rank
+        return part, min(total, rank * part), min(total, (rank + 1) * part)
 
     def _check(self, op: str, out: Any, A: Any, B: Any, async_op: Any) -> tuple[int, int]:
         self._ctx.check()
@@ -182,8 +270,39 @@ class HierarchicalOps:
         return self._rooms[dtype][: rows * columns].view(rows, columns)
 
 
+class _Outputs:
+    """New tensors for results: anywhere, because no peer of another host writes them."""
+
+    def new(self, op: str, A: torch.Tensor, B: torch.Tensor, size: Sequence[int], *_: Any) -> torch.Tensor:
+        """Return an empty tensor of `size` like A."""
+        return A.new_empty(size)
+
+    def keeping(self, kept: Any) -> AbstractContextManager:
+        """Return a block in which nothing changes."""
+        return nullcontext()
+
+
+class _Calls:
+    """Plans by the sizes that all ranks have in common, for operators whose ranks' parts differ (`torch_ops`)."""
+
+    def __init__(self, ops: HierarchicalOps) -> None:
+        self._ops = ops
+
+    def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: Any = None) -> tuple:
+        return op, M, N, K, dtype, weights
+
+    def plan(self, request: tuple) -> FusedConfig | HostsPlan:
+        """Return the plan of such a call: over all hosts of a sum, inside each of a gather."""
+        op, M, N, K, dtype, weights = request
+        name = weights.name if weights in BY_NAME.values() else None
+        if op == GATHER_MATMUL:
+            rows = -(-M // self._ops._line.size)
+            return self._ops.inside.plan(op, rows, N, K, dtype, explained=False, weights=name)
+        return self._ops._plan(op, M, N, K, dtype, False, name)
+
+
 def _refuse(name: str) -> NoReturn:
     raise ArgumentError(
-        f"ctx.ops.{name} on a context with across: expected {ALL_REDUCE} or {REDUCE_SCATTER}, which add over all "
-        f"hosts; ctx.ops.inside.{name} is over the ranks of this host"
+        f"ctx.ops.{name} on a context with across: expected {ALL_REDUCE}, {REDUCE_SCATTER}, {GATHER_MATMUL} or "
+        f"{MATMUL_GATHER}, which run over all hosts; ctx.ops.inside.{name} is over the ranks of this host"
     )

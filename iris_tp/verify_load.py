@@ -64,9 +64,9 @@ def main(args: argparse.Namespace) -> int:
     print(table(by_rank))
     if by_rank[0]["widened"]:
         print(by_rank[0]["widened"])
-    sizes = [found["bytes"] for found in by_rank]
+    sizes = [result["bytes"] for result in by_rank]
     even = max(sizes) * len(sizes) / sum(sizes)
-    seconds = max(found["seconds"] for found in by_rank)
+    seconds = max(result["seconds"] for result in by_rank)
     print("errors are in roundings to the dtype: expected at most 1")
     print(f"the fullest rank has {max(sizes):,} bytes, {even:.3f} of the mean")
     print(f"{len(by_rank)} ranks loaded what the files hold, in {seconds:.1f} s")

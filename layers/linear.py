@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .shard import Shard, chunk, merged, split_heads
-from .sharded import ShardedLinear, check_context, check_linears, flags, parts_or_plain, positive
+from .sharded import ShardedLinear, check_linears, flags, parts_or_plain, positive, ranks_of
 from .weight_storage import LOCAL
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ColumnParallelLinear(ShardedLinear):
         flags(bias=bias, gather_output=gather_output, sequence_parallel=sequence_parallel)
         if gather_output and sequence_parallel:
             raise ArgumentError("gather_output and sequence_parallel are both set: expected at most one of them")
-        check_context(ctx)
+        ctx = ranks_of(ctx)
         positive(out_features=out_features)
         parts = parts_or_plain(parts, out_features, ctx, gather_output)
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
@@ -149,7 +149,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     ):
         if not isinstance(out_features, Sequence) or not out_features:
             raise ArgumentError(f"out_features is {out_features!r}: expected a list with the size of each output")
-        check_context(ctx)
+        ctx = ranks_of(ctx)
         positive(**{f"out_features[{i}]": size for i, size in enumerate(out_features)})
         parts = merged(out_features, ctx.num_ranks, ctx.cur_rank, gather_output, ctx.level)
         super().__init__(in_features, sum(out_features), bias, gather_output, sequence_parallel,
@@ -190,7 +190,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        check_context(ctx)
+        ctx = ranks_of(ctx)
         positive(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         heads = split_heads(num_heads, num_kv_heads, ctx.num_ranks, ctx.cur_rank)
         sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
@@ -253,7 +253,7 @@ class RowParallelLinear(ShardedLinear):
               sequence_parallel=sequence_parallel)  # fmt: skip
         if sequence_parallel and not reduce_results:
             raise ArgumentError("reduce_results is False: expected True with sequence_parallel, which scatters the sum")
-        check_context(ctx)
+        ctx = ranks_of(ctx)
         if not reduce_results and (level := ctx.level.unrounded_parts):
             raise ArgumentError(
                 f"reduce_results is False: expected True with {level}, for rounded parts go by the rank"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import torch_ops
 from iris_ops.local import matmul, skinny_matmul
@@ -295,16 +296,15 @@ def unit_of(module: nn.Module, key: str = "weight") -> int:
     return getattr(module, "_units", {}).get(key, 1)
 
 
-def check_context(ctx: Any) -> None:
-    """Raise for an object that is not a context, or for one that was closed or has lost a rank."""
+def ranks_of(ctx: Any) -> Any:
+    """Return the context whose ranks layers are split over: `ctx`, or with `across` all ranks of all hosts.
+
+    Raises for an object that is not a context, or for one that was closed or has lost a rank.
+    """
     if not hasattr(ctx, "num_ranks"):
         raise ArgumentError(f"ctx is a {type(ctx).__name__}: expected the context that iris.iris() returns")
-    if getattr(ctx, "across", None) is not None:
-        raise ArgumentError(
-            "ctx was made with across, and layers are split over the ranks of one host: expected a context without it;"
-            " layers.parallelize(model, ctx, mesh=mesh) divides a model between hosts"
-        )
     ctx.check()
+    return ctx if getattr(ctx, "across", None) is None else ctx.once(AllHosts)
 
 
 def check_linears(linears: Sequence[Any]) -> None:

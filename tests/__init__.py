@@ -1,4 +1,4 @@
-"""Tests run beside each other, so a process has one thread: several wait for each other busily where cores are few."""
+"""Limit each test process to one thread: tests run in parallel, and more threads than cores slow all of them down."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""What the compilers make of every kernel, and checks that read it: each returns what is wrong with the assembly.
+"""Check the assembly of every compiled kernel; each check returns the faulty instructions.
 
 A check depends on nothing but the kernel's name and code, so its answer can be recorded (`tests/compilation.py`). What
-an answer should be stands in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each
+the expected answer is in the tests. Kernels that are broken on purpose (`tests/rma_kernels.py`) show that each
 check can fail.
 """
 
@@ -77,10 +77,10 @@ def question(check: Check) -> Check:
     """Has a recorded kernel answer what it answered before."""
 
     @wraps(check)
-    def asked(kernel: Kernel) -> Any:
+    def requested(kernel: Kernel) -> Any:
         return kernel.ask(check.__name__, check)
 
-    return asked
+    return requested
 
 
 def sound(kernels: Kernels) -> list[Kernel]:
@@ -137,7 +137,7 @@ def unordered_releases(kernel: Kernel) -> list[str]:
 
 @question
 def releases_without_barriers(kernel: Kernel) -> list[str]:
-    """What `unordered_releases` says where no barrier stands."""
+    """Return releases that no barrier precedes, as `unordered_releases` reports them."""
     text = re.sub(r"^\s*bar\.sync.*\n", "", kernel.text, flags=re.MULTILINE)
     return unordered_releases(Kernel(kernel.name, text, kernel.shared))
 
@@ -154,9 +154,9 @@ def narrow_scopes(kernel: Kernel) -> list[str]:
 
 @question
 def narrow_stores(kernel: Kernel) -> list[str]:
-    """Stores to global memory of other than 16 bytes, but for the words of sync blocks and failure records.
+    """Return stores to global memory that are not 16 bytes wide, except in sync blocks and failure records.
 
-    And for where `out` lies, which is told to every peer, and how far each peer's lies from this rank's, which is kept.
+    Also except the offset of `out`, which every peer receives, and the kept distances to the peers' `out`.
     """
     kinds = re.findall(r"\bst\.(?:volatile\.)?global[a-z0-9_.:]*", kernel.text)
     reports = kernel.text.count(LOCAL[1]) // CAS_A_REPORT
@@ -197,7 +197,7 @@ def unfenced_loads(kernel: Kernel) -> list[str]:
 
 @question
 def unguarded_hand_overs(kernel: Kernel) -> list[str]:
-    """Of warp-specialised programs: shared memory that is given on without a barrier of the warps that used it.
+    """Return where a warp-specialised program passes on shared memory without a barrier of the warps that used it.
 
     That is the operands' place in the ring, of which the next load may begin when both groups of warps have multiplied,
     and the finished tile, of which one thread says that all have stored or read it.
@@ -231,7 +231,7 @@ def machine_steps(kernel: Kernel) -> dict[str, Any]:
 
 
 def _assembled(kernel: Kernel) -> tuple[str, str]:
-    """What NVIDIA's assembler says of a kernel, and its machine code."""
+    """Return the report of NVIDIA's assembler for a kernel, and its machine code."""
     import triton  # iris comes before triton
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -240,9 +240,9 @@ def _assembled(kernel: Kernel) -> tuple[str, str]:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(kernel.text)
         command = [get_ptxas(90).path, "-v", "-arch", target, source, "-o", binary]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        message = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         shown = [triton.knobs.nvidia.nvdisasm.path, "-c", binary]
-        return said, subprocess.run(shown, check=True, capture_output=True, text=True).stdout
+        return message, subprocess.run(shown, check=True, capture_output=True, text=True).stdout
 
 
 @question
@@ -332,7 +332,7 @@ def hip_acquires(kernel: Kernel) -> int:
 
 
 def _released(lines: list[str]) -> bool:
-    """Whether a write-back to the system stands behind the last store or label of these."""
+    """Return whether a write-back to the system follows the last store or label."""
     for before in reversed(lines):
         if before.startswith("buffer_wbl2 sc0 sc1"):
             return True

@@ -1,4 +1,4 @@
-"""Compiled kernels for tests, and what is recorded of them in `tests/compiled/<target>.json`.
+"""Compile kernels for tests, and keep the answers of checks in `tests/compiled/<target>.json`.
 
 `tests/compile_kernels.py` compiles in processes of its own, a target once, from the first test on. Compiling takes
 minutes, so the record keeps the answers to what tests ask of each kernel's code, by the kernel's key. A run compiles

@@ -79,14 +79,14 @@ def _turn(item: pytest.Item) -> int:
 def _mark_all_but_some(items: list[pytest.Item]) -> None:
     for cases in _cases_of(items):
         mark = cases[0].get_closest_marker("some")
-        wanted = _wanted(len(cases), *mark.args, **mark.kwargs)
-        kept = {index * len(cases) // wanted for index in range(wanted)}
+        expected = _expected(len(cases), *mark.args, **mark.kwargs)
+        kept = {index * len(cases) // expected for index in range(expected)}
         for index, item in enumerate(cases):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)
 
 
-def _wanted(cases: int, n: int | None = None, on_gpus: int | None = None) -> int:
+def _expected(cases: int, n: int | None = None, on_gpus: int | None = None) -> int:
     """How many of the cases `some(n, on_gpus=...)` keeps."""
     kept = n if on_gpus is None or not _UNDER_TORCHRUN else on_gpus
     return cases if kept is None else kept
@@ -116,7 +116,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _our_turn() -> None:
-    """All is imported when the shares of tests that must not run beside these have ended; see on_gpus.py."""
+    """Wait, after all imports, for tests that must not run in parallel with these (on_gpus.py)."""
     if "IRIS_TEST_TURN" in os.environ:
         with open(os.environ["IRIS_TEST_TURN"]) as turn:
             fcntl.flock(turn, fcntl.LOCK_SH)

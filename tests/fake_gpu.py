@@ -1,4 +1,4 @@
-"""A GPU that torch and triton believe in: launchers run on tensors without memory, and every launch is recorded.
+"""Simulate a GPU for torch and triton: launchers run on tensors without memory, and every launch is recorded.
 
 For processes that compile kernels ahead of time. `torch.cuda` describes the GPU, `FakeTensor` gives tensors on it, and
 triton's driver names the target. A launch compiles nothing: it is kept with the arguments that triton would specialise

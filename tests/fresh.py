@@ -1,4 +1,4 @@
-"""Programs for what happens at import: each has a process of its own, in which torch alone has been imported.
+"""Run programs that test imports, each in a new process in which only torch has been imported.
 
 The processes are forked from one that has imported torch, which would take most of a program's time.
 """
@@ -45,9 +45,9 @@ for line in sys.stdin:
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess:
-    """How a program ends, and what it prints; an exception gives 1.
+    """Return a program's exit status, which is 1 after an exception, and its output.
 
-    Triton's interpreter is on only if `variables` say so.
+    Triton's interpreter is on only if `variables` enable it.
     """
     server = _server()
     server.stdin.write(json.dumps([code, variables]) + "\n")

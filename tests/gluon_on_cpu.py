@@ -30,7 +30,7 @@ _here = SimpleNamespace(program=0, programs=1)
 
 
 class Value(torch.Tensor):
-    """A tensor whose methods are those of values in a kernel."""
+    """Wrap a tensor so that it has the methods of a value in a kernel."""
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
         return self.view(dtype) if bitcast else torch.Tensor.to(self, dtype)

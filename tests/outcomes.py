@@ -75,7 +75,7 @@ def attempt(body: Callable[..., Any], *args: Any) -> Any:
 def raise_first(outcomes: list[Any]) -> None:
     """Raise what a rank raised; a lost peer only if no rank knows more, for it is the consequence.
 
-    The cause tells what the other ranks raised, too.
+    The cause lists what the other ranks raised.
     """
     failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
     failures.sort(key=lambda failure: iris.errors.PeerLostError.__name__ in repr(failure[1].error))  # or what wraps it

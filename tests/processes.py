@@ -51,7 +51,7 @@ def forkserver() -> Any:
 
 
 def patient(seconds: float) -> float:
-    """Return how long to wait for what takes at most `seconds` on a machine of its own: longer on a busy one."""
+    """Return how long to wait for work of at most `seconds` on an idle machine: longer on a busy one."""
     return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

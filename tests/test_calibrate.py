@@ -73,7 +73,7 @@ def test_groups_of_rates_are_recovered_and_predict_better(name: str, world: int)
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_is_taken_where_the_source_predicts_as_well(name: str) -> None:
-    """Though every case says otherwise: only calls that determine no rate count."""
+    """Even if every case differs: only calls that determine no rate count."""
     known, rng = machine_named(name, 142), random.Random(name)
     measured = study(known, 2)
     us = times_of(invented(rng), measured, rng)

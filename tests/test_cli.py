@@ -98,8 +98,8 @@ def test_plan_explains_mixtures(op: str, tokens: int, capsys: pytest.CaptureFixt
 
 
 def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixture) -> None:
-    asked = ["plan", DOWN_ALL_REDUCE, "4", "2048", "384", *_MIXTURE, "--gpu", "h100"]
-    assert cli.main([*asked, "--invariant", "batch"]) == 0
+    requested = ["plan", DOWN_ALL_REDUCE, "4", "2048", "384", *_MIXTURE, "--gpu", "h100"]
+    assert cli.main([*requested, "--invariant", "batch"]) == 0
     printed = capsys.readouterr().out
     taken = [float(each) for each in re.findall(r"together +([\d.]+) us", printed)]
     cost = re.search(r"tiles of one instruction: the same bits at every number of tokens cost ([\d.]+) us", printed)
@@ -108,7 +108,7 @@ def test_plan_of_a_mixture_says_what_equal_bits_cost(capsys: pytest.CaptureFixtu
         machine_named("NVIDIA H100", 132),
     )
     assert cost is not None and abs(max(0.0, taken[0] - free.prediction.total_us) - float(cost[1])) < 0.11
-    assert cli.main(asked) == 0
+    assert cli.main(requested) == 0
     assert "the same bits" not in capsys.readouterr().out
 
 
@@ -203,7 +203,7 @@ COMMANDS = {
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess:
-    """The command in a Python that finds no torch: a finder of its own refuses it."""
+    """Run the command in a Python whose import system hides torch."""
     hidden = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
         "import importlib.abc\n"
@@ -224,8 +224,8 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_torch_a_command_says_so_in_a_line(command: str) -> None:
     result = without_torch(command, *COMMANDS[command])
-    wanted = f"iris-tp {command}: torch not installed; `iris-tp doctor` lists what to install\n"
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", wanted)
+    expected = f"iris-tp {command}: torch not installed; `iris-tp doctor` lists what to install\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
 
 
 @pytest.mark.parametrize("command", [(), ("doctor",), *((name,) for name in COMMANDS)])

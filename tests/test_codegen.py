@@ -1,4 +1,4 @@
-"""What the compilers make of every kernel on every target: limits, tracing, and that each check can fail."""
+"""The code of every kernel on every target: limits, tracing, and that each check can fail."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_kernels_fit_in_shared_memory_and_never_trap(compiled, target: str) -> N
 
 @pytest.mark.parametrize("kernel", [hopper_matmul_gather_kernel, hopper_matmul_reduce_kernel], ids=lambda k: k.__name__)
 def test_how_tiles_are_shared_and_pushed_asks_for_no_further_kernel(kernel) -> None:
-    """Triton specialises on what is 1 or a multiple of 16, which of numbers that depend on all sizes says nothing."""
+    """Triton specialises on 1 and on multiples of 16, which is useless for numbers that depend on all sizes."""
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
     given = {p.name: torch.empty(64) if p.name in POINTERS else 0 if p.is_constexpr else 48 for p in kernel.params}
 

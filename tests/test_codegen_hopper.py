@@ -107,7 +107,7 @@ def test_ptx_of_lamport_values_that_two_ranks_exchange(compiled) -> None:
 
 
 def test_ptx_of_fp8_weights(compiled) -> None:
-    """Lines by TMA, whole vectors to registers, no conversion of a weight; values as in few rows; all programs fit."""
+    """Lines come by TMA, registers load whole vectors, no weight is converted, and all programs fit."""
     for name, rows, tiles in (("lamport_fp8", 8, 2), ("skinny_fp8", 16, 2)):
         kernel = compiled("sm_90")[name]
         resident = 3 if (rows, tiles) in stream_form.RINGS[3] else 1

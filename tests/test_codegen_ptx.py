@@ -120,7 +120,7 @@ def test_the_assembler_moves_nothing_before_the_wait(compiled, name: str) -> Non
 
 
 def test_kernels_for_gpus_before_hopper_neither_wait_nor_lead(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter must be off."""
+    """It runs in a separate process, because the interpreter must be off."""
     compiling = (
         "from pathlib import Path\n"
         "from tests import compile_kernels, fake_gpu\n"

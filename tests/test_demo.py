@@ -1,6 +1,6 @@
 """The demo's parts: the real GGUF converted without loss, the comparison, a short run of the whole.
 
-What takes the real weights is slow; at each push `make test-matrix` runs the whole demo, from the wheel.
+Tests with the real weights are slow; at each push `make test-matrix` runs the whole demo from the wheel.
 """
 
 import os
@@ -51,7 +51,7 @@ def test_conversion_leaves_only_the_finished_folder(cache: Path) -> None:
 @needs_gguf
 @pytest.mark.slow
 def test_conversion_loses_nothing(cache: Path) -> None:
-    """Weights whose rows transformers does not reorder are those that gguf itself reads, bit for bit."""
+    """Weights whose rows transformers does not reorder equal those that gguf reads, bit for bit."""
     from gguf import GGUFReader, dequantize
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, says what the code says, and its Python runs as pasted, on two ranks."""
+"""The site builds without a warning, agrees with the code, and its Python runs as pasted, on two ranks."""
 
 import contextlib
 import html
@@ -44,6 +44,11 @@ def test_every_block_of_python_is_found() -> None:
     assert set(QUICK) < set(WITH_PYTHON)
 
 
+def test_guides_show_how_their_python_is_run() -> None:
+    pages = [name for name in WITH_PYTHON if name.startswith(("guides/", "start/"))]
+    assert [name for name in pages if "torchrun --nproc-per-node" not in PAGES[name].read_text()] == []
+
+
 def _run(ctx: iris.Iris, path: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         left = runpy.run_path(path)
@@ -67,6 +72,19 @@ def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
     script.write_text(text)
     first, _ = run_ranks(2, _run, str(script))
     assert first.strip(), "a page prints what it shows"
+
+
+@pytest.mark.slow
+def test_the_guide_s_hash_is_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """It differs without `invariant="ranks"`, or the guide would show nothing."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "same_logits.py"
+    script.write_text(BLOCK.findall(PAGES["guides/same-bits.md"].read_text())[0])
+    printed = "".join(run_ranks(ranks, _run, str(script))[0] for ranks in (1, 2, 3))
+    hashes = re.findall(r"^(\d) ranks, invariant=(\w+): (\w{16})$", printed, re.MULTILINE)
+    assert [ranks for ranks, _, _ in hashes] == list("112233")
+    assert len({digest for _, level, digest in hashes if level == "ranks"}) == 1
+    assert len({digest for _, level, digest in hashes if level == "None"}) == 3
 
 
 def _timeline() -> Any:
@@ -126,7 +144,7 @@ def test_every_kernel_that_plans_name_has_a_page() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureFixture) -> None:
-    """Its sections, the module that it names, and the plans that it says name the kernel."""
+    """Its sections are complete, its module exists, and its `iris-tp plan` commands choose the kernel."""
     text = KERNELS[kernel].read_text()
     assert re.findall(r"^## (.*)", text, re.M) == ["When it is taken", "Why it is right", "What was measured"]
     assert text.count("```timeline") == 1
@@ -190,7 +208,7 @@ def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ("[nowhere](no-such-page.md)", "no-such-page.md"),
         ("[no anchor](kernels/index.md#no-such-anchor)", "no-such-anchor"),
@@ -199,7 +217,7 @@ def test_the_site_builds_and_asks_no_other_host(site: Path) -> None:
         ("```timeline\nlane: dance 0-1\n```", "KIND BEGIN-END LABEL"),
     ],
 )
-def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tmp_path: Path) -> None:
+def test_what_leads_nowhere_stops_the_build(site: Path, line: str, message: str, tmp_path: Path) -> None:
     for name in ("iris", "iris_ops", "layers", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "plots"))
     shutil.copytree(DOCS / "plots", tmp_path / "docs/plots")
@@ -210,4 +228,4 @@ def test_what_leads_nowhere_stops_the_build(site: Path, line: str, said: str, tm
     page.write_text(page.read_text() + f"\n{line}\n")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=patient(120))
-    assert built.returncode != 0 and said in built.stdout + built.stderr
+    assert built.returncode != 0 and message in built.stdout + built.stderr

@@ -1,4 +1,4 @@
-"""`iris-tp doctor`: what it says of this machine, and of machines that lack something."""
+"""`iris-tp doctor`: its report on this machine, and on machines that lack something."""
 
 import argparse
 import os
@@ -20,13 +20,13 @@ def test_doctor_examines_this_machine(apart: bool, capsys: pytest.CaptureFixture
     """Called here, and as a user runs it."""
     if apart:
         result = run("doctor")
-        code, said = result.returncode, result.stdout
+        code, message = result.returncode, result.stdout
     else:
-        code, said = cli.main(["doctor"]), capsys.readouterr().out
-    assert code == (1 if re.search(r"^ *FIX ", said, re.M) else 0), said
+        code, message = cli.main(["doctor"]), capsys.readouterr().out
+    assert code == (1 if re.search(r"^ *FIX ", message, re.M) else 0), message
     for name in ("python", "torch", "triton", "numpy", "safetensors"):
-        assert re.search(rf"^ *ok  {name} \d", said, re.M), said
-    assert "GPU" in said and ("/dev/shm" in said) == bool(doctor._device_files())
+        assert re.search(rf"^ *ok  {name} \d", message, re.M), message
+    assert "GPU" in message and ("/dev/shm" in message) == bool(doctor._device_files())
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_nothing_is_to_fix_after_a_clean_install_for_cpus(monkeypatch: pytest.Mo
     for name in [name for name in os.environ if name.startswith("IRIS_")]:
         monkeypatch.delenv(name)
     assert doctor.show(doctor.examine()) == 0
-    said = capsys.readouterr().out
-    notes = [line for line in said.splitlines() if line.startswith("note")]
-    assert len(notes) == 3 and all(re.search("transformers|accelerate|no GPU", line) for line in notes), said
+    message = capsys.readouterr().out
+    notes = [line for line in message.splitlines() if line.startswith("note")]
+    assert len(notes) == 3 and all(re.search("transformers|accelerate|no GPU", line) for line in notes), message
 
 
 def test_doctor_finds_the_triton_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = f"pytorch-triton-rocm==3.6.0{LINUX}"
-    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.6.0")
+    expected = f"pytorch-triton-rocm==3.6.0{LINUX}"
+    installed(monkeypatch, expected, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.6.0")
     assert not list(doctor.pair())
-    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.7.0")
+    installed(monkeypatch, expected, torch="2.11.0+rocm7.0", pytorch_triton_rocm="3.7.0")
     assert next(doctor.pair()).remedy == "pip install 'pytorch-triton-rocm==3.6.0'"
-    installed(monkeypatch, wanted, torch="2.11.0+rocm7.0")
-    assert not list(doctor.pair()), "that there is none is said of the versions"
+    installed(monkeypatch, expected, torch="2.11.0+rocm7.0")
+    assert not list(doctor.pair()), "the finding about versions reports that there is none"
 
 
 def test_doctor_sees_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_doctor_looks_at_python(python: tuple[int, ...], level: str, monkeypatch
 
 @pytest.mark.parametrize("allocator, lacking", [("torch", "note"), ("vmem", "FIX")])
 @pytest.mark.parametrize(
-    "given, broken, said",
+    "given, broken, message",
     [
         (None, "", "cuda-bindings is not installed"),
         ("12.6.0", "", "cuda-bindings is 12.6.0; expected >=12.8"),
@@ -184,7 +184,7 @@ def test_doctor_looks_at_python(python: tuple[int, ...], level: str, monkeypatch
     ],
 )
 def test_doctor_looks_for_the_driver_s_bindings(
-    given: str | None, broken: str, said: str | None, allocator: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+    given: str | None, broken: str, message: str | None, allocator: str, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
         if given is None:
@@ -199,10 +199,10 @@ def test_doctor_looks_for_the_driver_s_bindings(
     for other in ("versions", "namesake", "pair", "launcher", "gpus", "peers", "links", "memory", "environment"):
         monkeypatch.setattr(doctor, other, list)
     (finding,) = doctor.examine()
-    if said is None:
+    if message is None:
         assert finding == doctor.Finding("ok", f"cuda-bindings {given}")
     else:
-        assert finding.level == lacking and finding.what == said
+        assert finding.level == lacking and finding.what == message
         assert "cuda-bindings>=12.8'" in finding.remedy and "pip install" in finding.remedy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not doctor.examine(), "on CPUs nobody needs them"

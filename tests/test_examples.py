@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says; ranks that fail end the run at once."""
+"""Every example runs with the command of its docstring; a rank that fails ends the run at once."""
 
 import importlib
 import os
@@ -97,7 +97,7 @@ def test_example_runs_under_torchrun() -> None:
 
 @pytest.mark.slow
 def test_device_mesh_over_two_hosts() -> None:
-    """Two launches of torchrun on this machine stand for two hosts, each with GPUs of its own if there are four."""
+    """Two launches of torchrun on this machine simulate two hosts, each with its own GPUs if there are four."""
     enough = torch.cuda.device_count() >= 4
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -92,7 +92,7 @@ def _is_triton(name: str) -> bool:
 
 
 def reached(start: list[str], arrows: dict[str, set[str]]) -> set[str]:
-    """The modules to which imports lead from those of `start`."""
+    """Return all modules that the modules of `start` import, directly or not."""
     found, todo = set(), list(start)
     while todo:
         name = todo.pop()
@@ -213,14 +213,14 @@ def test_iris_on_amd_keeps_triton_from_cutting_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ("3.5.1", "triton is 3.5.1, with torch "),
         pytest.param("3.10.0+git1", "triton is 3.10.0+git1, with torch ", marks=pytest.mark.slow),
         (None, "needs triton, which is not installed: pip install 'triton>=3.6,<3.10'"),
     ],
 )
-def test_a_triton_of_another_version_is_named(given: str | None, said: str, tmp_path: Path) -> None:
+def test_a_triton_of_another_version_is_named(given: str | None, message: str, tmp_path: Path) -> None:
     """Before it is imported, which this one cannot be."""
     if given:
         (tmp_path / "triton").mkdir()
@@ -230,7 +230,7 @@ def test_a_triton_of_another_version_is_named(given: str | None, said: str, tmp_
         find = "importlib.util.find_spec = lambda name: None"
     code = f"import importlib.util, sys\n{find}\ntry:\n    import iris\nexcept ImportError as error:\n    print(error)"
     printed = run_python(code)
-    assert said in printed
+    assert message in printed
     assert not given or "pip install 'torch>=2.10,<2.16' 'triton>=3.6,<3.10'" in printed
 
 

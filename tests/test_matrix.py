@@ -1,4 +1,4 @@
-"""That docs/start/versions.md shows what the results say, and that the pairs are those that torch requires."""
+"""docs/start/versions.md shows the recorded results, and the pairs are those that torch requires."""
 
 import json
 import re
@@ -27,6 +27,6 @@ def test_newest_and_oldest_are_pairs() -> None:
     in_table = {torch: triton for torches, triton in rows for torch in torches.split(", ")}
     assert in_table == {_dotted(torch): _dotted(triton) for torch, triton in TRITON_OF_TORCH.items()}
     for name, pair in (("newest", matrix.PAIRS[-1]), ("docs", matrix.PAIRS[-1]), ("oldest", matrix.PAIRS[0])):
-        wanted = (matrix.ROOT / "requirements" / f"{name}.txt").read_text()
-        assert f"torch=={pair.torch}" in wanted
-        assert f"triton=={pair.triton}" in wanted or f"triton~={pair.triton}" in wanted
+        expected = (matrix.ROOT / "requirements" / f"{name}.txt").read_text()
+        assert f"torch=={pair.torch}" in expected
+        assert f"triton=={pair.triton}" in expected or f"triton~={pair.triton}" in expected

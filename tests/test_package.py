@@ -1,4 +1,4 @@
-"""The distribution, as somebody who has no checkout gets it: what is in it, what it says, and that it works alone."""
+"""The wheel and the sdist: their contents and metadata, and that they work without a checkout."""
 
 from email.message import Message
 from email.parser import Parser
@@ -28,7 +28,7 @@ if missing := [name for name in ("build", "setuptools", "twine") if find_spec(na
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist. Built from a copy: setuptools leaves files beside what it builds."""
+    """Build the wheel and the sdist from a copy, because setuptools leaves files in the source tree."""
     folder = tmp_path_factory.mktemp("package")
     for name in SOURCE:
         source, copy = ROOT / name, folder / "source" / name
@@ -139,8 +139,8 @@ def run(installed: Path, folder: Path, *arguments: str, **variables: str) -> sub
 
 
 def test_the_command_says_its_version(installed: Path, tmp_path: Path) -> None:
-    said = run(installed, tmp_path, "--version")
-    assert (said.returncode, said.stdout) == (0, f"iris-tp {iris.__version__}\n"), said.stderr
+    completed = run(installed, tmp_path, "--version")
+    assert (completed.returncode, completed.stdout) == (0, f"iris-tp {iris.__version__}\n"), completed.stderr
 
 
 @pytest.mark.slow
@@ -183,10 +183,10 @@ def test_all_extras_go_with(neighbour: str, dist: Path, tmp_path: Path) -> None:
     if find_spec("uv") is None:
         pytest.skip("not installed: uv")
     (wheel,) = dist.glob("*.whl")
-    wanted = tmp_path / "wanted.txt"
-    wanted.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
+    expected = tmp_path / "wanted.txt"
+    expected.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
     command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-header", "--no-annotate"]
-    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(wanted)]
+    command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(expected)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     if found.returncode and re.search("failed to fetch|error sending request", found.stderr, re.IGNORECASE):
         pytest.skip("no package index")

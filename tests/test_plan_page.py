@@ -1,4 +1,4 @@
-"""The planner's page: what it says at its points is what the planner says, and a browser shows it and moves it."""
+"""The planner's page shows the planner's own results at its points, and a browser can display and move it."""
 
 import html
 from itertools import product
@@ -42,16 +42,16 @@ def test_points_are_what_the_planner_says(table: dict) -> None:
     for (gpu, ranks, op, M, N, K), (ways, rejected) in random.sample(sorted(points.items()), 40):
         problem, machine = requested_problem(Request(op, M, N, K, ranks, torch.bfloat16)), machine_named(*GPUS[gpu])
         chosen = plan(problem, machine)
-        told = chosen.explain()
+        reported = chosen.explain()
         for way in ways:  # as `explain` prints them
             label, (total, gemm, link) = words[way[0]], (f"{tenths / 10:9.1f} us" for tenths in way[1:])
-            row = next(line for line in told.splitlines() if line.startswith(f"{label} ") or line == label)
+            row = next(line for line in reported.splitlines() if line.startswith(f"{label} ") or line == label)
             assert row.endswith(f"product {gemm}, link {link}, together {total}"), (row, way)
         assert words[ways[0][0]].split()[0].rstrip(",") == chosen.kernel
         kernels = {each.way.kernel for each in compare_ways(WAYS, problem, machine).candidates}
         assert {words[way[0]].split()[0].rstrip(",") for way in ways} == kernels
-        said = [f"rejected {words[kernel]}: {words[reason]}" for kernel, reason in rejected]
-        assert said == [line for line in told.splitlines() if line.startswith("rejected ")]
+        messages = [f"rejected {words[kernel]}: {words[reason]}" for kernel, reason in rejected]
+        assert messages == [line for line in reported.splitlines() if line.startswith("rejected ")]
 
 
 def test_a_page_holds_its_table_and_nothing_from_outside(table: dict, file: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_split_model_s_text_is_the_unsplit_one_s(tmp_path: Path) -> None:
 
 
 def test_the_command_is_one_that_there_is() -> None:
-    """`iris-tp generate`, as README and the first-model page have it; and the CPU build of torch stands in both."""
+    """README and pages show valid `iris-tp generate` commands and how to install the CPU build of torch."""
     install, model = (ROOT / "docs/start/install.md").read_text(), (ROOT / "docs/start/model.md").read_text()
     line = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
     assert line in README and line in install
@@ -97,7 +97,7 @@ def _anchors(page: str) -> set[str]:
 
 @pytest.mark.parametrize("pages", ["README.md", "SECURITY.md", "CHANGELOG.md", "docs"])
 def test_links_lead_somewhere(pages: str) -> None:
-    """As on the repository's pages; `make docs` looks at those of the site."""
+    """Links work on the repository's pages; `make docs` checks those of the site."""
     made = {ROOT / "docs/benchmarks/planner.html"}  # by `make docs`
     for path in (ROOT / "docs").rglob("*.md") if pages == "docs" else (ROOT / pages,):
         text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -33,8 +33,8 @@ def test_a_kernel_is_compiled_if_its_code_has_changed_and_only_then(tmp_path: Pa
     folder, keys = tmp_path / "compiled", tmp_path / "keys"
     folder.mkdir()
     keys.write_text("\n".join(each["key"] for each in known.values()))
-    wanted = "^(device_barrier|gate|norm)$"
-    line = [sys.executable, "-m", "tests.compile_kernels", "sm_90", folder, wanted, keys]
+    expected = "^(device_barrier|gate|norm)$"
+    line = [sys.executable, "-m", "tests.compile_kernels", "sm_90", folder, expected, keys]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stderr[-4000:]

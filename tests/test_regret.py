@@ -1,4 +1,4 @@
-"""The regret study: which shapes are drawn, which ways compete, and what its tables say."""
+"""The regret study: the shapes that it draws, the ways that compete, and its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables say how old they are: digests of kernels and plans, the marks made of them, and the pages that show them."""
+"""Tables show how old they are: digests of kernels and plans, their marks, and the pages that show them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def cells_of(table: str) -> list[list[str]]:
 
 
 def test_a_row_that_a_newer_run_does_not_have_stays_with_its_gpu(results: Path) -> None:
-    """And vLLM of another GPU stands in where it was not measured on this one, with that GPU's name."""
+    """vLLM's time on another GPU, with that GPU's name, fills a cell that was not measured on this one."""
     ours, vllm = {"ours": 2.0, "nccl": 3.0}, {"vllm": 5.0}
     measure_llm(results, "h100", 2, {(1, 128): ours | vllm, (64, 128): ours}, code=True)
     measure_llm(

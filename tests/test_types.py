@@ -1,4 +1,4 @@
-"""Types: every function of the host says what it takes and gives, and a user's type checker reads it."""
+"""Every host function has type annotations, and a user's type checker reads them."""
 
 import ast
 from pathlib import Path
@@ -37,7 +37,7 @@ def unannotated(node: ast.AST, path: str) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_annotated(package):
-    """mypy passes over functions without annotations, as kernels are; so this test asks for those of the host."""
+    """mypy skips functions without annotations, such as kernels, so this test requires them for host functions."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if INTERPRETER not in path.parents:
@@ -105,7 +105,7 @@ def mypy(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def of_packages() -> subprocess.CompletedProcess:
-    """What mypy says of the packages, which it then knows when it is asked about a program that uses them."""
+    """Run mypy on the packages, so that it knows them when it checks a program that uses them."""
     return mypy()
 
 
@@ -115,13 +115,13 @@ def test_the_packages_are_right(of_packages):
 
 
 def reported(source: str, folder: Path) -> dict[int, str]:
-    """What mypy says of a program, by line."""
+    """Return mypy's messages about a program, by line."""
     path = folder / "program.py"
     path.write_text(source)
     result = mypy("--no-error-summary", "--hide-error-context", str(path))
     assert result.returncode in (0, 1), result.stdout + result.stderr
     lines = [line.split(":", 3) for line in result.stdout.splitlines()]
-    return {int(number): said for _, number, kind, said in lines if kind == " error"}
+    return {int(number): message for _, number, kind, message in lines if kind == " error"}
 
 
 def test_a_users_program_is_checked(of_packages, tmp_path):

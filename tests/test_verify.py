@@ -1,4 +1,4 @@
-"""`iris-tp verify` as a user runs it: what it says, and its exit status."""
+"""`iris-tp verify` as a user runs it: its output and its exit status."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
 
 
-def asked(folder: Path, model_type: str, level: str, *options: str) -> tuple[str, ...]:
+def requested(folder: Path, model_type: str, level: str, *options: str) -> tuple[str, ...]:
     tiny.build(model_type).save_pretrained(folder)
     return "verify", level, "--model", str(folder), "--batches", "3", "--steps", "1", *options
 
 
 def verified(folder: Path, model_type: str, level: str, *options: str) -> subprocess.CompletedProcess:
-    return run(*asked(folder, model_type, level, *options))
+    return run(*requested(folder, model_type, level, *options))
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "message"),
     [((), 0, "6 batches on 2 ranks, 0 differ: yes, the same bits"), (("--nothing",), 1, "3 differ: no")],
 )
 def test_it_exits_with_whether_bits_differ(
-    options: tuple[str, ...], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    options: tuple[str, ...], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Called here: its ranks are forked from the server of all tests' ranks, and only they compute."""
     forkserver()
-    found = cli.main([*asked(tmp_path, "llama", "batch", "--ranks", "2", *options)])
+    found = cli.main([*requested(tmp_path, "llama", "batch", "--ranks", "2", *options)])
     printed = capsys.readouterr()
     assert found == code, printed.err
-    assert said in printed.out
+    assert message in printed.out
 
 
 def test_load_compares_weights_with_the_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -65,7 +65,7 @@ def test_a_model_of_one_length_is_compared_without_padding(tmp_path: Path) -> No
 
 def test_what_is_refused_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     forkserver()
-    arguments = asked(tmp_path, "mixtral", "ranks", "--ranks", "2,1")
+    arguments = requested(tmp_path, "mixtral", "ranks", "--ranks", "2,1")
     capsys.readouterr()  # what transformers says of the folder
     assert cli.main([*arguments]) == 2
     printed = capsys.readouterr()

@@ -1,11 +1,13 @@
-"""The words of the documentation: none of them is retired, and docstrings of functions begin with a verb.
+"""The words of documentation and code: none of them is retired, and docstrings of functions begin with a verb.
 
 `RETIRED` has the retired words, each with the field's word for it. Files that a page names exist.
 """
 
 import ast
+import io
 from pathlib import Path
 import re
+import tokenize
 
 import pytest
 
@@ -95,6 +97,38 @@ NO_VERBS = set(
 )
 """First words of docstrings that leave out the verb."""
 VERBS_IN_S = {"Pass", "Process", "Address", "Compress", "Discuss", "Guess", "Express"}
+
+
+RETIRED_NAMES = set(
+    "told said asked found made kin behind beside wanted stretch stand_in meet meeting fits serves suits by_tree "
+    "by_halves eight_bits weigh_kernel stretch_kernel".split()
+)
+"""Names that hide what a variable, parameter or function holds."""
+KEPT_NAMES = {"iris/device/tiles.py": {"found"}, "examples/tile_all_reduce_hopper.py": {"found"}}
+"""A public keyword: `tiles.sum(..., found=tiles.look(...))`."""
+
+
+def retired_names(source: str) -> dict[str, int]:
+    """Return the retired names in Python source, each with the first line that has it."""
+    names: dict[str, int] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string.strip("_") in RETIRED_NAMES:
+            names.setdefault(token.string, token.start[0])
+    return names
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_no_name_of_code_is_retired(package: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        names = retired_names(path.read_text())
+        wrong += [f"{name}:{line} {word}" for word, line in names.items() if word not in KEPT_NAMES.get(name, ())]
+    assert wrong == []
+
+
+def test_retired_names_are_found_in_code_only() -> None:
+    assert retired_names("# told\nx = 'found'\n_found = x\n") == {"_found": 3}
 
 
 def begins_with_a_verb(docstring: str) -> bool:

@@ -44,9 +44,9 @@ def tile_halves_kernel(
     ctx_ptr, sync, inp, out, rank, num_tiles, M: tl.constexpr, N: tl.constexpr, SCATTER: tl.constexpr,
     PARTS: tl.constexpr, KEPT: tl.constexpr, LOOK: tl.constexpr, WORLD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out fp32 [num_tiles, M, N]: as the two kernels above, each tile's sum taken behind the next one's sending.
+    """Compute out fp32 [num_tiles, M, N] as the two kernels above, each tile's sum after the next is sent.
 
-    LOOK: what has come of a tile is loaded before the next one is sent; its parts are tiles of their own then.
+    LOOK: load the values that have arrived before the next tile is sent; each part is then a separate tile.
     """
     ctx = iris.DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     tiles = iris.tiles.open_tiles(ctx, sync)

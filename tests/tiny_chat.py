@@ -1,4 +1,4 @@
-"""A checkpoint that a test makes in a second: a small Llama with random weights, a tokenizer and a chat template."""
+"""Write a small checkpoint in a second: a Llama with random weights, a tokenizer and a chat template."""
 
 from __future__ import annotations
 

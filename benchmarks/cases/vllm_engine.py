@@ -186,7 +186,7 @@ def _row(llm: Any, vllm: Any, batch: int, prompt: int, rounds: int) -> dict[str,
 
     def seconds(length: int) -> float:
         options = vllm.SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-        outputs, taken = _from_full_queue(llm, prompts, options)
+        outputs, taken = from_full_queue(llm, prompts, options)
         counts = [len(output.outputs[0].token_ids) for output in outputs]
         if counts != [length] * batch:
             raise RuntimeError(f"{batch} x {prompt}: vLLM made {counts} tokens, asked for {length} each")
@@ -197,7 +197,7 @@ def _row(llm: Any, vllm: Any, batch: int, prompt: int, rounds: int) -> dict[str,
     return {"first_graph_ms": 1e3 * first, "step_graph_ms": 1e3 * step, "tokens_per_s": batch / step}
 
 
-def _from_full_queue(llm: Any, prompts: list, options: Any) -> tuple[list, float]:
+def from_full_queue(llm: Any, prompts: list, options: Any) -> tuple[list, float]:
     """Return the results of all prompts, and the time since the scheduler could see them all."""
     core = llm.llm_engine.engine_core
     core.call_utility("pause_scheduler", "keep", False)

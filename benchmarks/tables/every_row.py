@@ -90,7 +90,7 @@ def _results(row: Row) -> list[dict[str, Any]]:
     if "results" in row:
         return row["results"]
     timed = [{"name": name, "status": "ok", "graph_us": value} for name, value in row["us"].items()]
-    failed = [{"name": name, "status": "failed", "notes": [why]} for name, why in row.get("failed", {}).items()]
+    failed = [{"name": name, "status": "failed", "notes": [reason]} for name, reason in row.get("failed", {}).items()]
     return timed + failed
 
 

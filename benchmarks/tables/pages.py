@@ -19,6 +19,7 @@ from benchmarks.tables import (
     age_tables,
     docs_tables,
     every_row,
+    hosts_table,
     invariance_tables,
     model_tables,
     page_tables,
@@ -65,10 +66,11 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("invariance ranks", "docs/benchmarks/determinism.md", invariance_tables.invariance_ranks),
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
-    ("quantised linears", "docs/guides/quantised.md", quantised_table.linears),
-    ("quantised experts", "docs/guides/quantised.md", quantised_table.experts),
-    ("touched experts", "docs/guides/quantised.md", quantised_table.touched),
+    ("quantised linears", "docs/benchmarks/quantised.md", quantised_table.linears),
+    ("quantised experts", "docs/benchmarks/quantised.md", quantised_table.experts),
+    ("touched experts", "docs/benchmarks/quantised.md", quantised_table.touched),
     ("regret", "docs/lab/regret.md", regret_table.regret),
+    ("two hosts", "docs/lab/several-hosts.md", hosts_table.hosts),
     ("lost", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=True)),
     ("lost earlier", "docs/benchmarks/lose.md", lambda folder: docs_tables.lost(of_current=False)),
     *((f"measured {name}", page, partial(_of_kernel, name)) for name, page in docs_tables.PAGES.items()),
@@ -77,7 +79,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
 
 EVERY_ROW: dict[str, Callable[[dict], str]] = dict.fromkeys(
     ("ops", "norms", "routers", "ccl", "rooted", "tiles", "llm", "step", "all_scatter"), every_row.render
-) | {"rma": rma_table.render, "regret": regret_table.render}
+) | {"rma": rma_table.render, "regret": regret_table.render, "hosts": hosts_table.render}
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:

@@ -190,8 +190,8 @@ def lamport_kernel(
     # overwrites it. A rank sends itself nothing: it reads its own values in `inp`, and writes them to `out`.
     first, step = tl.program_id(0), tl.num_programs(0)
     sends, takes = units * (OTHERS if SCATTER else 1), units * (1 if REDUCE else OTHERS)
-    ahead = min(first + step, sends) if WORLD_SIZE == 2 else sends
-    for item in range(first, ahead, step):
+    early_end = min(first + step, sends) if WORLD_SIZE == 2 else sends
+    for item in range(first, early_end, step):
         _send(ctx, bases, source, target, half, item, units, BLOCK, SCATTER, REDUCE, WORLD_SIZE)
     if SCATTER and not REDUCE:
         for unit in range(first, units, step):

@@ -77,24 +77,24 @@ def take(
     own=None,
     patience: tl.constexpr = 1,
     LANES: tl.constexpr = True,
-    found=None,
+    loaded=None,
 ):
     """Wait for COUNT blocks of Lamport values of `dtype`, and restore the sentinel in their places.
 
     The pointers `first` are those of the first block; the blocks lie `step` values apart. `source`: the rank that sends
     each value of the first block; the i-th rank after it sends block i. `own`: the block of number `ctx.rank`, which
     this rank does not send itself. `patience`: as in `deadline`. `LANES` is off in Gluon, as in `sync`; there, blocks
-    must have no fewer values than threads. `found`: the result of `look` for these blocks. Returns (the blocks' sum in
+    must have no fewer values than threads. `loaded`: the result of `look` for these blocks. Returns (the blocks' sum in
     `sum_type(dtype)`, in order; whether all came in time).
     """
     if own is not None and COUNT == 2:  # load the peer's only: two terms give the same sum in either order
         peer = 1 - ctx.rank
         theirs, came = take(
-            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES, found
+            ctx, first + peer * step, 0, mask, source + peer, epoch, waiter, dtype, 1, None, patience, LANES, loaded
         )
         return own + theirs, came
     else:
-        blocks = look(ctx, first, step, mask, COUNT, own) if found is None else found
+        blocks = look(ctx, first, step, mask, COUNT, own) if loaded is None else loaded
         total, missing = _added(ctx, blocks, dtype, own, LANES)
         if missing:
             total, missing = _poll(
@@ -108,13 +108,13 @@ def take(
 
 @device_function
 def take_loaded(
-    ctx, found, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
+    ctx, loaded, values, mask, source, epoch, waiter: tl.constexpr, dtype: tl.constexpr, LANES: tl.constexpr = True
 ):
-    """Take one block of values as `take` does; `found` was loaded before, by `arch.load_fresh`.
+    """Take one block of values as `take` does; `loaded` holds the block as `arch.load_fresh` read it before.
 
     Returns (the block's values as by `unwrapped`, whether any had to be waited for).
     """
-    total, missing = unwrapped(found, dtype), any_set((found == SENTINEL).to(tl.int32), LANES)
+    total, missing = unwrapped(loaded, dtype), any_set((loaded == SENTINEL).to(tl.int32), LANES)
     waited = missing
     if missing:
         total, missing = _poll(ctx, total, values, 0, mask, source, epoch, waiter, dtype, 1, None, 1, LANES)

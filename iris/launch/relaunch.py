@@ -9,6 +9,7 @@ addresses into a copy of that list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -28,6 +29,7 @@ from ..triton_private import (
     compile_hooks,
     direct_launch,
     launch_listeners,
+    launches_replaced,
 )
 
 # Bytes: alignment of an address for wide accesses in Triton, and of addresses and strides for tensor descriptors.
@@ -109,7 +111,7 @@ class Calls:
         """Remember a call: a function that launches it again and returns whether it did, the memory from which results
         go to the caller's `out`, or None, and the workspace. `place`: what its launch depends on beside its key.
         """
-        if key is None:
+        if key is None or _record is not None:
             return
         if len(self.known) >= _MOST:
             self.forget()
@@ -171,6 +173,21 @@ def alias(t: torch.Tensor | None, distance: int = 0) -> torch.Tensor | None:
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
+_record: Callable[..., None] | None = None  # is called in place of launches
+
+
+@contextmanager
+def recording(record: Callable[..., None]) -> Iterator[None]:
+    """Call `record(kernel, grid=, **arguments)` in place of each launch, and remember no call, inside this block."""
+    global _record
+    _record = record
+    try:
+        with launches_replaced(record):
+            yield
+    finally:
+        _record = None
+
+
 def launch(
     kernels: dict,
     device: torch.device,
@@ -186,6 +203,9 @@ def launch(
     look-up, which costs several times the launch itself. `moving`: addresses at which memory of `args` begins that may
     differ when this is launched again. Returns None where it cannot be launched again.
     """
+    if _record is not None:
+        _record(kernel, grid=grid, **args, **(FUSED | options))
+        return None
     alike = _unspecialized(kernel)
     key = (kernel, *options.values(), *(_kind(v) if k in alike else _specialization(v) for k, v in args.items()))
     known: Any = kernels.get(key)

@@ -37,8 +37,8 @@ def operand(t: torch.Tensor, block: tuple[int, int], step: int = 0) -> tuple[obj
 
     Tiles begin in a row at multiples of `step`, the width of a part, plus multiples of the block.
     """
-    fits = torch.version.hip is None and of_whole_vectors(t, step)
-    return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if fits else (t, False)
+    readable = torch.version.hip is None and of_whole_vectors(t, step)
+    return (TensorDescriptor(t, list(t.shape), list(t.stride()), list(block)), True) if readable else (t, False)
 
 
 def rows_operand(A: torch.Tensor, block: tuple[int, int], folds: bool = True) -> tuple[object, bool]:

@@ -205,8 +205,8 @@ class OthersFirst:
 def own_blocks(first, rows, M, BLOCK_M: tl.constexpr):
     """Return (number of the first row block, how many) of the blocks that have only the `rows` rows from `first` on."""
     begin, end = tl.cdiv(first, BLOCK_M), first + rows
-    behind = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
-    return begin, tl.maximum(behind - begin, 0)
+    after_last = tl.where(end == M, tl.cdiv(M, BLOCK_M), end // BLOCK_M)
+    return begin, tl.maximum(after_last - begin, 0)
 
 
 @device_function

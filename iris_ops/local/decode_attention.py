@@ -48,13 +48,13 @@ def _load(base, rows, there, stride_row, columns, COLUMNS: tl.constexpr):
 def _first_seen(mask, length, SCAN: tl.constexpr):
     """Return the first column that a row's mask shows."""
     n = 0
-    found = length
-    while (n < length) & (found == length):
+    first = length
+    while (n < length) & (first == length):
         columns = n + tl.arange(0, SCAN)
         seen = tl.load(mask + columns, mask=columns < length, other=0) != 0
-        found = tl.min(tl.where(seen, columns, length), 0)
+        first = tl.min(tl.where(seen, columns, length), 0)
         n += SCAN
-    return found
+    return first
 
 
 class CacheStrides(NamedTuple):

@@ -142,8 +142,8 @@ def pair_block(same, pair, first, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
     else:
         q = tl.arange(0, PAIRS)
         count = tl.cumsum(same.to(tl.int32))
-        found = same[None, :] & (count[None, :] == i[:, None] + 1)
-        return tl.sum(tl.where(found, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
+        selected = same[None, :] & (count[None, :] == i[:, None] + 1)
+        return tl.sum(tl.where(selected, q[None, :], 0), 1), i < tl.sum(same.to(tl.int32))
 
 
 @aggregate

@@ -65,12 +65,12 @@ def moe_lamport_token_kernel(
     valid = (expert >= 0) & (expert < experts)
     of_expert = (tl.where(valid, expert, 0).to(tl.int64) * strides.be)[:, None, None]
     columns = b + of_expert + (c.to(tl.int64) * strides.bn)[None, :, None]
-    wanted = valid[:, None, None] & (c < N)[None, :, None]
+    in_range = valid[:, None, None] & (c < N)[None, :, None]
     acc = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=form.STAGES):
         k = first + tl.arange(0, BLOCK_K)
         y = tl.load(
-            columns + (k.to(tl.int64) * strides.bk)[None, None, :], mask=wanted & (k < K)[None, None, :], other=0.0
+            columns + (k.to(tl.int64) * strides.bk)[None, None, :], mask=in_range & (k < K)[None, None, :], other=0.0
         )
         places = a + (j.to(tl.int64) * strides.am)[:, None] + (k.to(tl.int64) * strides.ak)[None, :]
         x = tl.load(places, mask=(j < TOP_K)[:, None] & (k < K)[None, :], other=0.0)

@@ -54,9 +54,9 @@ def moe_count_kernel(chosen, counts, pairs, experts, BLOCK: tl.constexpr, BINS: 
     arch.follow()
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, expert, valid = _chosen(chosen, p, pairs, experts)
-    found = tl.histogram(expert, BINS, mask=valid)
+    by_expert = tl.histogram(expert, BINS, mask=valid)
     arch.lead()
-    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), by_expert)
 
 
 @triton.jit(do_not_specialize=["pairs", "experts"])
@@ -81,9 +81,9 @@ def moe_route_kernel(
         for start in range(0, tl.num_programs(0), _COUNTS):
             b = start + tl.arange(0, _COUNTS)
             places = counts + (b * BINS)[:, None] + e[None, :]
-            found = tl.load(places, mask=(b < tl.num_programs(0))[:, None], other=0)
-            total += tl.sum(found, 0)
-            before += tl.sum(tl.where((b < tl.program_id(0))[:, None], found, 0), 0)
+            loaded = tl.load(places, mask=(b < tl.num_programs(0))[:, None], other=0)
+            total += tl.sum(loaded, 0)
+            before += tl.sum(tl.where((b < tl.program_id(0))[:, None], loaded, 0), 0)
     begins = tl.cumsum(total) - total
     if first == 0:
         tl.store(offsets + e, begins, mask=e < experts)

@@ -118,12 +118,12 @@ class Ring:
         self.HALVES, self.STAGES = known(HALVES), known(STAGES)
 
     @gluon.jit
-    def load(self, stage, expert, col, step, wanted):
-        """Request a step's tiles of an expert, of columns from `col` on, if they are `wanted`."""
+    def load(self, stage, expert, col, step, exists):
+        """Request a step's tiles of an expert, of columns from `col` on, if its item `exists`."""
         TILES: gl.constexpr = 2 if self.HALVES else 1
         OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
         nbytes: gl.constexpr = TILES * (self.b.block_type.nbytes + OF_SCALES)
-        if wanted:
+        if exists:
             loaded = self.loaded.index(stage)
             mbarrier.expect(loaded, nbytes)
             for t in gl.static_range(TILES):
@@ -159,16 +159,16 @@ def item_of(touched, number, groups):
 
 
 @gluon.jit
-def load_next(ring, touched, stage, number, step, expert, col, wanted, groups):
-    """Request the next tiles of the ring. Return the position after them: (item, step, expert, column, wanted)."""
+def load_next(ring, touched, stage, number, step, expert, col, exists, groups):
+    """Request the next tiles of the ring. Return the position after them: (item, step, expert, column, exists)."""
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
-    ring.load(stage, expert, col, step, wanted)
+    ring.load(stage, expert, col, step, exists)
     step += 1
     if step == ring.steps:
         step, number = step * 0, number + 1
-        block, group, wanted = item_of(touched, number, groups)
+        block, group, exists = item_of(touched, number, groups)
         expert, col = touched.expert_of(block), group * COLUMNS
-    return number, step, expert, col, wanted
+    return number, step, expert, col, exists
 
 
 @gluon.jit
@@ -176,11 +176,11 @@ def begin(ring, touched, groups):
     """Fill the ring. Return the position that `load_next` continues from."""
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     number, step = gl.program_id(0) * 0, gl.program_id(0) * 0
-    block, group, wanted = item_of(touched, number, groups)
+    block, group, exists = item_of(touched, number, groups)
     expert, col = touched.expert_of(block), group * COLUMNS
     for i in range(ring.STAGES):
-        number, step, expert, col, wanted = load_next(ring, touched, i, number, step, expert, col, wanted, groups)
-    return number, step, expert, col, wanted
+        number, step, expert, col, exists = load_next(ring, touched, i, number, step, expert, col, exists, groups)
+    return number, step, expert, col, exists
 
 
 @gluon.jit
@@ -202,7 +202,7 @@ def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    ring, touched, a, x, rows, after, stage, phase, number, step, expert, col, wanted, groups, K, stride,
+    ring, touched, a, x, rows, after, stage, phase, number, step, expert, col, exists, groups, K, stride,
     widen: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Multiply an item. Return a sum [lines, columns, rows] of each tile, and the state to continue from.
@@ -221,7 +221,7 @@ def multiply(
         accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
     for i in range(ring.steps):
         last = i == ring.steps - 1
-        ahead = load_rows(a, gl.where(last, after, rows), gl.where(last, 0, i + 1), K, stride, widen)
+        next_x = load_rows(a, gl.where(last, after, rows), gl.where(last, 0, i + 1), K, stride, widen)
         mbarrier.wait(ring.loaded.index(stage), phase)
         parts = products_of(x, widen, MMA)
         begins = ()
@@ -242,15 +242,15 @@ def multiply(
                     even, odd = mma_v2(y[n], parts[n], even), mma_v2(y[n + 1], parts[n + 1], odd)
                 so_far = so_far + (even, odd)
         accs = so_far
-        x = ahead
+        x = next_x
         program_barrier()  # all warps have read this stage
-        number, step, expert, col, wanted = load_next(ring, touched, stage, number, step, expert, col, wanted, groups)
+        number, step, expert, col, exists = load_next(ring, touched, stage, number, step, expert, col, exists, groups)
         last = stage == ring.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     sums = ()
     for t in gl.static_range(TILES):
         sums = sums + ((accs[t] if SUMS == 1 else accs[2 * t] + accs[2 * t + 1]),)
-    return sums, x, stage, phase, number, step, expert, col, wanted
+    return sums, x, stage, phase, number, step, expert, col, exists
 
 
 @gluon.jit

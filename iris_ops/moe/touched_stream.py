@@ -43,7 +43,7 @@ _STAGES, _MOVED = 12, 1024  # of a ring at most; bytes of shared memory through 
 
 
 @gluon.jit
-def _found(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
+def _touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
     """Return the blocks of a step. The first program reports experts that are out of range."""
     touched, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
     if gl.program_id(0) == 0:
@@ -85,11 +85,11 @@ def moe_stream_gate_up_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    touched = _found(chosen, ctx_ptr, tokens, experts, form, world)
+    touched = _touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
     ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES)
     width = N if GATE is None else N // 2
     groups = gl.cdiv(width, GIVEN)
-    number, step, next_expert, next_col, wanted = begin(ring, touched, groups)
+    number, step, next_expert, next_col, exists = begin(ring, touched, groups)
     stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
     block, group, there = item_of(touched, 0, groups)
     pairs = touched.pairs_of(block)
@@ -102,9 +102,9 @@ def moe_stream_gate_up_kernel(
         block, group, there = item_of(touched, i, groups)
         after_block, after_group, there = item_of(touched, i + 1, groups)
         after = touched.pairs_of(after_block)
-        sums, x, stage, phase, number, step, next_expert, next_col, wanted = multiply(
+        sums, x, stage, phase, number, step, next_expert, next_col, exists = multiply(
             ring, touched, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, number, step,
-            next_expert, next_col, wanted, groups, K, stride_am, widen, MMA,
+            next_expert, next_col, exists, groups, K, stride_am, widen, MMA,
         )  # fmt: skip
         expert = touched.expert_of(block)
         totals = across(ring, sums, SUMS)

@@ -104,21 +104,21 @@ class Stream:
     @gluon.jit
     def load(self, stage, group, step):
         """Request a step's blocks of group number `group` of tiles; beyond the last one for nothing."""
-        wanted = group * self.WIDTH < self.N
+        exists = group * self.WIDTH < self.N
         if self.BRANCHES:
-            if wanted:
+            if exists:
                 self._request(stage, group, step, True)
         else:
-            self._request(stage, group, step, wanted)
+            self._request(stage, group, step, exists)
 
     @gluon.jit
-    def _request(self, stage, group, step, wanted):
+    def _request(self, stage, group, step, exists):
         COLUMNS: gl.constexpr = self.b.block_type.shape[1]
         loaded = self.loaded.index(stage)
         OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
         nbytes: gl.constexpr = self.a.block_type.nbytes + self.T * (self.b.block_type.nbytes + OF_SCALES)
-        mbarrier.expect(loaded, nbytes, pred=wanted)
-        async_load(self.a, [step * self.rows.shape[1], 0, 0], loaded, self.rows.index(stage), pred=wanted)
+        mbarrier.expect(loaded, nbytes, pred=exists)
+        async_load(self.a, [step * self.rows.shape[1], 0, 0], loaded, self.rows.index(stage), pred=exists)
         vector = 0
         if self.scales is not None:  # from a whole vector of 16 bytes on: the hardware faults between two
             STEPS: gl.constexpr = self.factors.shape[2] // (self.ring.shape[1] * self.GROUPS)
@@ -126,9 +126,9 @@ class Stream:
         for t in gl.static_range(self.T):
             col = group * self.WIDTH + (t * COLUMNS) % self.WIDTH + (t * COLUMNS) // self.WIDTH * self.N
             at = stage * self.T + t
-            async_load(self.b, [step * self.ring.shape[1], col, 0], loaded, self.ring.index(at), pred=wanted)
+            async_load(self.b, [step * self.ring.shape[1], col, 0], loaded, self.ring.index(at), pred=exists)
             if self.scales is not None:
-                async_load(self.scales, [col, vector], loaded, self.factors.index(at), pred=wanted)
+                async_load(self.scales, [col, vector], loaded, self.factors.index(at), pred=exists)
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import Place, place_in
 from ..pipeline.stage import connect
 from ..shard import fill
-from ..sharded import check_context, flags, keep_units, part_of, split_parameter
+from ..sharded import flags, keep_units, part_of, ranks_of, split_parameter
 from ..together import agree, one_line, raise_together, run_together, shown
 from ..weight_storage import Quantised
 from . import names
@@ -98,7 +98,7 @@ def from_pretrained(
         CheckpointError: on every rank, before anything is loaded, if the files do not hold what the model needs, or,
             with `strict`, if they hold more.
     """
-    check_context(ctx)
+    ctx = ranks_of(ctx)
     own = {"strict": strict, "trust_remote_code": trust_remote_code, "verify": verify}
     place = place_in(mesh, ctx)
     if place is None:

@@ -27,7 +27,7 @@ from ..expert_storage import CodedWeight, coded_weight, scale_names
 from ..hf.merge import Slice
 from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
-from ..sharded import check_context, part_of
+from ..sharded import part_of, ranks_of
 from ..together import agree, digest, one_line, raise_together, safe_repr, shown
 from ..weight_storage import Quantised
 from .buffers import Staging
@@ -118,7 +118,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, ctx: Iris, *, max_shar
         ArgumentError: for bad arguments.
         CheckpointError: on every rank, with the failure of each, where the folder cannot be written.
     """
-    check_context(ctx)
+    ctx = ranks_of(ctx)
     _save(model, folder, ctx, max_shard_size, None)
 
 

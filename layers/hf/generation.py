@@ -33,10 +33,10 @@ import torch
 from torch import nn
 
 from ..digests import compare, facts
-from ..pipeline.stage import run_on_stages, share_generators
+from ..pipeline.stage import run_on_stages, settle, share_generators
 from ..serving.arguments import check_memory, check_tokens, words_of
 from ..serving.cache import room_of
-from ..sharded import ShardedLinear, check_context
+from ..sharded import ShardedLinear, ranks_of
 from ..together import checked
 from .caches import check_caches
 from .guards import BATCHING, check_plain
@@ -54,7 +54,7 @@ def share_rng(ctx: Iris) -> None:
 
     `generate` of a split model does this by itself; call it for transformers' own tensor parallelism.
     """
-    check_context(ctx)
+    ctx = ranks_of(ctx)
     device = torch.device(ctx.device)
     on_gpu = device.type == "cuda"
     own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
@@ -78,7 +78,7 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = _Given(self, ctx, args, kwargs)
         with given.streaming(), ctx.in_this_thread():
-            check_context(ctx)
+            ranks_of(ctx)
             compare(ctx, "generate", assistant_model=given.arguments.get("assistant_model"))
             run_on_stages(
                 self,
@@ -91,7 +91,9 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
             share_generators(self, ctx.device)
             share_rng(ctx)
             own = self._own_generate
-            return type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)
+            output = type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)
+            settle(self, ctx)
+            return output
 
     vars(generate)["agrees"] = True
     model.generate = MethodType(generate, model)

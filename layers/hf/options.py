@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from iris.errors import ArgumentError
@@ -50,3 +50,11 @@ class Options:
         counts = isinstance(shares, int) and (isinstance(shares, bool) or shares > 0)
         if not counts and shares != "auto":
             raise ArgumentError(f"sequence_parallel is {shares!r}: expected 'auto', a bool or a positive integer")
+
+    def with_whole_rows(self, case: str) -> Options:
+        """Return the options for a `case` in which every rank holds all tokens. Raises `ArgumentError` if they exclude
+        it."""
+        shares = self.sequence_parallel
+        if shares and shares != "auto":
+            raise ArgumentError(f"sequence_parallel is {shares!r}: expected 'auto' or False {case}")
+        return replace(self, sequence_parallel=False)

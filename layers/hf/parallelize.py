@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from iris.errors import ArgumentError
+from iris.all_hosts import AllHosts
+from iris.errors import ArgumentError, StyleError
 from torch import nn
 
 from ..checkpoint.composed import Source
@@ -35,7 +36,7 @@ from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import place_in
 from ..pipeline.stage import connect
 from ..shard import Shard, in_units
-from ..sharded import ShardedLinear, check_context, split_parameter
+from ..sharded import ShardedLinear, ranks_of, split_parameter
 from ..together import run_together
 from ..verify import verify
 from . import recurrent_heads, sequence
@@ -82,7 +83,7 @@ def parallelize(
 
     Args:
         model: a Hugging Face model whose weights are plain tensors.
-        ctx: the context.
+        ctx: the context; one with `across` splits over the ranks of all hosts.
         plan: "auto", the model's own tensor-parallel plan or a built-in one, or a dict from module names (`*` for
             numbers) to styles.
         filter_fn: a function of a name and a module; where it returns False, the module stays unsplit.
@@ -108,7 +109,7 @@ def parallelize(
 
     Errors are raised on every rank, and leave the model unchanged.
     """
-    check_context(ctx)
+    ctx = ranks_of(ctx)
     options = Options(plan, filter_fn, fuse, weights, sequence_parallel, partial)
     place = place_in(mesh, ctx)
     if place is None:
@@ -135,11 +136,19 @@ def split_layers(model: nn.Module, ctx: Iris, options: Options, files: Mapping[s
     `files`: by name the sources that the model will be filled from.
     """
 
+    over_hosts = isinstance(ctx, AllHosts)
+
     def prove() -> Split:
         options.check()
+        chosen = options.with_whole_rows("with a context with across") if over_hosts else options
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        split = at_level(resolve(model, options, files or {}), ctx.level, options.sequence_parallel)
+        split = at_level(resolve(model, chosen, files or {}), ctx.level, chosen.sequence_parallel)
+        if over_hosts and split.experts:
+            raise StyleError(
+                f"{next(iter(split.experts))} holds experts, which are split over one host only: expected a context "
+                "without across, and a mesh with a 'pp' for several hosts"
+            )
 
         def apply(skeleton: nn.Module, inside: Split, alone: bool) -> None:
             _carry_out(skeleton, inside, _Alone(ctx) if alone else ctx)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..linear import ColumnParallelLinear, RowParallelLinear
-from ..sharded import ShardedLinear, check_context
+from ..sharded import ShardedLinear, ranks_of
 from .styles import COLUMN, GATHERED, ROW, ROW_SPLIT
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def fused_styles(ctx: Iris) -> Iterator[None]:
         StyleError: while loading, for a module that is no `torch.nn.Linear`.
         ArgumentError: while loading, for another set of ranks.
     """
-    check_context(ctx)
+    ctx = ranks_of(ctx)
     registry = _registry()
     replaced = {name: registry[name] for name in COLUMN | GATHERED | ROW | ROW_SPLIT if name in registry}
     for name, original in replaced.items():

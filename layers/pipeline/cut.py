@@ -65,18 +65,14 @@ class Part:
 
         Raises `ArgumentError` for an option that is not supported between stages.
         """
-        shares, plan, keep = options.sequence_parallel, options.plan, options.filter_fn
-        if shares and shares != "auto":
-            raise ArgumentError(
-                f"sequence_parallel is {shares!r}: expected 'auto' or False where mesh has a 'pp', for all tokens cross"
-                " the border of a stage"
-            )
+        options = options.with_whole_rows("where mesh has a 'pp', for all tokens cross the border of a stage")
+        plan, keep = options.plan, options.filter_fn
         if isinstance(plan, dict):
             styles = {self._pattern(name): style for name, style in plan.items()}
             plan = {name: style for name, style in styles.items() if name is not None}
         whole = self.whole
         kept = None if keep is None else lambda name, module: keep(whole(name), module)
-        return replace(options, plan=plan, filter_fn=kept, sequence_parallel=False)
+        return replace(options, plan=plan, filter_fn=kept)
 
     def _pattern(self, name: str) -> str | None:
         """Return `local` of a name in a plan, whose index may be `*`."""

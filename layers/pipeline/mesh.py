@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import errors
 from iris.across import Across
+from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
 import torch.distributed as dist
 
@@ -90,6 +91,8 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
         return None
     if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "get_group"):
         raise ArgumentError(f"mesh is a {type(mesh).__name__}: expected None or a DeviceMesh, {_EXPECTED}")
+    if isinstance(ctx, AllHosts):
+        raise ArgumentError("mesh is given, and ctx was made with across: expected one of them")
     names = mesh.mesh_dim_names
     if not names:
         raise ArgumentError(f"mesh of shape {tuple(mesh.shape)} names no dimensions: expected {_EXPECTED}")

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError
 from iris_ops.recording import is_recording
 import torch
 from torch import nn
 
+from ..serving.pieces import between_graphs
 from .cut import NoHead, Part
 from .mesh import Place
 
@@ -71,21 +73,12 @@ def save_refusal(model: Any) -> str | None:
     )
 
 
-def check_engine(model: Any, graphs: bool | None, compile: bool | str) -> bool:
-    """Return whether steps of an engine on `model` cross hosts.
-
-    Raises `ArgumentError` for options that are not supported then. A wait for another host ends in time because the
-    host watches it, which CUDA graphs and compiled layers rule out.
-    """
+def settle(model: Any, ctx: Any) -> None:
+    """Wait until all transfers of `model` between hosts have ended. Raises `PeerLostError` where a host was lost."""
     place = place_of(model)
-    if place is None or place.stages == 1:
-        return False
-    for name, value in (("graphs", graphs), ("compile", compile)):
-        if value:
-            raise ArgumentError(
-                f"{name} is {value!r} for a model whose layers are divided between hosts: expected False"
-            )
-    return True
+    line = ctx.line if isinstance(ctx, AllHosts) else place.line if place is not None and place.stages > 1 else None
+    if line is not None:
+        line.settle()
 
 
 def share_generators(model: Any, device: torch.device) -> None:
@@ -132,7 +125,8 @@ class _Receive:
         if is_recording() or hidden.is_meta:
             return None
         hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self.place.line.receive(hidden, self.place.stage - 1, "receiving hidden states")
+        line, before = self.place.line, self.place.stage - 1
+        between_graphs(lambda: line.receive(hidden, before, "receiving hidden states"))
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
@@ -145,7 +139,8 @@ class _Send:
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if not is_recording() and not hidden.is_meta:
-            self.place.line.send(hidden.contiguous(), self.place.stage + 1, "sending hidden states")
+            line, own, following = self.place.line, hidden.contiguous(), self.place.stage + 1
+            between_graphs(lambda: line.send(own, following, "sending hidden states"))
 
 
 class _ShareLogits:
@@ -160,10 +155,15 @@ class _ShareLogits:
         line, last = self.place.line, self.place.stages - 1
         if isinstance(module, NoHead):
             logits = torch.empty(logits.shape, dtype=self.dtype, device=logits.device)
-            line.receive(logits, last, "receiving logits")
+            between_graphs(lambda: line.receive(logits, last, "receiving logits"))
             return logits
-        for stage in range(last):
-            line.send(logits.contiguous(), stage, "sending logits")
+        own = logits.contiguous()
+
+        def send() -> None:
+            for stage in range(last):
+                line.send(own, stage, "sending logits")
+
+        between_graphs(send)
         return logits
 
 

@@ -27,6 +27,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError
 from iris.memory.outputs import GraphOutputs
 import torch
@@ -35,8 +36,8 @@ from torch import nn
 from ..digests import compare
 from ..gradients import untracked
 from ..hf.sequence import sharing_of
-from ..pipeline.stage import check_engine, share_seed
-from ..sharded import check_context, flags, positive
+from ..pipeline.stage import settle, share_seed
+from ..sharded import flags, positive, ranks_of
 from . import attention
 from .arguments import (
     check_logits,
@@ -108,22 +109,24 @@ class Engine:
         compile: bool | str = False,
         prompt_graphs: int = 32,
     ):
-        check_context(ctx)
+        ctx = ranks_of(ctx)
         device = torch.device(ctx.device)
         flags(True, graphs=graphs, step_attention=step_attention)
         check_options(prompt_graphs, compile)
         check_model(model, device)
         check_sizes(model, ctx, batch_size, max_length)
         options = {"graphs": graphs, "step_attention": step_attention, "compile": compile}
-        crosses_hosts = check_engine(model, graphs, compile)
         compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
         if cache is not None and not is_compatible(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
-        self.graphs = device.type == "cuda" and not crosses_hosts if graphs is None else graphs
+        over_hosts = isinstance(ctx, AllHosts)
+        self.graphs = device.type == "cuda" and not over_hosts if graphs is None else graphs
         check_no_autocast(device.type)
+        if self.graphs and over_hosts:
+            raise ArgumentError("graphs is True, and ctx was made with across: expected False, its sums cross hosts")
         if self.graphs and device.type != "cuda":
             raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
         capturable = attention.install(model, ctx, step_attention, self.graphs)
@@ -210,6 +213,7 @@ class Engine:
             self.decode(steps)
             generated += steps
         tokens = self.output[: request.count, :generated].tolist()
+        settle(self.model, self.ctx)
         self.ctx.check()  # a replay does not check for failures
         return [until(row, ends) for row in tokens]
 

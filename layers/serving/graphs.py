@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from iris import log
 from iris.launch.graphs import abandon
 import torch
+
+from .pieces import Pieces
 
 _SEEN = 256  # keys of work that came once
 _STANCE: Final = "fail_on_recompile"  # torch's error names it
@@ -26,37 +29,40 @@ Work = Callable[..., torch.Tensor]
 
 
 class Captured:
-    """`work` as a graph on tensors of its own, copies of `inputs`, and on the memory of graph `other`.
+    """`work` as graphs (`pieces`) on tensors of its own, copies of `inputs`, and on the memory of `other`.
 
     Its random numbers come from `random`.
     """
 
     def __init__(self, work: Work, inputs: tuple, other: Captured | None, random: torch.Generator | None):
         self.inputs = [None if each is None else each.clone() for each in inputs]
-        self.graph = torch.cuda.CUDAGraph()
-        if random is not None:
-            self.graph.register_generator_state(random)
-        pool = torch.cuda.graph_pool_handle() if other is None else other.graph.pool()
-        capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
-        # The outer block leads back to the current stream even where a capture fails. Thread-local: other threads
-        # (NCCL's watchdog) may use the device meanwhile.
+        self.pool: Any = torch.cuda.graph_pool_handle() if other is None else other.pool
+        self.pieces = Pieces(partial(self._begin, random))
+        # The outer block leads back to the current stream even where a capture fails.
         try:
-            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+            with torch.cuda.stream(torch.cuda.current_stream()), self.pieces:
                 self.output = work(*self.inputs)
         except BaseException:
-            abandon(torch.device("cuda", torch.cuda.current_device()), pool, random)
+            abandon(torch.device("cuda", torch.cuda.current_device()), self.pool, random)
             raise
         # When a capture begins, torch writes the generator's state tensors in the capturing stream; a replay writes
         # them anew, in the current one.
-        assert capture.capture_stream is not None
-        torch.cuda.current_stream().wait_stream(capture.capture_stream)
+        assert torch.cuda.graph.default_capture_stream is not None
+        torch.cuda.current_stream().wait_stream(torch.cuda.graph.default_capture_stream)
+
+    def _begin(self, random: torch.Generator | None) -> tuple[AbstractContextManager, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        if random is not None:
+            graph.register_generator_state(random)
+        # Thread-local: other threads (NCCL's watchdog) may use the device meanwhile.
+        return torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), graph.replay
 
     def replay(self, inputs: tuple) -> torch.Tensor:
         """Return the result for `inputs`, of the shapes and dtypes of the captured ones."""
         for own, given in zip(self.inputs, inputs, strict=True):
             if own is not None:
                 own.copy_(given)
-        self.graph.replay()
+        self.pieces.replay()
         return self.output
 
 

@@ -14,14 +14,13 @@ later.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import iris
 from iris.errors import ArgumentError
 from iris.version import __version__
-from iris_ops.problem import ALL_REDUCE
 import torch
 import torch.distributed as dist
 from vllm import envs
@@ -31,9 +30,7 @@ from vllm.logger import init_logger
 
 from . import ops, watch
 from .limits import FEW_ROWS, HEAP_BYTES, ROWS, most_rows
-
-if TYPE_CHECKING:
-    from iris.context import Iris
+from .prepare import Preparation
 
 logger = init_logger("vllm.iris_tp")
 
@@ -61,8 +58,6 @@ def refusal(config: VllmConfig) -> str | None:
         return "eager mode: nothing is compiled"
     if parallel.tensor_parallel_size < 2:
         return "tensor_parallel_size is 1"
-    if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallelism"
     if parallel.enable_dbo:
         return "dual batch overlap"
     if model is not None and model.enable_sleep_mode:
@@ -87,8 +82,11 @@ def one_host(group: Any) -> bool:
     return all(in_the_same_node_as(group.cpu_group, source_rank=0))
 
 
-def install() -> tuple[Installed, Iris | None]:
-    """Make the context of this process and add the borders of the compile ranges. Collective over the TP group."""
+def install() -> tuple[Installed, Preparation | None]:
+    """Make the context of this process and add the borders of the compile ranges. Collective over the TP group.
+
+    Returns what prepares the layers, or None where no layer is replaced.
+    """
     config = get_current_vllm_config()
     reason = refusal(config)
     group = get_tp_group() if reason is None else None
@@ -117,7 +115,19 @@ def install() -> tuple[Installed, Iris | None]:
             "(heap %d MiB; IRIS_TP_VLLM=0 switches this off)",
             __version__, installed.most_rows, installed.group, installed.few_rows, HEAP_BYTES >> 20,
         )  # fmt: skip
-    return installed, ctx
+    captured = captured_rows(config, installed.most_rows)
+    few, many = ([n for n in captured if (n <= installed.few_rows) == is_few] for is_few in (True, False))
+    preparation = Preparation(ctx, group.unique_name, group.cpu_group, few, many, attention_widths(config), logger)
+    return installed, preparation
+
+
+def attention_widths(config: VllmConfig) -> list[int]:
+    """Return the outputs on a rank of the product of queries, keys and values."""
+    model, parallel = config.model_config, config.parallel_config
+    if model is None:
+        return []
+    heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
+    return [heads * model.get_head_size()]
 
 
 def graph_rows(config: VllmConfig) -> int:
@@ -131,24 +141,16 @@ def graph_rows(config: VllmConfig) -> int:
     return min(compilation.max_cudagraph_capture_size or max(ROWS), max(ROWS))
 
 
-def prepare(ctx: Iris, installed: Installed, weight: torch.Tensor) -> None:
-    """Make room for the products of a row-parallel layer's `weight` [N, K], and compile their kernels. Collective.
+def captured_rows(config: VllmConfig, most: int) -> list[int]:
+    """Return the numbers of rows up to `most` with which layers run.
 
-    Every plan up to `most_rows` runs once, on uninitialised values: a kernel that compiled during a request would delay
-    it.
+    They are those of vLLM's CUDA graphs, for it fills up smaller batches. Without graphs they may be any, of which
+    these are a choice; another's kernel compiles at its first call.
     """
-    with torch.device("cpu"):
-        (N, K), planned = weight.shape, dict[Any, int]()
-        for rows in sorted({*ROWS, installed.most_rows, *range(1, 33), *range(40, installed.most_rows + 1, 24)}):
-            if rows <= installed.most_rows:
-                plan = ctx.ops.plan(ALL_REDUCE, rows, N, K, weight.dtype, explained=False)
-                planned[replace(plan, prediction=None)] = rows
-        # the largest first: memory that grows leaves its first piece to graphs
-        for rows in sorted({installed.most_rows, *planned.values()}, reverse=True):
-            A, residual = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])
-            ctx.ops.matmul_all_reduce(residual, A, weight.t())
-            torch.ops.iris_vllm.matmul_all_reduce_rms_norm(A, weight, residual, residual[0], 1e-6, installed.group)
-        ctx.barrier()
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    if config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE or not sizes:
+        sizes = [1 << i for i in range(most.bit_length())]
+    return [rows for rows in {*sizes, most} if rows <= most]
 
 
 def _compare(installed: Installed, group: dist.ProcessGroup) -> None:

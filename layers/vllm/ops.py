@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 _contexts: dict[str, Iris] = {}
+_unfinished: dict[str, Callable[[], None]] = {}
 _kernels: dict[str, Callable] = {}
 _OPERATORS = Operators("iris_vllm")
 
@@ -38,38 +39,45 @@ def serve(group: str, ctx: Iris) -> None:
     _contexts[group] = ctx
 
 
+def before_first_call(group: str, finish: Callable[[], None]) -> None:
+    """Call `finish` before the next operator of vLLM's group `group` runs."""
+    _unfinished[group] = finish
+
+
 def _context(group: str) -> Iris:
+    if _unfinished and group in _unfinished:
+        _unfinished.pop(group)()
     if group not in _contexts:
         raise ClosedError(f"group is {group!r}; expected a group with a context, one of {sorted(_contexts)}")
     return _contexts[group]
 
 
-def _matmul_all_reduce(A: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    ops, B = _context(group).ops, weight.t()
+def matmul_all_reduce(ctx: Iris, A: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    ops, B = ctx.ops, weight.t()
     out = ops.outputs.new(ALL_REDUCE, A, B, (A.shape[0], weight.shape[0]))
     ops.matmul_all_reduce(out, A, B)
     return out
 
 
-def _matmul_all_reduce_norm(
-    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, group: str
+def matmul_all_reduce_norm(
+    ctx: Iris, A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ops, B = _context(group).ops, weight.t()
+    ops, B = ctx.ops, weight.t()
     h = ops.outputs.new(ALL_REDUCE, A, B, residual.shape)
     scaled, squares = _halves(residual)
     ops.matmul_all_reduce_norm(h, scaled, squares, A, B, residual.contiguous(), norm_weight)
     return h, scaled, squares
 
 
-def _matmul_all_reduce_rms_norm(
-    A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+def matmul_all_reduce_rms_norm(
+    ctx: Iris, A: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (normed, h). Where the plan is torch's product and then an all-reduce, the norm ends the all-reduce."""
     (M, K), N = A.shape, weight.shape[0]
-    plan = _context(group).ops.plan(ALL_REDUCE, M, N, K, A.dtype, explained=False)
+    plan = ctx.ops.plan(ALL_REDUCE, M, N, K, A.dtype, explained=False)
     if plan.kernel == SEQUENTIAL and N <= MAX_COLUMNS:
-        return _all_reduce_norm(A @ weight.t(), residual, norm_weight, eps, group)
-    h, normed = add_rms_norm(_matmul_all_reduce(A, weight, group), residual, norm_weight, eps)
+        return all_reduce_norm(ctx, A @ weight.t(), residual, norm_weight, eps)
+    h, normed = add_rms_norm(matmul_all_reduce(ctx, A, weight), residual, norm_weight, eps)
     return normed, h
 
 
@@ -77,48 +85,48 @@ def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty(spans(rows.shape[1]), rows.shape[0], dtype=torch.float32)
 
 
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+def all_reduce(ctx: Iris, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(x.shape)
-    _context(group).ccl.all_reduce(out, x)
+    ctx.ccl.all_reduce(out, x)
     return out
 
 
-def _all_reduce_norm(
-    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, group: str
+def all_reduce_norm(
+    ctx: Iris, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, h = x.new_empty(x.shape), x.new_empty(x.shape)
-    _context(group).ccl.all_reduce_norm(out, residual.contiguous(), x, norm_weight, eps, total=h)
+    ctx.ccl.all_reduce_norm(out, residual.contiguous(), x, norm_weight, eps, total=h)
     return out, h
 
 
 def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
     _kernels[name] = kernel
-    _OPERATORS.add(name + schema, lambda *args: _kernels[name](*args), fake)
+    _OPERATORS.add(name + schema, lambda *args: _kernels[name](_context(args[-1]), *args[:-1]), fake)
 
 
 _define(
-    "matmul_all_reduce", "(Tensor A, Tensor weight, str group) -> Tensor", _matmul_all_reduce,
+    "matmul_all_reduce", "(Tensor A, Tensor weight, str group) -> Tensor", matmul_all_reduce,
     lambda A, weight, group: A.new_empty(A.shape[0], weight.shape[0]),
 )  # fmt: skip
 _define(
     "matmul_all_reduce_norm",
     "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, str group) -> (Tensor, Tensor, Tensor)",
-    _matmul_all_reduce_norm,
+    matmul_all_reduce_norm,
     lambda A, weight, residual, norm_weight, group: (residual.new_empty(residual.shape), *_halves(residual)),
 )
 _define(
     "matmul_all_reduce_rms_norm",
     "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
-    _matmul_all_reduce_rms_norm,
+    matmul_all_reduce_rms_norm,
     lambda A, weight, residual, norm_weight, eps, group: (
         residual.new_empty(residual.shape),
         residual.new_empty(residual.shape),
     ),
 )
-_define("all_reduce", "(Tensor x, str group) -> Tensor", _all_reduce, lambda x, group: x.new_empty(x.shape))
+_define("all_reduce", "(Tensor x, str group) -> Tensor", all_reduce, lambda x, group: x.new_empty(x.shape))
 _define(
     "all_reduce_norm",
     "(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
-    _all_reduce_norm,
+    all_reduce_norm,
     lambda x, residual, norm_weight, eps, group: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )

@@ -13,10 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from iris.context import Iris
     from torch import fx
 
     from .install import Installed
+    from .prepare import Preparation
 
 _PASS = "post_grad_custom_post_pass"
 
@@ -33,24 +33,20 @@ def register() -> None:
 
 
 def _layer_class(base: type) -> type:
-    from . import install
-
     class IrisRowParallelLinear(base):  # type: ignore[misc, valid-type]
         """vLLM's row-parallel layer; the first one in a process installs the compiler pass."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            installed, ctx = _of_process.get()
-            if ctx is None or not self.reduce_results or self.tp_size == 1:
+            installed, preparation = _of_process.get()
+            if preparation is None or not self.reduce_results or self.tp_size == 1:
                 return
             if self.bias is not None and not self.skip_bias_add:
                 installed.products = False
             weight = getattr(self, "weight", None)
             if weight is None or weight.ndim != 2 or weight.dtype.itemsize != 2:
                 return
-            if weight.shape not in _of_process.prepared:
-                _of_process.prepared.add(weight.shape)
-                install.prepare(ctx, installed, weight.data)
+            preparation.add(weight.data)
 
     return IrisRowParallelLinear
 
@@ -59,15 +55,14 @@ class _OfProcess:
     """The result of `install`, which runs once a process."""
 
     def __init__(self) -> None:
-        self._result: tuple[Installed, Iris | None] | None = None
-        self.prepared: set[Any] = set()  # shapes of weights
+        self._result: tuple[Installed, Preparation | None] | None = None
 
-    def get(self) -> tuple[Installed, Iris | None]:
+    def get(self) -> tuple[Installed, Preparation | None]:
         if self._result is None:
             from . import install
 
-            self._result = installed, ctx = install.install()
-            if ctx is not None:
+            self._result = installed, preparation = install.install()
+            if preparation is not None:
                 _add_pass(installed)
         return self._result
 

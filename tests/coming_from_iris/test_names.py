@@ -1,4 +1,4 @@
-"""What `docs/guides/coming-from-iris.md` says of each public name of ROCm/iris, the library says too."""
+"""The library has each name of ROCm/iris that `docs/guides/coming-from-iris.md` documents, with its arguments."""
 
 from dataclasses import dataclass
 import importlib
@@ -92,7 +92,7 @@ def test_a_name_is_what_the_page_says(name, given, here):
 
 
 def test_exported_names_are_on_the_page():
-    """What `iris` exports under a name of its own is on the page, or new here."""
+    """Each name that `iris` exports is on the page, or ROCm/iris does not have it."""
     new = {"IrisError", "__version__", "tiles"}
     assert {f"iris.{name}" for name in iris.__all__} - {name for name, _, _ in ROWS} == {f"iris.{name}" for name in new}
 
@@ -103,11 +103,13 @@ def test_a_field_of_amds_own_is_told_once():
     class Fresh:
         size: int = 1
 
-    with pytest.warns(UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming") as told:
+    with pytest.warns(
+        UserWarning, match="Fresh.num_xcds has no use here: none are here .docs/guides/coming"
+    ) as reported:
         assert [Fresh(num_xcds=8), Fresh(num_xcds=8, chunk_size=2, size=2), Fresh(num_xcds=None)] == [
             Fresh(), Fresh(2), Fresh(1)
         ]  # fmt: skip
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_both_names_of_a_field_at_once_are_refused():

@@ -1,4 +1,4 @@
-"""Each program of this folder runs on 1, 2 and 4 ranks; its own assertions say what must hold."""
+"""Each program of this folder runs on 1, 2 and 4 ranks; its assertions check the results."""
 
 from collections.abc import Callable
 import inspect

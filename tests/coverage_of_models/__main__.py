@@ -1,12 +1,12 @@
 """Tries every causal language model type of the installed transformers, split and unsplit, and writes docs/models.md.
 
     python -m tests.coverage_of_models --engine --write          all types on 2 and on 3 ranks: an hour on two cores
-    python -m tests.coverage_of_models --only mixtral --report   one of them, and what became of its modules
+    python -m tests.coverage_of_models --only mixtral --report   one type, and how each of its modules was split
     ... --only mixtral dbrx --engine --write                     other rows of the page for these
     python -m tests.coverage_of_models --json FILE               goes on where FILE ends
-    python -m tests.coverage_of_models --json FILE --engine      what an engine makes of each type in FILE, too
+    python -m tests.coverage_of_models --json FILE --engine      also runs each type of FILE in an engine
 
-Fails if a type is accepted and wrong, by a split model or by an engine. See `table` for what the page says.
+Fails if a split model or an engine accepts a type and gives wrong results. `table` describes the page.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def of_type(model_type: str, ranks: list[int], shows: bool) -> dict:
 
 
 def in_engine(model_type: str) -> str:
-    """What an engine makes of a type that is split, as `engine.judge` says it."""
+    """Return the verdict of `engine.judge` on a split type."""
     try:
         return engine.judge(model_type, run_ranks(2, engine.served_body, model_type, timeout=TIMEOUT_S))
     except Exception as error:

@@ -1,5 +1,6 @@
-"""A type's tiny model in `layers.Engine`, on prompts of one length and of two: the logits of a few tokens beside those
-that the unsplit model gives without a cache.
+"""Run a type's tiny model in `layers.Engine`, on prompts of one length and of two lengths.
+
+The logits of a few tokens are compared with those of the unsplit model without a cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`docs/models.md`: which model types are split, how much of them, and what is said of the others."""
+"""Render `docs/models.md`: which model types are split, how much of each, and why the others are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PART = r"(<!-- {} -->\n).*?(<!-- end -->)"
 
 
 def render(page: str, results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
-    """`page` with what `results` by type say between its marks."""
+    """Return `page` with the rows of `results`, by type, between its marks."""
     counts = Counter(row["outcome"] for row in results.values())
     found = " | ".join(str(counts.get(key, 0)) for key in ("split", "refused", "untried", "wrong"))
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("transformers", "torch"))

@@ -1,9 +1,9 @@
 """Tiny random models of every causal language model type that the installed transformers knows.
 
-A type's default configuration is made small by the names of its settings: `SMALL` says what a setting of that name
-becomes, in the configuration itself and in those inside of it. Lists with an entry for each layer keep one layer of
-each kind. `CHANGES` says what a type needs beside. What a type knows of (experts, latent attention, linear attention)
-stays on, so that a tiny model has all of its kinds.
+A type's default configuration is made small by the names of its settings: `SMALL` has the value of each setting, in
+the configuration and in those inside it. Lists with an entry for each layer keep one layer of each kind. `CHANGES` has
+further settings of single types. Experts, latent attention and linear attention stay on, so that a tiny model has all
+kinds of layers of its type.
 """
 
 from __future__ import annotations
@@ -209,8 +209,9 @@ def _one_of_each(by_layer: dict[str, list]) -> list[int]:
 
 
 def build(model_type: str, **others: Any) -> nn.Module:
-    """The tiny model of a type, with `others` of its settings, and random weights: the same wherever it is built, in
-    float32 and eval mode.
+    """Build the tiny model of a type with the settings `others`, in float32 and eval mode.
+
+    Its random weights are the same in every process.
     """
     import transformers
 
@@ -234,7 +235,7 @@ def build(model_type: str, **others: Any) -> nn.Module:
 
 
 def _randomise(parameter: nn.Parameter) -> None:
-    """Weights at a scale that keeps sums near 1. To norms and biases, of one dimension, a random part is added."""
+    """Draw weights at a scale that keeps sums near 1, and add a random part to norms and biases."""
     if parameter.dim() < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.3)
     else:

@@ -1,4 +1,4 @@
-"""What the tests on several hosts share: a mesh, a context on its "tp", and models whose weights follow from a name."""
+"""Make what tests on several hosts share: a mesh, a context on its "tp", and models drawn from a name."""
 
 from __future__ import annotations
 

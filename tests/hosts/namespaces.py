@@ -63,7 +63,7 @@ def run_hosts(
     env: dict[str, str] | None = None,
     timeout: float = 90.0,
 ) -> list[Ended]:
-    """How `body(rank, world_size, *args)` ended on hosts of so many `ranks` each, in rank order.
+    """Return how `body(rank, world_size, *args)` ended, in rank order; `ranks` has the number of ranks of each host.
 
     `kinds`: the namespaces that are the host's own; `names`: the hostnames. A rank that does not end in time is killed.
     """

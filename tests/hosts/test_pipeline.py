@@ -9,6 +9,7 @@ from iris.errors import ArgumentError, IrisError, StyleError
 import layers
 from layers.checkpoint import load
 from layers.checkpoint.buffers import Staging
+from layers.serving.graphs import Graphs
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.hosts.meshes import SHORT, on_mesh
 from tests.hosts.namespaces import needs_namespaces, run_hosts
 from tests.layers import models
+from tests.layers.test_graphs import Again, Compiled
 
 pytestmark = needs_namespaces()
 
@@ -103,6 +105,11 @@ def _from_files(rank: int, world_size: int, first: str, folder: str, stages: int
         new = expected[:, prompts.shape[1] :].tolist()
         engine = layers.Engine(model, ctx, batch_size=2, max_length=32)
         assert engine.generate(prompts, models.NEW) == new
+        for compile in (False, "eager"):
+            captured = layers.Engine(model, ctx, batch_size=2, max_length=32, compile=compile)
+            captured.prompts, captured.steps = (Graphs(2, Compiled if compile else Again) for _ in range(2))
+            assert [captured.generate(prompts, models.NEW) for _ in range(3)] == [new] * 3
+            assert len(captured.steps) == 1
         uneven = [prompts[0].tolist(), prompts[1, :4].tolist()]
         one = layers.Engine(model, ctx, batch_size=1, max_length=32)
         assert engine.generate(uneven, models.NEW)[0] == one.generate(uneven[:1], models.NEW)[0] == new[0]
@@ -141,12 +148,12 @@ def test_replicas_from_files(folder: Path) -> None:
 
 
 def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
 
     def refuse(what: str, kind: type, call: Any) -> None:
         with pytest.raises(kind) as caught:
             call()
-        said[what] = str(caught.value)
+        message[what] = str(caught.value)
 
     with on_mesh("pp", world_size) as (mesh, ctx):
         shape = world_size // 2, 2
@@ -176,10 +183,9 @@ def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         refuse("save by", ArgumentError, lambda: layers.save_pretrained(split, folder, ctx))
         refuse("hidden", ArgumentError, lambda: split(models.prompt(), output_hidden_states=True))
         refuse("words", ArgumentError, lambda: split(models.prompt() + 1000))
-        refuse("graphs", ArgumentError, lambda: layers.Engine(split, ctx, max_length=16, compile=True))
         assert torch.equal(models.generate(split), models.expected("plain")[2])  # all of them can go on
         refuse("style", (StyleError, IrisError), lambda: layers.parallelize(split, ctx, mesh=mesh))
-    return said
+    return message
 
 
 def test_bad_meshes_raise_on_every_rank(folder: Path) -> None:

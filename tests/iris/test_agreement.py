@@ -1,4 +1,4 @@
-"""Ranks that compare their calls, as IRIS_DEBUG=1 has them: the same ones pass, others are errors that say how."""
+"""With IRIS_DEBUG=1 ranks compare their calls: equal calls pass, and others raise an error with the difference."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_who_comes_after_the_others_gave_up_names_the_same_rank() -> None:
 
 
 def late(rank: int, world: int) -> None:
-    """Rank 0 came first, gives up first, and ends: those that came a little later have lost rank 2 all the same."""
+    """Rank 0 came first, times out first, and ends; ranks that came a little later also report rank 2 as lost."""
     ctx = iris.iris(1 << 20)
     ctx.barrier()
     time.sleep((0, 0.5, 4)[rank])

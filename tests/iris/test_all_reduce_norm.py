@@ -21,7 +21,7 @@ SHAPES = [(1, 8), (3, 96), (5, 130), (2, 1000), (7, 33)]
 
 
 def parts_of(world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Each rank's part, then residual and weight: the same on every rank."""
+    """Return each rank's part, residual and weight, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world + 1)]
     return [*parts, (1 + 0.3 * torch.randn(shape[-1], generator=generator)).to(dtype)]

@@ -1,4 +1,4 @@
-"""What a capture may not hold is refused before it is done; here a stream only says that it is being captured.
+"""Calls that a capture must not contain raise an error first; here a stream only pretends to be captured.
 
 `test_vmem.py` does the same inside of real captures, on GPUs.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="says that CPUs capture")
 
 
 def calls(ctx: iris.Iris, held: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Calls that take memory, give it back, or wait, and what is said of each."""
+    """List calls that allocate, free or wait, each with its error message."""
     A, B = torch.ones(64, 32), torch.ones(32, 64)
     return {
         "is to be allocated on the heap": lambda: ctx.zeros(10),
@@ -41,8 +41,8 @@ def captured(shared: iris.Iris, allocator: str) -> None:
         waiting, used = calls(ctx, held), ctx.heap.used
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(platform, "is_capturing", lambda _: True)
-            for said, call in waiting.items():
-                with pytest.raises(CaptureError, match=said):
+            for message, call in waiting.items():
+                with pytest.raises(CaptureError, match=message):
                     call()
             if allocator == "vmem":
                 with pytest.raises(CaptureError, match="cannot be mapped while a graph is captured"):

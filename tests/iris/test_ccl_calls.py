@@ -179,8 +179,8 @@ killing = pytest.mark.skipif(UNDER_TORCHRUN, reason="ends a rank's process")
 def test_a_killed_rank_is_named(op: str, config: Config) -> None:
     ended = run_fresh(3, lose_a_rank, config, op, env={"IRIS_TIMEOUT": "100"})
     for rank in (0, 1):
-        said = ended[rank].result or ended[rank].traceback
-        assert f"rank {rank} lost rank 2: {op}" in said, said
+        message = ended[rank].result or ended[rank].traceback
+        assert f"rank {rank} lost rank 2: {op}" in message, message
 
 
 @killing

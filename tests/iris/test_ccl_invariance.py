@@ -17,7 +17,7 @@ def sums_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
     own = torch.Generator().manual_seed(7 + ctx.cur_rank)
     row = torch.randn(200, generator=own).to(ctx.device, dtype)
     row[:20] *= -0.0  # whose sums are -0 on all ranks
-    first, said = None, []
+    first, messages = None, []
     for M in (1, 3, 40):
         for variant, protocol in WAYS:
             inp, place = torch.full((M, 200), float("nan"), dtype=dtype, device=ctx.device), M // 2
@@ -27,12 +27,12 @@ def sums_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
             found = out[place].view(torch.uint8).clone()
             first = found if first is None else first
             if not torch.equal(found, first):
-                said.append(f"{variant} by {protocol}, {M} rows: {int((found != first).sum())} bytes differ")
+                messages.append(f"{variant} by {protocol}, {M} rows: {int((found != first).sum())} bytes differ")
     scattered = torch.empty(1, 200, dtype=dtype, device=ctx.device)
     ctx.ccl.reduce_scatter(scattered, row.expand(ctx.num_ranks, 200).contiguous())
     if not torch.equal(scattered[0].view(torch.uint8), first):
-        said.append("a part of a reduce_scatter differs from the same rows of an all_reduce")
-    return said
+        messages.append("a part of a reduce_scatter differs from the same rows of an all_reduce")
+    return messages
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -19,8 +19,8 @@ def _with_strangers(rank, world_size, folder):
     real, modes, silent = channel.Channel._dial, [], []
     begin = time.monotonic()
 
-    def dial(self, to, told, deadline):
-        path, nonce = told["path"], told["nonce"].encode()
+    def dial(self, to, reported, deadline):
+        path, nonce = reported["path"], reported["nonce"].encode()
         modes.append(os.stat(os.path.dirname(path)).st_mode & 0o777)
         wrong = (b"", b"short", struct.pack("!32sI", b"guessed", rank), struct.pack("!32sI", nonce, to))
         for shown in wrong:
@@ -31,7 +31,7 @@ def _with_strangers(rank, world_size, folder):
         for _ in range(20):  # who connect, and say nothing
             silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent[-1].connect(path)
-        return real(self, to, told, deadline)
+        return real(self, to, reported, deadline)
 
     channel.Channel._dial = dial
     with iris.iris(MIB, "vmem") as ctx:

@@ -35,7 +35,7 @@ def _attributes(ctx):
 
 
 def _peer_views(ctx):
-    """Every rank fills its rows in everyone's table, strided, with no kernel of its own."""
+    """Fill this rank's strided rows in the table of every rank by copies of torch, without a kernel."""
     table = ctx.zeros(ctx.num_ranks, 5)
     ctx.device_barrier()
     for peer in range(ctx.num_ranks):
@@ -58,9 +58,9 @@ def test_a_tensor_can_be_had_as_a_peer_has_it(world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_a_context_tells(world_size):
-    told = run_ranks(world_size, _attributes)
-    assert [rank for rank, _, _ in told] == list(range(world_size))
-    assert {size for _, size, _ in told} == {world_size} and len({size for _, _, size in told}) == 1
+    reported = run_ranks(world_size, _attributes)
+    assert [rank for rank, _, _ in reported] == list(range(world_size))
+    assert {size for _, size, _ in reported} == {world_size} and len({size for _, _, size in reported}) == 1
 
 
 # --- barriers --------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def _mark_kernel(board, rank, value, bases, WORLD: tl.constexpr):
 
 
 def _nobody_passes_early(ctx, on_device):
-    """In each round one rank is late; whoever has passed the barrier sees what the late one wrote before it."""
+    """In each round one rank is late; a rank that has passed the barrier sees what the late one wrote before."""
     board = ctx.zeros(ctx.num_ranks, dtype=torch.int32)
     ctx.barrier()
     for turn in range(1, 2 * ctx.num_ranks + 1):
@@ -125,7 +125,7 @@ def test_barriers_of_subgroups_do_not_mix(world_size):
 
 
 def _subgroup_runs_ahead(ctx):
-    """A subgroup's barriers do not wait for those outside it, nor stand in for a barrier with them."""
+    """A subgroup's barriers do not wait for ranks outside, and do not count as barriers with them."""
     if ctx.cur_rank < 2:
         for _ in range(5):
             ctx.barrier(group=[0, 1])
@@ -140,10 +140,10 @@ def _subgroup_runs_ahead(ctx):
 
 @pytest.mark.parametrize("world_size", [w for w in WORLDS if w > 2])
 def test_a_subgroup_barrier_leaves_the_others_out(world_size):
-    told = run_ranks(world_size, _subgroup_runs_ahead)
-    slowest = max(late for ahead, late, _ in told if ahead is None)
-    assert all(ahead < slowest for ahead, _, _ in told if ahead is not None)
-    assert all(passed >= slowest for _, _, passed in told)
+    reported = run_ranks(world_size, _subgroup_runs_ahead)
+    slowest = max(late for ahead, late, _ in reported if ahead is None)
+    assert all(ahead < slowest for ahead, _, _ in reported if ahead is not None)
+    assert all(passed >= slowest for _, _, passed in reported)
 
 
 def _barriers_that_wrap(ctx):

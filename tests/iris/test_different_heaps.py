@@ -141,9 +141,9 @@ def test_frees_that_differ_are_found() -> None:
 
 
 def unshifted(rank: int, world: int) -> None:
-    """A user's allocation that differs moves no workspace: calls at which no ranks meet stay right.
+    """An allocation that differs between ranks moves no workspace: calls without a host barrier stay right.
 
-    The second of them takes memory, for what peers write in place of an `out` that does not lie on the heap.
+    The second call reserves memory that peers write if `out` is not on the heap.
     """
     ctx = iris.iris(1 << 24)
     multiply(ctx)

@@ -37,7 +37,7 @@ def fast(*packages: str) -> Iterator[None]:
 
 @device_function
 def _halves(x, count):
-    """x after as many halvings as `count` says, a number in memory."""
+    """Halve x as often as `count`, a number in memory, demands."""
     for _ in range(count):
         x = x * 0.5
     return x

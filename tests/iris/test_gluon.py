@@ -1,4 +1,4 @@
-"""The Gluon device context on GPUs: every call against what torch says; what compiles is in test_codegen*.py."""
+"""The Gluon device context on GPUs: every call compared with torch; test_codegen*.py checks the compiled code."""
 
 import iris
 from iris import platform

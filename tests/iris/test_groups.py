@@ -55,7 +55,7 @@ def test_torchrun_s_environment_is_enough(world_size):
     assert received == [(rank - 1) % world_size for rank in range(world_size)]
 
 
-def _behind_the_last_context(rank, world_size, made_by_user):
+def _after_the_last_context(rank, world_size, made_by_user):
     if made_by_user:
         dist.init_process_group("gloo")
     for _ in range(2):
@@ -68,7 +68,7 @@ def _behind_the_last_context(rank, world_size, made_by_user):
 
 @pytest.mark.parametrize("made_by_user", [False, True])
 def test_only_a_group_that_a_context_made_is_destroyed_when_the_process_ends(made_by_user):
-    assert _results(run_fresh(2, _behind_the_last_context, made_by_user)) == [made_by_user] * 2
+    assert _results(run_fresh(2, _after_the_last_context, made_by_user)) == [made_by_user] * 2
 
 
 def _alone(rank, world_size):

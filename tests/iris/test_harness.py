@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_ends_at_the_time_out_and_says_where_it_was():
         run_ranks(2, _sleep, timeout=1)
 
 
-def _write_beside(ctx, row, column):
+def _write_next_to(ctx, row, column):
     out = guarded(ctx, (4, 5), torch.bfloat16, row_pad=3)
     assert out.tensor.isnan().all() and out.tensor.stride() == (8, 1)
     out.tensor.fill_(1.0)
@@ -74,4 +74,4 @@ def _write_beside(ctx, row, column):
 @pytest.mark.parametrize("row, column", [(0, 5), (3, 5), (5, 0)])
 def test_guard_bands_see_a_write_beside_the_tensor(row, column):
     with pytest.raises(AssertionError, match="guard bytes"):
-        run_ranks(1, _write_beside, row, column)
+        run_ranks(1, _write_next_to, row, column)

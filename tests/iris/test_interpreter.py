@@ -48,7 +48,7 @@ def test_types_that_were_made_before_are_those_asked_for() -> None:
 
 @triton.jit
 def operators_kernel(x_ptr, y_ptr, out, n, SIZE: tl.constexpr):
-    """out [row, SIZE]: what each operator makes of blocks, of a block and a scalar, of a block and a number."""
+    """Apply each operator to two blocks, a block and a scalar, and a block and a number: out [row, SIZE]."""
     i = tl.arange(0, SIZE)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
     row = 0
@@ -82,10 +82,10 @@ def test_operators_whose_types_are_known(dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
         x, y = (torch.randint(-1000, 1000, (64,)).to(dtype) for _ in range(2))
         y[y == 0] = 7
-        wanted = torch.stack([*_operators(x, y, 5)])
-        out = torch.zeros_like(wanted)
+        expected = torch.stack([*_operators(x, y, 5)])
+        out = torch.zeros_like(expected)
         operators_kernel[(1,)](x, y, out, 5, 64)
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
 
 
 @triton.jit
@@ -123,14 +123,14 @@ def described_kernel(x_ptr, out_ptr, row, col, rows, cols, ROWS: tl.constexpr, C
 def test_blocks_that_a_descriptor_has_inside(dtype: torch.dtype, row: int, col: int) -> None:
     x, out = torch.randn(8, 64).mul(50).to(dtype), torch.zeros(8, 64).to(dtype)
     described_kernel[(1,)](x, out, row, col, 8, 64, 4, 32)
-    wanted = torch.zeros(8, 64)
+    expected = torch.zeros(8, 64)
     rows, cols = slice(max(row, 0), max(row + 4, 0)), slice(max(col, 0), max(col + 32, 0))
-    wanted[rows, cols] = x.float()[rows, cols]
-    assert torch.equal(out.float(), wanted)
+    expected[rows, cols] = x.float()[rows, cols]
+    assert torch.equal(out.float(), expected)
 
 
 def test_nothing_is_mended_where_the_interpreter_is_off() -> None:
-    """Not even imported: what is mended is of Triton's interpreter, which kernels for GPUs never meet."""
+    """The fixes of Triton's interpreter are not even imported, because kernels for GPUs never run in it."""
     code = "import iris, sys; assert not any(m.startswith('iris.device.interpreter.') for m in sys.modules)"
     assert fresh.run(code, TRITON_INTERPRET="0").returncode == 0
 

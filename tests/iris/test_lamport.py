@@ -29,7 +29,7 @@ def seal_kernel(x, out, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 @pytest.mark.skipif(ON_GPU, reason="needs no ranks")
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_what_is_sent_is_not_the_sentinel(dtype: torch.dtype) -> None:
-    """NaNs stay NaNs, those of all ones too, and all else, signs and infinities included, its own bits."""
+    """NaNs stay NaNs, also those with all bits set; all other values, with signs and infinities, keep their bits."""
     empty = torch.full((4,), -1, dtype=INTEGERS[dtype]).view(dtype)
     others = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), float("nan"), 7e4, -1e-3], dtype=dtype)
     x = torch.cat((empty, others, torch.randn(19, dtype=dtype)))

@@ -32,7 +32,7 @@ def _run(ctx, cases: list) -> list[Result]:
 
 
 def _results(world_size: int, cases: list) -> list[Result]:
-    """What all ranks report alike."""
+    """Return the results, which are equal on all ranks."""
     first, *others = run_ranks(world_size, _run, cases)
     for other in others:
         assert [(r.outcomes, r.forbidden) for r in other] == [(r.outcomes, r.forbidden) for r in first]

@@ -1,4 +1,4 @@
-"""bfloat16 and fp8 in a user's own kernel, beside torch: each operation rounds once, to nearest even, as on GPUs."""
+"""bfloat16 and fp8 in a user's kernel, compared with torch: each operation rounds once, to nearest even, as on GPUs."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_each_operation_rounds_once(op: str) -> None:
     z[::2] = (-x * y)[::2]  # a sum of which little is left
     out = torch.full((SIZE,), torch.nan, dtype=BF16)
     elementwise_kernel[(1,)](x, y, z, out, op, SIZE)
-    wanted = once(WANTED[op](x.double(), y.double(), z.double()))
+    expected = once(WANTED[op](x.double(), y.double(), z.double()))
     if op == "exp":  # numpy's and torch's may be one float32 apart
-        torch.testing.assert_close(out, wanted, rtol=2**-7, atol=0)
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
     else:
-        assert torch.equal(out, wanted), (out[out != wanted], wanted[out != wanted])
+        assert torch.equal(out, expected), (out[out != expected], expected[out != expected])
 
 
 @triton.jit
@@ -187,13 +187,13 @@ OF_SEVERAL = {
 def test_operations_on_several_elements(op: str) -> None:
     torch.manual_seed(1)
     x = torch.randn(16, 32).to(BF16)
-    wanted = OF_SEVERAL[op](x.double()).to(BF16)
-    out = torch.full((wanted.numel(),), torch.nan, dtype=BF16)
+    expected = OF_SEVERAL[op](x.double()).to(BF16)
+    out = torch.full((expected.numel(),), torch.nan, dtype=BF16)
     several_kernel[(1,)](x, out, op, 16, 32)
     if op in ("sum", "cumsum", "dot"):  # sums in float32, in an order of the interpreter's
-        torch.testing.assert_close(out.view(wanted.shape), wanted, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(out.view(expected.shape), expected, rtol=2**-7, atol=2**-7)
     else:
-        assert torch.equal(out.view(wanted.shape), wanted)
+        assert torch.equal(out.view(expected.shape), expected)
 
 
 # --- fp8 --------------------------------------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ def test_casts_to_fp8_and_back(kind: torch.dtype, dtype: torch.dtype) -> None:
     bits = torch.zeros(SIZE, dtype=torch.uint8)
     out = torch.full((SIZE,), torch.nan, dtype=dtype)
     cast_kernel[(1,)](x, bits.view(kind), FP8[kind], SIZE)
-    wanted = x.float().clamp(-largest, largest).to(kind)
-    assert torch.equal(bits, wanted.view(torch.uint8))
+    expected = x.float().clamp(-largest, largest).to(kind)
+    assert torch.equal(bits, expected.view(torch.uint8))
     cast_kernel[(1,)](bits.view(kind), out, {BF16: tl.bfloat16}.get(dtype) or getattr(tl, str(dtype)[6:]), SIZE)
-    torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_read_or_written_is_refused(cache: Path, monkeypat
 
 
 def differing(rank: int, world: int, folder: str, spoilt: bool) -> None:
-    """The last rank has a table of its own; `spoilt`: one that cannot be used."""
+    """Give the last rank a different table; with `spoilt`, one that cannot be used."""
     os.environ.pop(rates.ENV_RATES, None)
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / str(rank))
     if rank == world - 1:

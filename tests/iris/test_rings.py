@@ -83,7 +83,7 @@ def _too_much(ctx):
 
 
 def test_no_number_of_a_table_makes_triton_compile_anew():
-    """It does so for a 1 in a tuple, and for a multiple of 16, whatever it is told of the argument."""
+    """Triton does so for a 1 in a tuple and for a multiple of 16, even with `do_not_specialize`."""
     assert all(transfer.in_table(x) % 16 == 3 and transfer.in_table(x) >> 4 == x for x in (0, 1, 15, 16, 1 << 47))
 
 

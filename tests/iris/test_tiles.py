@@ -122,7 +122,7 @@ def test_a_tiles_sum_comes_to_its_owner_alone(world_size, owned, dtype):
 
 
 def _rows(ctx, rows, halves):
-    """Of a tile whose other rows stay where they are: nothing is sent for them, so nothing of a peer stays behind."""
+    """Send only some rows of a tile: the others do not travel, so no value of a peer remains in the space."""
     space = ctx.ccl.tile_space(1, M * N, BF16)
     for call in range(5):
         inputs = _of_all(ctx, BF16, call, rows, N)
@@ -185,7 +185,7 @@ def test_each_rank_gets_its_tile_of_every_rank(world_size, dtype):
 
 
 def _mixed(ctx, calls):
-    """All kinds of calls on one space, none of which meet elsewhere, by ranks that are late by turns."""
+    """Make all kinds of calls on one space without any host barrier, with ranks late in turn."""
     w, rank = ctx.num_ranks, ctx.cur_rank
     space, alike = ctx.ccl.tile_space(1, M * N, torch.float32), random.Random(5)
     own, out = random.Random(rank), torch.zeros(1, M, N, device=ctx.device)

@@ -25,7 +25,7 @@ OWN = 64
 
 @triton.jit
 def put_kernel(ctx_ptr, x, n, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, TRACING: tl.constexpr):
-    """A put within a span of its own, and a span that never ends."""
+    """Record a put within a span, and a span that never ends."""
     ctx = iris.DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE, TRACING)
     block, half = tl.program_id(0), tl.program_id(1)
     offsets = block * BLOCK + half * (BLOCK // 2) + tl.arange(0, BLOCK // 2)

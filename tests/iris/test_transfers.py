@@ -20,14 +20,14 @@ SIZES = [1, 3, 4, 15, 4095, 4096, 4100, 16390, rings.BORDER - 1, rings.BORDER, r
 
 
 def _bytes(seed: int, nbytes: int) -> torch.Tensor:
-    """Any bytes, those of the sentinel among them."""
+    """Draw any bytes, including those of the sentinel."""
     drawn = torch.randint(-1, 255, (nbytes,), generator=torch.Generator().manual_seed(seed))
     drawn[: nbytes // 3] = 255
     return drawn.to(torch.uint8)
 
 
 def _placed(ctx, values: torch.Tensor, shift: int) -> torch.Tensor:
-    """`values` so many bytes behind an aligned address, with bytes around that nobody may touch."""
+    """Place `values` at an offset from an aligned address, between bytes that must not change."""
     memory = torch.full((values.numel() + 64,), 7, dtype=torch.uint8, device=ctx.device)
     place = memory[16 + shift : 16 + shift + values.numel()]
     place.copy_(values)
@@ -133,16 +133,16 @@ def _crowd(ctx):
     ctx.ccl.init_p2p(1 << 20, torch.float32)
     sizes = [0, 1, 5, 4096, 300_000, 3, 7, *range(20, 32)]
     for turn in range(2):
-        sends, takes, wanted = [], [], []
+        sends, takes, expected = [], [], []
         for i, count in enumerate(sizes):
             for peer in range(n):
                 sends.append(
                     P2POp("send", _drawn(count, torch.int16, 1000 * turn + 100 * i + rank).to(ctx.device), peer)
                 )
                 takes.append(P2POp("recv", torch.zeros(count, dtype=torch.int16, device=ctx.device), peer))
-                wanted.append(_drawn(count, torch.int16, 1000 * turn + 100 * i + peer))
+                expected.append(_drawn(count, torch.int16, 1000 * turn + 100 * i + peer))
         ctx.ccl.batch_isend_irecv([*takes, *sends] if rank % 2 else [*sends, *takes])
-        for op, want in zip(takes, wanted, strict=True):
+        for op, want in zip(takes, expected, strict=True):
             assert torch.equal(op.tensor.cpu(), want)
     both_ways = torch.arange(10.0, device=ctx.device) + 100 * rank
     ctx.ccl.sendrecv(both_ways[:8], both_ways[2:], (rank + 1) % n, (rank - 1) % n)
@@ -210,7 +210,7 @@ def test_elements_like_the_sentinel_are_awaited(world_size):
 
 
 def _overlapping(ctx):
-    """A gather from a part of its own result, a scatter into its own input."""
+    """Gather from a part of the result, and scatter into the input."""
     rank, n = ctx.cur_rank, ctx.num_ranks
     whole = torch.arange(4.0 * n, device=ctx.device) + 100 * rank
     ctx.ccl.gather(whole, whole[4 * rank : 4 * rank + 4], 0)
@@ -318,8 +318,10 @@ def _untaken(rank, world_size, log):
         if rank == 1:
             ctx.ccl.send(x, 0)
         ctx.log.warning = lambda text: (log / str(rank)).write_text(text)
-    told = [(log / str(r)).read_text() if (log / str(r)).exists() else "" for r in range(world_size)]
-    assert (told[rank] == "close: rank 1 sent messages of at most 8 KiB that this rank never received") == (rank == 0)
+    reported = [(log / str(r)).read_text() if (log / str(r)).exists() else "" for r in range(world_size)]
+    assert (reported[rank] == "close: rank 1 sent messages of at most 8 KiB that this rank never received") == (
+        rank == 0
+    )
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")

@@ -18,7 +18,7 @@ COUNTS = [1, 3, 2048, 2049, 5 * 2048 + 7, 50_001]
 
 @contextlib.contextmanager
 def _in(pieces: int, most: int = rings.MOST_SLOTS):
-    """Always in so many pieces, in rings of at most so many slots together."""
+    """Force this number of pieces, in message buffers of at most this number of slots in all."""
     before = two_steps.pieces, rings.MOST_SLOTS
     two_steps.pieces, rings.MOST_SLOTS = lambda op, nbytes, world: pieces if world > 2 and nbytes else 0, most
     try:

@@ -312,9 +312,9 @@ def _captured(ctx, allocator):
         }
         graph, used = torch.cuda.CUDAGraph(), heap.heap.used
         with torch.cuda.graph(graph):
-            for said, those in calls.items():
+            for message, those in calls.items():
                 for call in those:
-                    with pytest.raises(errors.CaptureError, match=said):
+                    with pytest.raises(errors.CaptureError, match=message):
                         call()
             before.add_(1)
         assert heap.heap.used == used

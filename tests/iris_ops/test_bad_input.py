@@ -77,7 +77,7 @@ def nested(t: torch.Tensor) -> torch.Tensor:
 
 
 def freed(t: torch.Tensor) -> torch.Tensor:
-    """As sharded parameters are between their uses; a DTensor, too, has no address of its own."""
+    """Free a tensor's storage, as sharded parameters are between their uses; a DTensor has no address either."""
     t = t.clone()
     t.untyped_storage().resize_(0)
     return t
@@ -138,7 +138,7 @@ def refuse_overlaps(ctx: iris.Iris) -> None:
 
 
 def refuse_after_good_calls(ctx: iris.Iris) -> None:
-    """Wrong tensors that are told from right ones neither by shape and strides nor, some, by their addresses."""
+    """Pass wrong tensors with the shape and strides, some also with the address, of accepted tensors."""
     whole = torch.randn(16, 16, dtype=torch.complex64, device=ctx.device)
     A, square, out = whole.imag, torch.eye(16, device=ctx.device), ctx.zeros(16, 16)
     bias = whole[0].imag.clone()

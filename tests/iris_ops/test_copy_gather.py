@@ -60,7 +60,7 @@ def test_every_rank_multiplies_what_it_is_sent(world_size: int, rows: int, toget
 
 
 def in_steps_of(least_rows: int, body, *args):
-    """`body`, where ranks' rows are multiplied together until they are so many."""
+    """Run `body` with this limit of rows that one product takes from several ranks."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(copy_engines, "_LEAST_ROWS", least_rows)
         return body(*args)
@@ -77,7 +77,7 @@ def check_in_steps(ctx: iris.Iris, cases: list[Case]) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.some(2)
 def test_results_are_right_in_steps(world_size: int) -> None:
-    """Even and uneven rows, and ranks with none; a rank's columns of its own; rows that are not side by side."""
+    """Even and uneven rows, ranks without rows, different columns on a rank, and rows that are not contiguous."""
     config = FusedConfig(algorithm="copy_gather")
     for M in (2000, 1999, 5, 3) if ON_GPU else (24, 23, 5, 3):
         case = Case(GATHER_MATMUL, "rows", M, 40, 24, config=config, seed=M)
@@ -138,21 +138,21 @@ def test_flags_are_told_apart_where_counts_wrap(config: FusedConfig) -> None:
 
 
 def at_once(ctx: iris.Iris, M: int, K: int, between: int) -> list[bool]:
-    """Whether one kernel is asked to multiply rows that stand so far apart; the result is right either way."""
+    """Return whether one kernel multiplies rows at this distance; the result is right either way."""
     served, like = [], dict(dtype=torch.bfloat16, device=ctx.device)
     kernel = gather_matmul.product
     rows = part_of(M, ctx.num_ranks, ctx.cur_rank)
     wide, weight = torch.ones(rows, K + between, **like), torch.ones(32, -(-K // 8) * 8, **like)
     out = torch.full((M, 32), torch.nan, **like)
 
-    def told(*args):
+    def reported(*args):
         served.append(True)
         return kernel(*args) if ON_GPU else lambda: None
 
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             patch.setattr(platform, "has_warp_specialisation", lambda device: True)
-        patch.setattr(gather_matmul, "product", told)
+        patch.setattr(gather_matmul, "product", reported)
         ctx.ops.all_gather_matmul(out, wide[:, :K], weight[:, :K].t(), config=SPECIALISED)
     assert (out == K).all() or (served and not ON_GPU)
     return served

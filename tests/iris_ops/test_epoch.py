@@ -135,7 +135,7 @@ def test_epochs_wrap(world_size: int, epoch: int) -> None:
 
 
 def after_rest(ctx: iris.Iris, case: Case, epoch: int) -> None:
-    """`case` after so many calls of ops that do not end together that the last that did is a wrap away."""
+    """Run `case` after so many calls of ops without a final barrier that the last barrier's epoch has wrapped."""
     call = Call(ctx, case)
     set_epoch(ctx, call.run(), epoch, completed=1)
     poison(call.guarded.tensor)
@@ -244,7 +244,7 @@ def test_who_gets_nothing_does_not_run_ahead(world_size: int, op: str, form: str
 
 
 def slow_mover(ctx: iris.Iris, case: Case) -> None:
-    """Rank 1 rests for half a second before it pushes its rows, and for as long behind its first piece of them."""
+    """Delay rank 1 by half a second before it pushes its rows, and again after the first piece."""
     call = Call(ctx, case)
     workspace = call.run()
     push, tell = gather_matmul._push_part, gather_matmul.signal
@@ -253,14 +253,14 @@ def slow_mover(ctx: iris.Iris, case: Case) -> None:
         time.sleep(0.5)
         return push(*args)
 
-    def rest_behind(*args):
+    def rest_after(*args):
         tell(*args)
         time.sleep(0.5)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ctx.cur_rank == 1:
             monkeypatch.setattr(gather_matmul, "_push_part", late_push)
-            monkeypatch.setattr(gather_matmul, "signal", rest_behind)
+            monkeypatch.setattr(gather_matmul, "signal", rest_after)
         poison(call.guarded.tensor)
         workspace.staging.fill_(255)  # not a number
         ctx.barrier()
@@ -328,7 +328,7 @@ def test_a_killed_rank_is_named_within_ten_seconds(case: Case, world_size: int, 
 
 
 def miss_a_rank(outer: iris.Iris, case: Case) -> str | None:
-    """Every rank but 0 makes a call that rank 0 leaves out, several times over, each in a context of its own."""
+    """Make a call that rank 0 omits, several times, each in a new context."""
     message = None
     Call(outer, case).run()  # compiled while waits are long: one rank may take a second more than another
     outer.barrier()

@@ -57,7 +57,7 @@ MANY = [
 
 
 def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dtype):
-    """(all ranks' A, all ranks' B8 by columns, scales, bias), the same on every rank.
+    """Return (all ranks' A, all ranks' B8 by columns, scales, bias), the same on every rank.
 
     Half of the weights are small. Where rows are many, they are of several magnitudes.
     """
@@ -257,7 +257,7 @@ def test_in_a_graph(world_size: int) -> None:
 
 @torch.no_grad()
 def lying_body(ctx: iris.Iris, rounded: bool) -> None:
-    """Operands that no descriptor takes, rows with NaN behind them, an `out` that begins anywhere."""
+    """Multiply operands that TMA cannot read, with NaN after each row, and an `out` at any address."""
     config, room = None, 0.045
     with pytest.MonkeyPatch.context() as patch:
         if rounded:

@@ -1,4 +1,4 @@
-"""What ops refuse of fp8 weights: each error names the argument, and the next right call is served."""
+"""Ops refuse wrong fp8 weights: each error names the argument, and the next correct call works."""
 
 from __future__ import annotations
 

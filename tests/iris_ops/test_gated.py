@@ -1,4 +1,4 @@
-"""Gated products against float64: gathered or not, gated in the kernel or behind it, and what they refuse."""
+"""Gated products compared with float64: gathered or not, gated in the kernel or after it, and refusals."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def alone_body(ctx: iris.Iris, chosen: FusedConfig | None) -> list[bool]:
 
 @torch.no_grad()
 def biases_body(ctx: iris.Iris) -> None:
-    """Products that differ in their bias only. On CPUs something stands in for the launch, and for launching again."""
+    """Repeat products that differ only in their bias. On CPUs a fake replaces launches and relaunches."""
     launched = []
 
     def launch(*args, **options) -> relaunch.Launch:
@@ -152,7 +152,7 @@ def test_a_product_with_a_bias_is_another_one() -> None:
 
 @pytest.mark.parametrize("chosen", [None, SPECIALISED, SMALL], ids=["torch", "specialised", "small"])
 def test_alone(chosen: FusedConfig | None) -> None:
-    """In one kernel where warps are specialised, B is a weight's transpose, and rows begin at whole vectors."""
+    """One kernel gates if warps are specialised, B is a weight's transpose, and rows begin at whole vectors."""
     for served in run_ranks(2, alone_body, chosen):
         specialised = ON_GPU and chosen is not None and platform.has_warp_specialisation(torch.device("cuda", 0))
         assert len(served) == (4 if specialised else 0)

@@ -140,14 +140,14 @@ def test_ranks_may_differ_in_depth(world_size: int, op: str, form: str) -> None:
 
 
 def shifted(B: torch.Tensor) -> torch.Tensor:
-    """A copy of `B`, laid out alike, that begins between two vectors."""
+    """Copy `B` with the same strides to an address that is not aligned to a vector."""
     stored = B.t() if B.stride(0) == 1 else B
     copy = stored.new_empty(stored.numel() + 1)[1:].view(stored.shape).copy_(stored)
     return copy.t() if stored is not B else copy
 
 
 def check_mixed(ctx: iris.Iris, cases: list[Case]) -> list[str]:
-    """One rank's B is nothing that TMA can load; its portable kernel and the others' tell each other the same."""
+    """Give one rank a B that TMA cannot load; its portable kernel and the others' kernels use the same signals."""
     digests, portable = [], 1 % ctx.num_ranks
     for case in cases:
         call, served = Call(ctx, case), []

@@ -1,4 +1,4 @@
-"""With `invariant="batch"` a row has the same bits for any number of rows, in any place, beside any others."""
+"""With `invariant="batch"` a row has the same bits for any number of rows, in any position, among any others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calls of several launches as CUDA graphs of their own: when they become graphs, and that nothing else changes by it.
+"""Calls of several launches become CUDA graphs: when they do, and that results stay the same.
 
-What decides is tested with a stand-in for the capture, on any machine; the rest on GPUs.
+The decision is tested with a fake capture on any machine; the rest needs GPUs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.reference import Case
 
 
 class Machine:
-    """A context, a capturer and a clock in one. `answer`: what a capture does, beside counting and taking time."""
+    """Fake a context, a capturer and a clock. `answer`: what a capture does besides counting and taking time."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.now, self.takes = 0.0, 0.0  # s, now and that a capture takes
         self.graphs = Graphs(self, capturer=self, clock=lambda: self.now)
-        self.captured, self.checks, self.told, self.answer = 0, 0, [], None
+        self.captured, self.checks, self.reported, self.answer = 0, 0, [], None
 
     def check(self) -> None:
         self.checks += 1
@@ -48,7 +48,7 @@ class Machine:
         return self
 
     def info(self, message: str) -> None:
-        self.told.append(message)
+        self.reported.append(message)
 
     def capture(self, again):
         self.captured += 1
@@ -100,7 +100,7 @@ def test_calls_are_launched_where_launches_are_listened_to() -> None:
 def test_the_environment_switches_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(graphed.ENV_GRAPHS, "0")
     machine = Machine()
-    assert Work(machine).after(200) == (200, 0) and not machine.captured and not machine.told
+    assert Work(machine).after(200) == (200, 0) and not machine.captured and not machine.reported
 
 
 def test_a_failure_is_told_once_and_ends_it() -> None:
@@ -109,7 +109,7 @@ def test_a_failure_is_told_once_and_ends_it() -> None:
     before.after(3)
     machine.answer = lambda: torch.empty(0)[1]
     assert work.after(200) == (200, 0) and other.after(200) == (200, 0)
-    assert machine.captured == 2 and len(machine.told) == 1 and "out of bounds" in machine.told[0]
+    assert machine.captured == 2 and len(machine.reported) == 1 and "out of bounds" in machine.reported[0]
     assert before.after(1) == (1, 3), "what was captured before is right still"
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_captured_now_is_tried_again() -> None:
     machine.answer = lambda: None
     assert work.after(10) == (10, 0) and machine.captured == 1
     machine.answer = None
-    assert work.after(graphed._RUNS_BETWEEN)[1] > 0 and machine.captured == 2 and not machine.told
+    assert work.after(graphed._RUNS_BETWEEN)[1] > 0 and machine.captured == 2 and not machine.reported
 
 
 # --- that it changes nothing -----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def eager_ones(pool: Pool, calls: int) -> int:
 
 
 def refused(ctx: iris.Iris, case: Case) -> int:
-    """The first capture meets with what cannot be captured: calls go on as before, and so do others' captures."""
+    """The first capture fails: its calls go on as before, and other calls are still captured."""
     prepare, met = sequential.prepare, []
 
     def waiting(*args):
@@ -284,7 +284,7 @@ def test_what_cannot_be_captured_stays_as_it_is(world_size: int) -> None:
 
 
 def elsewhere(ctx: iris.Iris, case: Case) -> int:
-    """Nothing of a graph lies in memory that torch takes from where the user has told it to."""
+    """No memory of a graph comes from a memory pool that the user has chosen."""
     pool = Pool(ctx, case)
     ctx.ops.forget_launches()
     memory = torch.cuda.MemPool()

@@ -187,11 +187,11 @@ def test_a_stand_in_runs_for_the_reason_that_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stand_in_is_said_once() -> None:
-    run_ranks(2, said_once)
+    run_ranks(2, log_once)
 
 
-def said_once(ctx: iris.Iris) -> None:
-    """No GPU is a Hopper here: the portable kernel runs, and one line of the log says why."""
+def log_once(ctx: iris.Iris) -> None:
+    """Without a Hopper GPU the portable kernel runs, and the log explains this in one line."""
     messages: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: messages.append(record.getMessage())

@@ -82,7 +82,7 @@ def stored(B: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def configs_of(case: Mixture) -> tuple[FusedConfig | None, FusedConfig | None]:
-    """Those of the case's algorithm, or None: a plan's."""
+    """Return configurations of the case's algorithm, or None for the plan's."""
     if case.algorithm is None:
         return None, None
     config = FusedConfig(16, 32, 32, num_warps=4, num_stages=2, algorithm=case.algorithm)
@@ -177,7 +177,7 @@ def differing_body(ctx: iris.Iris, case: Mixture) -> str:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_ranks_may_differ_in_how_weights_of_one_token_lie(world_size: int) -> None:
-    """So in their kernels, which exchange alike."""
+    """Their kernels may differ too, and exchange in the same way."""
     case = CASES["one_token_twice"]
     assert len(set(run_ranks(world_size, differing_body, case))) == 1
 

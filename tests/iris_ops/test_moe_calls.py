@@ -1,4 +1,4 @@
-"""How the ops of a mixture are called: what they refuse, what the device finds, what a plan says, CUDA graphs."""
+"""Calls of the mixture ops: refusals, errors that the device detects, plans, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_plans_name_their_kernels_and_say_why() -> None:
 
 
 def test_which_way_does_not_depend_on_a_ranks_part() -> None:
-    """Ranks whose parts differ in size take tiles of their own, but exchange alike."""
+    """Ranks with shares of different sizes choose different tiles, but exchange in the same way."""
     for name in ("NVIDIA H100", "NVIDIA H200", "AMD Instinct MI300X"):
         machine = machine_named(name, 132)
         for tokens in (1, 3, 16, 40, 64, 100, 128, 200, 1000, 8192):

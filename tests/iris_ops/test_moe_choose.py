@@ -1,4 +1,4 @@
-"""`moe_choose`: experts, weights and order beside those of float64, for each scoring, ties and odd values included."""
+"""`moe_choose`: experts, weights and order compared with float64, for each scoring, with ties and odd values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = ((1, 128, 8), (3, 64, 5), (64, 128, 8), (70, 32, 4), (300, 256, 8), (2, 
 def expected(
     logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights in float64, token by token: the best first, of equal scores the lowest index."""
+    """Return experts and weights in float64 by token: the best first, and of equal scores the lowest index first."""
     chosen, weights = [], []
     for row in logits.double().tolist():
         scores = [1 / (1 + math.exp(-x)) for x in row] if scoring.kind == SIGMOID else row

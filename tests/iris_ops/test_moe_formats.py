@@ -58,7 +58,7 @@ def assert_close(out: torch.Tensor, exact: torch.Tensor, torchs: torch.Tensor) -
 def drawn(
     stored: Stored, experts: int, N: int, K: int, size: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weight and scale as kernels read them, and the weights [E,N,K] in float64 that they stand for, about `size`."""
+    """Draw a weight and its scale as kernels read them. Return them and the decoded weights [E,N,K] in float64."""
     packing, group = stored.packing, stored.group
     scale = size * (0.5 + torch.rand(experts * N, -(-K // group) if group else 1, generator=generator))
     if packing is MXFP4:
@@ -98,7 +98,7 @@ class Mixture:
 
 
 class Layer:
-    """The tensors of all ranks of a `Mixture`: codes, scales, and the weights that these stand for."""
+    """The tensors of all ranks of a `Mixture`: codes, scales, and the decoded weights."""
 
     def __init__(self, case: Mixture, world_size: int, device: torch.device) -> None:
         generator, stored = torch.Generator().manual_seed(case.seed), FORMATS[case.format]

@@ -27,7 +27,7 @@ CASE = Mixture(tokens=max(NUMBERS), k=2, experts=6, shared=True, **SIZES)
 
 
 class Token:
-    """One token of a layer: what three ops make of it among others, which are random or NaN."""
+    """One token of a layer: the results of three ops for it among other tokens, which are random or NaN."""
 
     def __init__(self, ctx: iris.Iris, case: Mixture, rng: random.Random) -> None:
         self.ctx, self.case, self.rng = ctx, case, rng

@@ -21,7 +21,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def run(function: str, words: np.ndarray) -> list[torch.Tensor]:
-    """What the assembly of a function makes of words: eight numbers each, in float64."""
+    """Decode words by the assembly of a function: eight numbers each, in float64."""
     source = re.search(rf'def {function}\(.*?"""(\{{.*?\}})"""', Path(coded.__file__).read_text(), re.S)[1]
     held: dict[str, np.ndarray] = {"$8": words}
     numbers: dict[int, torch.Tensor] = {}

@@ -29,7 +29,7 @@ INT8 = Int8("in integers", dtype=torch.int8, operands="tests.iris_ops.test_new_f
 
 
 def operands(rank, problem, config, tensors):
-    """A step makes the weight in A's dtype."""
+    """Return a step that decodes the weight to A's dtype."""
     out, A, B, bias, _ = tensors
     weight = out.new_empty(B.shape[1], B.shape[0]).t()
     return [Restore()], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)

@@ -1,4 +1,4 @@
-"""A way that is added by one class and one line of the table is weighed, chosen and run."""
+"""A way that is added by one class and one line of the table is compared, chosen and run."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_layer_norms_against_float64(world_size: int, dtype: torch.dtype) -> Non
 
 
 def rows_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
-    """Where a row has other bits than alone: among others, elsewhere in memory, of a view, behind its sum."""
+    """List cases in which a row's bits differ from a row alone: with others, at another address, in a view."""
     differences = []
     for N in (64, 96, 2048):
         row, other, weight, bias = (drawn(ctx.device, dtype, *size) for size in ((1, N), (1, N), (N,), (N,)))

@@ -130,7 +130,7 @@ def test_a_product_of_depth_zero_is_the_bias(world_size: int, op: str, form: str
 @pytest.mark.parametrize("op, form", FORMS)
 @pytest.mark.some(on_gpus=4)
 def test_one_element_in_all(world_size: int, op: str, form: str) -> None:
-    """Rank 0 cannot tell one form from the other, and parts of the others are empty, of B and of the bias, too."""
+    """Rank 0 cannot distinguish the forms, and the other ranks' parts of B and of the bias are empty."""
     ours = ("one_shot", "two_shot", "overlapped")
     algorithms = [None, *(algorithm for *known, algorithm in VARIANTS if known == [op, form] and algorithm in ours)]
     called = [

@@ -117,12 +117,12 @@ SPECIALISED = FusedConfig(64, 64, 64, warp_specialised=True)
 
 
 def product_of(tiles: int, steps: int) -> Problem:
-    """A rank's product of so many tiles, and so many steps along K, with the blocks of `SPECIALISED`."""
+    """Return a rank's product with these numbers of tiles and steps along K, with the blocks of `SPECIALISED`."""
     return Problem(MATMUL_GATHER, "rows", 64 * tiles, 64, 64 * steps, 1, torch.bfloat16)
 
 
 def check_units(ctx: iris.Iris) -> None:
-    """Each step of each tile once, by programs that follow each other; who completes a tile knows who has had it."""
+    """Check that consecutive programs compute each step of each tile once, and that the last knows the others."""
     for programs, tiles, steps, splits, stagger_us in (
         (132, 160, 112, 4, 20), (132, 80, 128, 4, 1000), (132, 480, 100, 4, 0), (131, 133, 7, 4, 5), (7, 5, 3, 2, 1000),
         (132, 131, 1, 4, 20), (3, 1, 2, 8, 20), (132, 184, 64, 4, 40),

@@ -1,4 +1,4 @@
-"""On GPUs: outputs on the heap beside streams, CUDA graphs and torch.compile's own, and more than it has room for."""
+"""Outputs on the heap on GPUs, with streams, CUDA graphs and torch.compile, and more outputs than the heap can hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF_A_SECOND = 1_000_000_000  # cycles
 
 
 def used_elsewhere(ctx: iris.Iris) -> None:
-    """A tensor that another stream still reads when it dies, as `record_stream` tells torch."""
+    """Drop a tensor that another stream still reads, which `record_stream` reports to torch."""
     product, side = Product(ctx, ALL_REDUCE), torch.cuda.Stream(ctx.device)
     with planned(PORTABLE):
         out = product()
@@ -65,7 +65,7 @@ def test_calls_in_another_stream(world_size: int) -> None:
 
 
 def filled(ctx: iris.Iris) -> list[int | None]:
-    """Places of a hundred outputs that are all kept, and of some behind them when they are gone."""
+    """Return the addresses of a hundred outputs that stay alive, and of some later ones after these are dropped."""
     product, held, places = Product(ctx, ALL_REDUCE), [], []
     with planned(PORTABLE):
         for step in range(100):

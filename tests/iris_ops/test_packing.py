@@ -1,4 +1,4 @@
-"""Stored weights of each format: exact there and back, rows filled apart, the nearest codes, and what is refused."""
+"""Packed weights of each format: exact round trips, parts packed separately, nearest codes, and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_there_and_back(form: Packing, group: int | None, N: int, K: int) -> Non
 
 @pytest.mark.parametrize("form, group", FORMS, ids=NAMES)
 def test_rows_are_filled_apart(form: Packing, group: int | None) -> None:
-    """Parts of a merged weight, at any row: the same bytes as of the whole."""
+    """Parts of a merged weight, packed at any row, have the same bytes as the whole."""
     codes, scales = draw(form, group, 23, 320, 5)
     whole = form.pack(codes, scales, group)
     filled = [torch.empty(shape, dtype=dtype) for shape, dtype in form.stored(23, 320, group)]

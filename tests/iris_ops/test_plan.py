@@ -148,7 +148,7 @@ def test_small_all_reduces_take_one_shot_and_large_ones_overlap(world_size: int)
 
 
 def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
-    """Never in fp32, or elsewhere than on Hopper; a plan says so."""
+    """Never in float32 or on other GPUs, and the plan gives the reason."""
     prefix = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
         for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_specialised=True)):

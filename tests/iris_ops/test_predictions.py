@@ -1,4 +1,4 @@
-"""The plan's predictions beside the times in benchmarks/results/."""
+"""Compare the plan's predictions with the times in benchmarks/results/."""
 
 from __future__ import annotations
 

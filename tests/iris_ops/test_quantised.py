@@ -1,4 +1,4 @@
-"""Products with weights in fp8 blocks, int4 and MXFP4 against float64 of what their codes stand for, on any ranks."""
+"""Products with weights in fp8 blocks, int4 and MXFP4 compared with float64 of the decoded weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if ON_GPU:  # enough columns for tiles of each width, and for several a program
 
 
 def stored(name: str, N: int, K: int, seed: int, device: torch.device | str) -> tuple[tuple, torch.Tensor]:
-    """Random codes and scales of a format: (the stored weight and its scale), and the numbers in float64."""
+    """Draw codes and scales of a format. Return (stored weight, scale), and the decoded numbers in float64."""
     form = BY_NAME[name]
     packing, group = PACKINGS[form.packing], form.group or None
     draw = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def stored(name: str, N: int, K: int, seed: int, device: torch.device | str) -> 
 
 
 def operands(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool):
-    """This rank's A, (weight, scale), the bias, and the exact sum over all ranks."""
+    """Return this rank's A, (weight, scale), the bias, and the exact sum over all ranks."""
     draw = torch.Generator().manual_seed(M * N + K)
     A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(BF16).to(ctx.device)
     weights = [stored(name, N, K, K + rank, ctx.device) for rank in range(ctx.num_ranks)]
@@ -162,7 +162,7 @@ def test_a_row_has_the_same_bits_on_any_number_of_ranks(name: str) -> None:
 
 @torch.no_grad()
 def other_op_body(ctx: iris.Iris, name: str, op: str) -> None:
-    """Ops that share rows make the weight in A's dtype first."""
+    """Check that ops that scatter or gather rows first decode the weight to A's dtype."""
     M, N, K, w = 24, 48, 160, ctx.num_ranks
     A, (weight, scale), _, exact = operands(ctx, name, M, N, K, False)
     if op == REDUCE_SCATTER:

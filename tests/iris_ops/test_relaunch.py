@@ -33,7 +33,7 @@ BLOCKS = FusedConfig(16, 16, 16, num_warps=4, num_stages=2, comm_programs=1)
 
 
 class Repeats:
-    """Counts the calls that find themselves among earlier ones; they are then made in full all the same."""
+    """Count calls whose key matches an earlier call; each still runs in full."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0

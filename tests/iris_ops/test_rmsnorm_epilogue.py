@@ -1,4 +1,4 @@
-"""`matmul_all_reduce_norm` against float64: in the kernel of few rows and behind any other, and what it refuses."""
+"""`matmul_all_reduce_norm` compared with float64: in the kernel of few rows, after any other kernel, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ends_with_norm(problem, chosen) -> bool:
 
 
 def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dtype):
-    """(all ranks' A, all ranks' B, bias, residual, weight), the same on every rank."""
+    """Return (all ranks' A, all ranks' B, bias, residual, weight), the same on every rank."""
     draw = torch.Generator().manual_seed(M * N + K)
 
     def normal(*size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tree in which products along K are added: the same sum, whoever has which leaves."""
+"""The tree in which products along K are added gives the same sum for any distribution of leaves over ranks."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def sources(ctx, case: Case) -> list[int]:
 @pytest.mark.skipif(ON_GPU, reason="there several programs multiply at once")
 @pytest.mark.parametrize("world_size", [3])
 def test_gathered_rows_are_multiplied_in_the_order_in_which_they_arrive(world_size):
-    """Each rank pushes to the next one first: so its own rows, then those of the rank before, and so on."""
+    """Ranks push to the next one first, so a rank multiplies its own rows, then the previous rank's, and so on."""
     recorded = run_ranks(world_size, sources, Case(GATHER_MATMUL, "rows", 32 * world_size, 16, 24, config=CONFIG))
     assert recorded == [[(rank - i) % world_size for i in range(world_size)] for rank in range(world_size)]
 
@@ -84,7 +84,7 @@ PUSHED = [(op, form, "overlapped") for op, form in FORMS if op != GATHER_MATMUL]
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.some(3, on_gpus=3)
 def test_specialised_warps_record_themselves(world_size, op, form, algorithm):
-    """What is sent, too; where they are specialised, each kind by a thread of its own."""
+    """Pushes are recorded too; with specialised warps, one thread of each kind records."""
     if algorithm == "one_shot" and world_size != 2:
         pytest.skip("no program warp-specialised serves these")
     config = FusedConfig(64, 64, 64, num_stages=2, num_programs=3, splits=2, warp_specialised=True, algorithm=algorithm)

@@ -31,7 +31,7 @@ def halved(leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def tree_body(ctx: iris.Iris, case: Case, k_per_rank: tuple[int, ...]) -> list[str]:
-    """What differs, in words: three calls like each other, beside this rank's own sum of all of K."""
+    """Return a description of each difference between three equal calls and this rank's own sum over all of K."""
     ctx.invariant = "ranks"
     w, rank = ctx.num_ranks, ctx.cur_rank
     draw = torch.Generator().manual_seed(case.seed)
@@ -111,7 +111,7 @@ SPECIALISED = FusedConfig(128, 128, 64, num_warps=8, num_stages=5, warp_speciali
 @pytest.mark.parametrize("few_programs", [False, True])
 @pytest.mark.parametrize("high", [False, True])
 def test_specialised_warps_sum_as_one_rank_does(high, few_programs, op, form, dtype):
-    """On Hopper; elsewhere the portable kernel stands in for them. Leaves are of one width, of two, and cut short."""
+    """On Hopper; elsewhere the portable fallback runs. Leaves have one width, two widths, or a shorter last one."""
     config = SPECIALISED if high else replace(SPECIALISED, block_m=64, num_warps=4, num_stages=8)
     config = replace(config, num_programs=3) if few_programs else config
     for M, K in ((70, 512), (300, 4096 if ON_GPU else 512), (200, 11000 if ON_GPU else 2232)):

@@ -1,4 +1,4 @@
-"""The adapter to tritonBLAS's selector: against a stand-in with the names of its source, and the package itself."""
+"""The adapter to tritonBLAS's selector, with a fake that has its names and with the package itself."""
 
 from __future__ import annotations
 

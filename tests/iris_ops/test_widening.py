@@ -42,7 +42,7 @@ OPERATIONS = {
 
 
 def run(policy: Widening, first: np.ndarray, second: np.ndarray) -> list[torch.Tensor]:
-    """What the assembly of `policy` makes of pairs of words: each product's two numbers, [pairs, 2]."""
+    """Decode pairs of words by the assembly of `policy`: each product's two numbers, [pairs, 2]."""
     source = inspect.getsource(policy.words.fn)
     constraints = re.search(r'"(=&?r[^"]*)"', source)[1].split(",")
     outputs = sum(each.startswith("=") for each in constraints)

@@ -1,4 +1,4 @@
-"""Prompts of a tiny model in an engine and steps behind them, captured on GPUs, beside the unsplit model's own."""
+"""Run a tiny model's prompts and steps in an engine, captured on GPUs, and compare them with the unsplit model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def exact(model: Any) -> nn.Module:
 
 
 def served(ctx, model: nn.Module) -> list[Batch]:
-    """On a rank: what an engine makes of the same batch again and again, by steps that are replayed where they can."""
+    """Generate for one batch repeatedly on a rank, with replayed steps where possible."""
     made = []
     layers.parallelize(model, ctx)
     with exact_convolutions():
@@ -65,7 +65,7 @@ def served(ctx, model: nn.Module) -> list[Batch]:
 
 
 def judge(outcomes: Sequence[list[Batch]], whole: nn.Module, double: nn.Module) -> None:
-    """Raises unless each rank's logits are as near to those of `double`, in float64, as `whole`'s in float32, about."""
+    """Check that each rank's logits are about as close to `double`'s, in float64, as `whole`'s are in float32."""
     tokens, mask = prompts("cpu")
     rows = [row[mask[index].bool()].tolist() for index, row in enumerate(tokens)]
     double = exact(double)

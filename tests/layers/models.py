@@ -1,4 +1,4 @@
-"""Seven tiny language models that between them have what makes splitting hard, and what a test asks of a split one.
+"""Build seven tiny language models that together cover what makes splitting hard, and run split ones.
 
 A model is drawn from its name alone, so that every rank and the test itself have the same weights without sending them.
 """
@@ -111,7 +111,7 @@ FEW = ("tied", "kv2", "kv1", "nine_heads", "two_heads", "vocab257")
 
 
 def cases(names: Iterable[str]) -> list[tuple[int, str]]:
-    """(world size, model): on CPUs all on two and three ranks, those of `FEW` on four, and "plain" on one."""
+    """Return (world size, model) pairs: on CPUs all on two and three ranks, `FEW` on four, "plain" on one."""
     if UNDER_TORCHRUN:
         return [(world_size, name) for world_size in WORLDS for name in names]
     sizes = {name: (2, 3, 4) if name in FEW else (1, 2, 3) if name == "plain" else (2, 3) for name in names}

@@ -1,4 +1,4 @@
-"""What ranks of the tests of layers need beside `tests.preloaded`."""
+"""Import what ranks of the tests of layers need in addition to `tests.preloaded`."""
 
 import gc
 

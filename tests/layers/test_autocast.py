@@ -30,7 +30,7 @@ def whole(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[nn.Li
 
 
 def products(ctx, linear: nn.Linear, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What each kind of layer makes of `linear` and `x`, all of it or this rank's."""
+    """Return the result of each kind of layer for `linear` and `x`, whole or this rank's part."""
     rows, features = (slice(*chunk(size, ctx.num_ranks, ctx.cur_rank)) for size in (TOKENS, N_IN))
     column = {"gathered": {"gather_output": True}, "local": {}, "gathers tokens": {"sequence_parallel": True}}
     row = {"reduced": {}, "partial": {"reduce_results": False}, "scatters tokens": {"sequence_parallel": True}}

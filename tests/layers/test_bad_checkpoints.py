@@ -135,7 +135,7 @@ def wide(folder: Path) -> str:
     return "the configuration's dtype is torch.float64: pass dtype=torch.float32"
 
 
-def asked_body(ctx, folder: str) -> None:
+def request_body(ctx, folder: str) -> None:
     """What one rank alone asks for, or asks wrongly, is an error on all of them."""
     first = ctx.cur_rank == 0
     for options, words in [
@@ -179,7 +179,7 @@ def asked_body(ctx, folder: str) -> None:
 
 @two_ranks
 def test_ranks_ask_for_the_same_model(world_size: int, saved) -> None:
-    run_ranks(world_size, asked_body, str(saved("plain")))
+    run_ranks(world_size, request_body, str(saved("plain")))
 
 
 SPOILT = [

@@ -230,7 +230,7 @@ def test_what_cannot_be_compiled_is_refused(world_size: int) -> None:
 
 
 def kernels_body(ctx) -> None:
-    """Of one step: its kernels, and the memory that it takes beside what there is."""
+    """Return the kernels of one step, and the memory that it allocates."""
     model, prompts, length = models.build("kv2"), models.prompt().to(ctx.device), 1 << 15
     layers.parallelize(model, ctx)
     kernels, taken = [], []

@@ -33,7 +33,7 @@ OWN_WIDTH = ("lara_mini", "qwen4_exp", "solar_open", "minimax_m3", "deepseek_v4"
 
 
 def settings(model_type: str, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Settings of the tiny model of a type, for so many heads, with biases where the type has them."""
+    """Return settings of a type's tiny model with this number of heads, with biases where the type has them."""
     found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if not model_type.startswith(OWN_WIDTH):
         found["hidden_size"] = 8 * heads

@@ -57,7 +57,7 @@ def build(name: str) -> Any:
 
 @torch.no_grad()
 def answers(model: Any, device: Any = "cpu") -> tuple[torch.Tensor, list[list[int]], list[list[int]]]:
-    """Logits of two texts, one of them padded, greedy tokens and those of two beams."""
+    """Return the logits of two texts, one padded, the greedy tokens, and those of two beams."""
     random = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, 97, (2, 9), generator=random).to(device)
     mask = torch.ones_like(tokens)

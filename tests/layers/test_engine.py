@@ -232,7 +232,7 @@ def counting_body(ctx) -> None:
 
 
 def table_body(ctx) -> None:
-    """A model that looks its positions up has so many; one that computes them any number."""
+    """Check that a model with a position table has a limited length, and a model that computes positions has none."""
     sizes = dict(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4)
     opt = transformers.OPTForCausalLM(
         transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=9)

@@ -95,15 +95,15 @@ REFUSED = {
 
 
 def refused_body(ctx, root: str) -> None:
-    asked: list[tuple] = []  # on stdin; transformers catches what is raised there
+    requested: list[tuple] = []  # on stdin; transformers catches what is raised there
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builtins, "input", lambda *words: asked.append(words) or "no")
+        patch.setattr(builtins, "input", lambda *words: requested.append(words) or "no")
         patch.setenv("CODE_RAN", f"{root}/ran")
         for case, (_, words) in REFUSED.items():
             with pytest.raises(CheckpointError, match=words):
                 layers.from_pretrained(f"{root}/{case}", ctx)
-    assert not asked and not Path(root, "ran").exists()
+    assert not requested and not Path(root, "ran").exists()
 
 
 @two_ranks

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each format cut over 1 to 8 ranks, and what configurations say."""
+"""Quantised checkpoints: each format split over 1 to 8 ranks, and the settings of configurations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
 
 
 def opened(folder: Path, name: str, weight: torch.Tensor, writer: Any = None) -> tuple[Any, torch.Tensor]:
-    """The weight as the loader sees it, from a file in the format `name`, and its exact numbers."""
+    """Return the weight of a file in the format `name` as the loader reads it, and its exact numbers."""
     parts, exact = (writer or FORMATS[name].write)(weight)
     save_file({NAME + end: part.contiguous() for end, part in parts.items()}, folder / "model.safetensors")
     config = FORMATS[name].config
@@ -263,7 +263,7 @@ def test_modelopt_configures_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 @alone
 def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path) -> None:
-    """Attention in fp8, the rest in int4, as a configuration of mixed precision says it."""
+    """Attention in fp8 and the rest in int4, as a mixed-precision configuration defines it."""
     config = written_formats.compressed("mixed-precision", {})
     config["config_groups"] = {
         "attention": {

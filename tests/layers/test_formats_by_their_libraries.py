@@ -1,4 +1,4 @@
-"""What libraries write is read as they dequantise it, and what the tests' writers write is what libraries write.
+"""Checkpoints of other libraries are read as these dequantise them, and the tests' writers write the same files.
 
 compressed-tensors is no requirement of the tests: where it is not installed, its cases are skipped.
 """
@@ -26,7 +26,7 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def read(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> torch.Tensor:
-    """The numbers of the only weight in `tensors`, by the end of their names, as the loader has them."""
+    """Return the numbers of the only weight in `tensors`, keyed by name suffix, as the loader reads them."""
     save_file({f"{NAME}.{end}": each.contiguous() for end, each in tensors.items()}, folder / "model.safetensors")
     held = contents(SCHEMES[config["quant_method"]](config), Checkpoint(folder, Staging("cpu")), True)
     assert not held.problems, held.problems

@@ -167,7 +167,7 @@ COLUMNS, ROWS = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj
 
 
 def rounded_twin(name: str, weights: str, world_size: int) -> nn.Module:
-    """The unsplit model with the weights that the split one uses: where inputs are split, each rank rounds its own."""
+    """Return the unsplit model with the split model's weights; where inputs are split, ranks round their parts."""
     model = models.build(name)
     for module_name, module in model.named_modules():
         kind = module_name.rpartition(".")[2]

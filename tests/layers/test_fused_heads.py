@@ -207,7 +207,7 @@ def test_parts_are_what_the_module_finds_of_these_heads(name: str, world_size: i
 
 
 class Attends(nn.Module):
-    """Four heads of eight; `take` says how the projection's outputs are taken apart."""
+    """Attention with four heads of eight; `take` splits the projection's outputs."""
 
     def __init__(self, child: str, shape: tuple[int, ...], q_at: int) -> None:
         super().__init__()

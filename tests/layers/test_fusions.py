@@ -173,6 +173,6 @@ def as_wide_body(ctx, sequence_parallel: int | bool) -> torch.Tensor:
 @pytest.mark.parametrize("sequence_parallel", [False, 4])
 @pytest.mark.some(1)
 def test_products_as_wide_as_their_input_are_merged(sequence_parallel: int | bool) -> None:
-    """As of Qwen3-32B on two ranks; a slice that is handed the input says so."""
+    """As in Qwen3-32B on two ranks; a slice that receives the unsliced input raises an error."""
     first, second = run_ranks(2, as_wide_body, sequence_parallel)
     assert first == second

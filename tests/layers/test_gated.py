@@ -97,7 +97,7 @@ def serve_few_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve_many_rows(patch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose warps can be specialised; here a kernel behind torch's product gates."""
+    """Pretend that warps can be specialised; here a kernel after torch's product applies the gate."""
     patch.setattr(gated_mlp, "has_many_rows", lambda *_: True)
 
 
@@ -190,24 +190,24 @@ def who_is_served_body(ctx) -> None:
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "has_warp_specialisation", lambda device: True)
-        patch.setattr(torch_ops, "gated", told(torch_ops.gated, "gated", called))
+        patch.setattr(torch_ops, "gated", reported(torch_ops.gated, "gated", called))
         model = Stack().bfloat16()
         layers.parallelize(model, ctx, plan=PLAN)
         mlp, many = model.layers[0].to(ctx.device), torch.randn(2, 200, 32).to(ctx.device, torch.bfloat16)
         for x, count in ((many, 1), (many[:1], 1), (torch.cat([many, many[:, :57]], 1), 2)):
             mlp(x)
             assert len(called) == count, "more than a few rows only"
-        for wanted in (many, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias):
-            wanted.requires_grad_()
+        for needed in (many, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias):
+            needed.requires_grad_()
             with pytest.raises(ArgumentError, match="requires grad"):
                 mlp(many)
             with torch.no_grad():
                 mlp(many)
-            wanted.requires_grad_(False)
+            needed.requires_grad_(False)
 
 
 def test_gradients_are_refused_where_many_rows_are_gated() -> None:
-    """Of the input, the weight and the bias, each for itself."""
+    """For the input, the weight and the bias separately."""
     run_ranks(1, who_is_served_body)
 
 
@@ -232,7 +232,7 @@ def test_it_is_compiled_as_a_whole_and_once_for_all_lengths() -> None:
     assert run_ranks(1, compiled_body) == [1]
 
 
-def told(run, op: str | None, called: list[str]):
+def reported(run, op: str | None, called: list[str]):
     """`run`, which tells of its calls: of the ops by their names, its first argument, or of `op`."""
 
     def inside(*args):
@@ -250,8 +250,8 @@ def many_rows_body(ctx, name: str, sequence_parallel: int | bool, backend: str |
         layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
         with pytest.MonkeyPatch.context() as patch:
             serve(patch)
-            patch.setattr(torch_ops, "gated", told(torch_ops.gated, "matmul_gated", called))
-            patch.setattr(torch_ops, "product", told(torch_ops.product, None, called))
+            patch.setattr(torch_ops, "gated", reported(torch_ops.gated, "matmul_gated", called))
+            patch.setattr(torch_ops, "product", reported(torch_ops.product, None, called))
             found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(24).view(2, 12)))
     assert close(*found)
     return called

@@ -149,15 +149,15 @@ def refused_body(ctx) -> None:
     ]:
         with pytest.raises(ArgumentError, match=words if last else f"rank {ctx.num_ranks - 1}: {words}"):
             call()
-    asked: list[tuple] = []  # on stdin; transformers catches what is raised there
+    requested: list[tuple] = []  # on stdin; transformers catches what is raised there
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(builtins, "input", lambda *words: asked.append(words) or "no")
+        patch.setattr(builtins, "input", lambda *words: requested.append(words) or "no")
         Path(folder, "custom_generate").mkdir()
         Path(folder, "custom_generate", "generate.py").touch()
         for options in ({"penalty_alpha": 0.6, "top_k": 4}, {"custom_generate": folder}):  # the first's is on the hub
             with pytest.raises(ValueError, match="trust_remote_code"):
                 model.generate(ids, **options)
-    assert not asked
+    assert not requested
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 10), "and goes on"
 
 

@@ -1,4 +1,4 @@
-"""Layers are for inference: whoever asks for a gradient, of whatever kind, gets a typed error from each of them."""
+"""Layers are for inference: each of them raises a typed error if any gradient is requested."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Prompts and steps from CUDA graphs: the logits and tokens of an eager engine, whatever was captured and run before.
 
-On CPUs a stand-in takes a graph's place: it runs the work again, on tensors of its own, spoils what other graphs on the
-same memory left, and refuses that the host looks at a tensor. So there the engine's part is tested: what it hands over,
-keeps and copies. On GPUs, graphs are.
+On CPUs a fake replaces the graph: it runs the work again on separate tensors, overwrites what other graphs left in the
+same memory, and refuses reads by the host. This tests the engine's part: what it passes, keeps and copies. On GPUs the
+graphs are real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = both
 
 
 class Blind(TorchDispatchMode):
-    """As in a capture: transformers is told so, and the host cannot look at a tensor."""
+    """Simulate a capture: transformers sees one, and the host cannot read a tensor."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -98,9 +98,9 @@ def test_what_is_captured_replayed_and_forgotten() -> None:
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     """What is warned of, whatever handlers the process's logger has."""
-    said = []
-    monkeypatch.setattr(graphs.log.logger, "warning", lambda text, *given: said.append(text % given))
-    return said
+    messages = []
+    monkeypatch.setattr(graphs.log.logger, "warning", lambda text, *given: messages.append(text % given))
+    return messages
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
@@ -298,14 +298,14 @@ def test_prompts_of_several_lengths_share_a_graph(world_size: int, case: str) ->
 
 
 class Ignores(transformers.LlamaForCausalLM):
-    """Makes the logits of all tokens, whatever is asked."""
+    """Compute the logits of all tokens and ignore `logits_to_keep`."""
 
     def forward(self, *args, logits_to_keep=0, **kwargs):
         return super().forward(*args, **kwargs)
 
 
 class FromTheEnd(transformers.LlamaForCausalLM):
-    """Keeps so many from the end, and knows nothing else."""
+    """Accept only a number for `logits_to_keep`, counted from the end."""
 
     def forward(self, *args, logits_to_keep=0, **kwargs):
         result = super().forward(*args, **kwargs)

@@ -90,7 +90,7 @@ def inputs(kind: str, seed: int, device: Any = "cpu", dtype: torch.dtype = torch
 
 @torch.no_grad()
 def answers(model: Any, kind: str, device: Any = "cpu") -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    """Logits for two images, and greedy tokens behind the first."""
+    """Return the logits for two images, and the greedy tokens after the first."""
     first, second = (inputs(kind, seed, device, model.dtype) for seed in (1, 2))
     length = first["input_ids"].shape[1]
     words = model.generate(**first, max_new_tokens=4, do_sample=False)[:, length:].tolist()

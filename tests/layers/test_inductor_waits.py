@@ -1,4 +1,4 @@
-"""Kernels that inductor launches beside the one before wait first, where its own analysis would have some not."""
+"""Kernels that inductor launches as dependent wait first, also where its own analysis omits the wait."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_inductor_is_asked_on_such_devices_only(monkeypatch: pytest.MonkeyPatch)
     cpu = torch.device("cpu")
     assert _Backend("inductor", cpu).options == {"config_patches": {"combo_kernels": True}}
     monkeypatch.setattr(platform, "pdl_options", lambda device: {"launch_pdl": True})
-    asked = _Backend("inductor", cpu).options["config_patches"]
-    assert asked["triton.enable_pdl"] and isinstance(asked["_post_fusion_custom_pass"], inductor_waits.WaitFirst)
+    requested = _Backend("inductor", cpu).options["config_patches"]
+    assert requested["triton.enable_pdl"] and isinstance(
+        requested["_post_fusion_custom_pass"], inductor_waits.WaitFirst
+    )
     assert _Backend("aot_eager", cpu).options == {}
     assert _Backend("aot_eager", cpu).__name__ == "aot_eager", "what torch's errors call it"
     for taken in ({"cpp_wrapper": True}, {"_post_fusion_custom_pass": lambda nodes: nodes}):

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def differing(rank: int, ctx) -> list[tuple]:
-    """Calls whose arguments are rank 1's own, and what is said of them."""
+    """List calls whose arguments differ on rank 1, with the expected messages."""
     model = models.build("plain")
     layers.parallelize(model, ctx)
     engine = layers.Engine(model, ctx, 2, 16)

@@ -24,7 +24,7 @@ ROWS = (1, 2, 5, 17, 64, 130)
 
 def different(layer, rows: torch.Tensor, tokens: int = 0) -> list[str]:
     """Where a row through `layer` has other bits than alone."""
-    said = []
+    messages = []
     for M in ROWS:
         place = random.Random(M).randrange(M)  # the same on all ranks
         x = torch.full((M, rows.shape[1]), float("nan"), dtype=rows.dtype, device=rows.device)
@@ -32,8 +32,8 @@ def different(layer, rows: torch.Tensor, tokens: int = 0) -> list[str]:
         found = layer(x)[place]
         alone = layer(rows[:1])[0]
         if found.view(torch.uint8).ne(alone.view(torch.uint8)).any():
-            said.append(f"{M} rows, place {place}: {int((found != alone).sum())} of {alone.numel()} differ")
-    return said
+            messages.append(f"{M} rows, place {place}: {int((found != alone).sum())} of {alone.numel()} differ")
+    return messages
 
 
 def linear_body(ctx: iris.Iris, dtype: torch.dtype, bias: bool) -> dict[str, list[str]]:
@@ -66,12 +66,12 @@ def test_layers_give_a_row_the_same_bits(world_size, dtype, bias):
 
 
 def gated_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
-    """Where a gated product has other bits than its two halves, gated behind a product, or is no such product."""
+    """List cases in which a gated product differs from its two halves, gated after a product, or runs as two."""
     ctx.invariant = "batch"
     torch.manual_seed(2)
     weight, bias = torch.randn(2 * 192, 320) / 16, torch.randn(2 * 192)
     B, bias = weight.to(ctx.device, dtype).t(), bias.to(ctx.device, dtype)
-    said = []
+    messages = []
     for M in (*ROWS, 700):
         A = torch.randn(M, 320).to(ctx.device, dtype)
         found, behind, both = (A.new_full((M, width), float("nan")) for width in (192, 192, 384))
@@ -79,18 +79,18 @@ def gated_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
         matmul.multiply(ctx, both, A, B, bias)
         gating.gate(behind, both)
         if not found.view(torch.uint8).equal(behind.view(torch.uint8)):
-            said.append(f"{M} rows: {int((found != behind).sum())} numbers differ")
+            messages.append(f"{M} rows: {int((found != behind).sum())} numbers differ")
         gate, up = torch.addmm(bias.double(), A.double(), B.double()).chunk(2, 1)
         exact = torch.nn.functional.silu(gate) * up
         if not (found - exact).abs().max() <= 0.03 * exact.abs().max():
-            said.append(f"{M} rows: wrong")
-    return said
+            messages.append(f"{M} rows: wrong")
+    return messages
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gated_product_has_the_bits_of_its_halves(dtype):
-    for said in run_ranks(1, gated_body, dtype):
-        assert not said
+    for messages in run_ranks(1, gated_body, dtype):
+        assert not messages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,7 +131,7 @@ def norm_body(ctx: iris.Iris) -> list[str]:
         torch.randn(192, generator=torch.Generator().manual_seed(1)),
     )
     x, h = torch.randn(1, 64, generator=random_rows), torch.randn(1, 192, generator=torch.Generator().manual_seed(2))
-    first, said = None, []
+    first, messages = None, []
     for M in (1, 7, 40):
         A, residual = torch.full((M, 64), float("nan")), torch.full((M, 192), float("nan"))
         A[M // 2], residual[M // 2] = x[0], h[0]
@@ -141,8 +141,8 @@ def norm_body(ctx: iris.Iris) -> list[str]:
         found = torch.cat([out[M // 2], scaled[M // 2], squares[:, M // 2], whole[M // 2]])
         first = found if first is None else first
         if not torch.equal(found, first):
-            said.append(f"{M} rows: {int((found != first).sum())} numbers differ")
-    return said
+            messages.append(f"{M} rows: {int((found != first).sum())} numbers differ")
+    return messages
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the host")
@@ -173,7 +173,7 @@ def test_an_engine_gives_a_prompt_the_same_bits_in_any_batch(world_size, name):
 
 
 def mixture_body(ctx: iris.Iris, name: str, compile: bool | str) -> tuple[list, set[tuple[int, ...]]]:
-    """What `verify` finds, and the shapes of weights that were multiplied row by row beside the ops."""
+    """Return the findings of `verify`, and the shapes of weights that were multiplied row by row outside the ops."""
     ctx.invariant, shapes, linear = "batch", set(), matmul._linear
 
     def seen(ctx, x, weight, bias, scale):
@@ -204,21 +204,21 @@ def test_a_mixture_gives_a_prompt_the_same_bits_and_routes_it_row_by_row(name, c
 
 
 def whole_body(ctx: iris.Iris) -> list[str]:
-    """A module that stays whole, at any number of rows; one that is copied keeps its own weights."""
+    """Run a replicated module with any number of rows; a copy keeps its own weights."""
     ctx.invariant = "batch"
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(130, 33), torch.nn.Embedding(3, 33))
     assert whole_products.keep_rows_alike(model, ctx) == 1
-    x, said = torch.randn(70, 130), []
+    x, messages = torch.randn(70, 130), []
     expected = model[0](x)
     assert torch.allclose(expected, torch.nn.functional.linear(x, model[0].weight, model[0].bias), atol=1e-4)
     for M in range(1, 70):
         if not torch.equal(model[0](x[:M]), expected[:M]):
-            said.append(f"{M} rows")
+            messages.append(f"{M} rows")
     other = copy.deepcopy(model)
     other[0].weight.data.zero_()
     assert torch.equal(other[0](x), other[0].bias.expand(70, 33)) and torch.equal(model[0](x), expected)
-    return said
+    return messages
 
 
 @pytest.mark.skipif(ON_GPU, reason="tensors of the host")

@@ -23,7 +23,7 @@ pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS, scope="sessio
 
 
 def whole_linear(n_in: int, n_out: int, bias: bool = True, seed: int = 0) -> nn.Linear:
-    """The same on every rank, and where it is compared."""
+    """Make a linear layer that is the same on every rank and in the reference."""
     torch.manual_seed(seed)
     linear = nn.Linear(n_in, n_out, bias=bias)
     if bias:

@@ -32,7 +32,7 @@ PLAIN = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
 def stored(header: Any, data: int = 24, length: int | None = None) -> bytes:
-    """A safetensors file with `header`, which may be text, and `data` bytes behind it."""
+    """Write a safetensors file with `header`, which may be text, followed by `data`."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
 
@@ -97,7 +97,7 @@ def test_a_file_without_tensors_and_one_of_a_scalar(tmp_path: Path) -> None:
 
 
 def in_two(folder: Path, changes: dict[str, Any] | None = None) -> None:
-    """`a` and `both` in x.safetensors, `b` and another `both` in y; the index says y, but for `changes`."""
+    """Write `a` and `both` to x.safetensors, `b` and another `both` to y; the index names y, except for `changes`."""
     save_file({"a": torch.zeros(2), "both": torch.zeros(2)}, folder / "x.safetensors")
     save_file({"b": torch.ones(2), "both": torch.ones(2)}, folder / "y.safetensors")
     places = {"a": "x.safetensors", "b": "y.safetensors", "both": "y.safetensors"} | (changes or {})

@@ -173,7 +173,7 @@ def test_a_plan_or_a_filter_splits_a_part_of_the_model(world_size: int, plan, by
 
 
 class Packed(nn.Module):
-    """Gate and up in one weight, split in the middle of the result."""
+    """Hold gate and up in one weight, and split the result in the middle."""
 
     def __init__(self) -> None:
         super().__init__()

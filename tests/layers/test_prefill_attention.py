@@ -58,7 +58,7 @@ def test_any_length(batch: int, heads: int, kv_heads: int, dim: int, length: int
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 1, 64), (3, 3, 80)])
 @pytest.mark.some(4)
 def test_prompts_with_padding(heads: int, kv_heads: int, dim: int, length: int) -> None:
-    """Before the prompts, behind them, with holes, none; what is padded may be anything that is finite."""
+    """Padding before and after the prompts, with holes, and none; padded positions may hold any finite value."""
     q, k, v = tensors(4, heads, kv_heads, length, dim)
     seen = torch.rand(4, length, device=DEVICE) < 0.6
     seen[0], seen[2] = torch.arange(length, device=DEVICE) >= length // 3, True

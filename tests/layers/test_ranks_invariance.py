@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="compares numbers of rank
 
 
 def layers_body(ctx: iris.Iris, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a column and a row make of some rows, together and gathered: the same on all ranks."""
+    """Return the results of column- and row-parallel layers, chained and gathered: the same on all ranks."""
     ctx.invariant = "ranks"
     torch.manual_seed(0)
     inner, outer = (torch.nn.Linear(*sizes).to(dtype) for sizes in ((80, 400), (400, 48)))
@@ -83,7 +83,7 @@ def test_verify_names_where_bits_differ_first():
 
 
 def refusals_body(ctx: iris.Iris) -> list[str]:
-    """What cannot be the same on any number of ranks says so where it is made."""
+    """Check that what cannot have the same bits on any number of ranks raises an error when it is created."""
     ctx.invariant = "ranks"
     own = 64 * (1 + ctx.cur_rank), 64 * (3 - ctx.cur_rank)
     row = layers.RowParallelLinear(200, 16, ctx=ctx)
@@ -99,21 +99,25 @@ def refusals_body(ctx: iris.Iris) -> list[str]:
         yield lambda: layers.parallelize(mixture, ctx)
         yield lambda: layers.parallelize(models.build("kv1"), ctx)
 
-    said = []
+    messages = []
     for attempt in tries():
         with pytest.raises(IrisError) as caught:
             attempt()
-        said.append(f"{type(caught.value).__name__}: {caught.value}")
-    return said
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
 
 
 def test_what_goes_by_the_ranks_is_refused():
     pytest.importorskip("transformers")
-    said, theirs = run_ranks(2, refusals_body)
-    assert [each.partition(":")[0] for each in said] == [
+    messages, theirs = run_ranks(2, refusals_body)
+    assert [each.partition(":")[0] for each in messages] == [
         *("ArgumentError", "ArgumentError", "ShapeError", "ArgumentError"),
         *("ArgumentError", "ArgumentError", "StyleError", "ShapeError"),
     ]
-    assert all("ranks" in each for each in said + theirs), said
-    assert "such as 128, 128" in said[2] and "cuts a leaf" in said[7]
-    assert "model.layers.0.mlp" in said[6] and "rounded on each rank" in said[6] and "invariant='batch'" in said[6]
+    assert all("ranks" in each for each in messages + theirs), messages
+    assert "such as 128, 128" in messages[2] and "cuts a leaf" in messages[7]
+    assert (
+        "model.layers.0.mlp" in messages[6]
+        and "rounded on each rank" in messages[6]
+        and "invariant='batch'" in messages[6]
+    )

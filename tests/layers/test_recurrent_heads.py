@@ -1,7 +1,7 @@
-"""Layers that keep a state for each head, split by heads: prompts and steps over a cache beside the unsplit model.
+"""Layers that keep a state for each head, split by heads: prompts and cached steps compared with the unsplit model.
 
-Tiny models of each kind, with as many heads and groups as make each case of the split: groups that ranks share, groups
-that they do not divide, fewer heads than ranks, each form of the norm.
+Tiny models of each kind cover each case of the split: groups that ranks share, groups that ranks do not divide, fewer
+heads than ranks, and each form of the norm.
 """
 
 from __future__ import annotations

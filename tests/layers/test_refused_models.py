@@ -25,7 +25,7 @@ two_ranks = pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else 
 
 
 class Marked(torch.Tensor):
-    """A tensor of a class of its own, as libraries that quantise have them."""
+    """A subclass of torch.Tensor, as quantisation libraries define them."""
 
 
 def special(kind: str) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Pair(nn.Module):
 
 
 class Read(Pair):
-    """Reads the weight in a function, by another name, where a setting says so."""
+    """Read the weight in a function, through another name, if a setting enables it."""
 
     exact = True
 
@@ -102,7 +102,7 @@ class Masked(Pair):
 
 
 class ReadMasked(Masked):
-    """As no run tells."""
+    """Read the weight where no trial run shows it."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.up(x * mask[:, None]))
@@ -246,8 +246,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
 }
 
 
-def said(match: str, world_size: int) -> str:
-    """What a message says on `world_size` ranks."""
+def message_on(match: str, world_size: int) -> str:
+    """Return the error message on `world_size` ranks."""
     for whole in (4, 8, 64):
         part = -(-whole // world_size)
         match = match.replace(f"{{{whole}}}", f"{part}").replace(f"{{root of {whole}}}", f"{part**0.5}"[:4])
@@ -258,7 +258,7 @@ def refused_body(ctx, name: str) -> None:
     build, plan, match = REFUSED[name]
     model = build()
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-    with pytest.raises(StyleError, match=said(match, ctx.num_ranks)):
+    with pytest.raises(StyleError, match=message_on(match, ctx.num_ranks)):
         parallelize(model, ctx, plan=plan)
     after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     assert before == after
@@ -318,13 +318,13 @@ def test_what_looks_like_it_is_served(world_size: int) -> None:
 
 
 def untried_body(ctx) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ctx, "warning", said.append)
+        patch.setattr(ctx, "warning", messages.append)
         parallelize(models.build("plain", "flex_attention"), ctx)  # which meta cannot run: another attention does
         parallelize(Masked(), ctx, plan={"up": "colwise", "down": "rowwise"})
         parallelize(Pair(), ctx, plan={"up": "colwise", "down": "rowwise"})
-    return said
+    return messages
 
 
 @two_ranks

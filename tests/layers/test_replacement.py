@@ -97,10 +97,10 @@ def in_a_fork(folder: Path, fatal: int | None, body: Callable[[], None]) -> int 
             os._exit(1)
     os.close(writes)
     with os.fdopen(reads) as pipe:
-        told = pipe.read()
+        reported = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), {3: "a file got its name before its bytes were on the disk"}.get(code, code)
-    return int(told) if code == 0 else None
+    return int(reported) if code == 0 else None
 
 
 # old to new: the size of a file (None: one file), and how the new configuration differs
@@ -160,7 +160,7 @@ def unread(folder: Path) -> set[str]:
 
 
 def what_counts(folder: Path) -> dict[str, bytes]:
-    """The contents of the files that are read; of all, where the configuration names the weights."""
+    """Return the contents of the files that are read, or of all files if the configuration names the weights."""
     named = "transformers_weights" in (folder / "config.json").read_text()
     return {name: (folder / name).read_bytes() for name in files(folder) - (set() if named else unread(folder))}
 

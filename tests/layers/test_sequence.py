@@ -72,7 +72,7 @@ def test_logits_and_tokens_are_the_unsplit_models(world_size: int, name: str) ->
 
 
 def engine_body(ctx) -> list:
-    """Prompts whose tokens the ranks do not divide, plain and padded: shared all the same, and nothing is left."""
+    """Read prompts whose length is no multiple of the ranks, plain and padded: ranks share all tokens."""
     model = models.build("kv2")
     parallelize(model, ctx, sequence_parallel=LEAST)
     seen = []
@@ -121,7 +121,7 @@ def test_what_is_put_behind_prompts_changes_no_frequency(world_size: int) -> Non
 
 
 def default_body(ctx) -> list[bool]:
-    """Whether calls share their tokens: as a model is split if nothing is said, and where that is not what is known."""
+    """Return whether calls run sequence parallel, by default and for models outside the tested families."""
     ways = [("bias", {}), ("bias", {"sequence_parallel": False}), ("bias", {"fuse": False})]
     ways += [("bias", {"weights": "fp8"}), ("bias", {"filter_fn": lambda name, module: "layers.1.mlp" not in name})]
     ways += [("bias", {"plan": models.build("bias").tp_plan}), ("fused", {})]

@@ -51,7 +51,7 @@ def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("room", [1, 9, 132])
 @pytest.mark.some(24, on_gpus=48)
 def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room: int, gated: bool, dtype) -> None:
-    """`room`: for programs, as if on so many multiprocessors, which decides how rows are divided."""
+    """`room`: the simulated number of multiprocessors, which decides how rows are divided."""
     monkeypatch.setattr(skinny_matmul.platform, "num_programs", lambda device: room)
     torch.manual_seed(outputs)
     like = {"device": DEVICE, "dtype": dtype}
@@ -221,7 +221,7 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
 @pytest.mark.parametrize("sequence_parallel", [False, 4], ids=["all tokens", "sequence parallel"])
 @pytest.mark.some(2)
 def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_parallel: bool | int) -> None:
-    """14 tokens of prompts, and three behind; shared, each of three ranks has six of them, as few as are served."""
+    """14 tokens of prompts and three more; in sequence-parallel calls each of three ranks has at most six."""
     whole, steps = models.generate(models.build(name))[:, 7:].tolist(), models.NEW - 1
     for tokens, calls, exchanged in run_ranks(3, engine_body, name, sequence_parallel):
         assert tokens == whole

@@ -57,14 +57,14 @@ def logits(model: nn.Module, ctx, **options) -> torch.Tensor:
 
 
 def exact_logits(name: str) -> torch.Tensor:
-    """The same in float64, with the weights of bf16, by the whole model."""
+    """Return the logits of the unsplit model in float64 with the bfloat16 weights."""
     model = models.build(name).to(torch.bfloat16).double()
     tokens = torch.cat((models.prompt(), CHOSEN), 1)
     return model(tokens).logits[:, -1 - CHOSEN.shape[1] :].transpose(0, 1)
 
 
 def assert_as_close(result: torch.Tensor, plain: torch.Tensor, name: str) -> None:
-    """To the exact logits, in each step, as those of an engine that is not compiled."""
+    """Check that each step's logits are as close to the exact ones as those of an engine that is not compiled."""
     exact = exact_logits(name)
     errors = [
         (each.double().cpu() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1) for each in (result, plain)
@@ -130,7 +130,7 @@ def test_a_hooked_norm_stays_whole(world_size: int) -> None:
 
 @torch.no_grad()
 def other_products_body(ctx, weights: str | None) -> None:
-    """Without our products of few rows, as rivals are measured, or with weights in fp8 that they do not take."""
+    """Run without the library's products of few rows, as rivals are measured, or with fp8 weights that these refuse."""
     model = models.build("kv2").to(torch.bfloat16)
     layers.parallelize(model, ctx, weights=weights)
     expected = logits(model, ctx, graphs=False)
@@ -163,7 +163,7 @@ def test_norms_before_other_products_stay_whole(world_size: int, weights: str | 
 
 @torch.no_grad()
 def fp8_body(ctx) -> None:
-    """In a step, weights in fp8 meet an input as it is; eager calls round it, too."""
+    """Run fp8 weights: a step keeps its input in bfloat16, and eager calls round it."""
     model = models.build("lines").to(torch.bfloat16)
     layers.parallelize(model, ctx, weights="fp8_all")
     rounding = logits(model, ctx, graphs=False)
@@ -194,7 +194,7 @@ def test_steps_with_fp8_weights(world_size: int) -> None:
 
 
 def assert_folds(function: Callable, folds: int) -> None:
-    """`function`, compiled, has so many all-reduces with half of a norm, and its own results."""
+    """Check that compiled `function` has this number of all-reduces with a norm's first half, and unchanged results."""
     torch.compiler.reset()
     found = []
 

@@ -99,7 +99,7 @@ def functions_body(ctx: iris.Iris) -> None:
 
 
 def assert_folds(function: Callable, folds: int) -> None:
-    """`function`, compiled, has so many norms that add, and its own results, bit for bit."""
+    """Check that compiled `function` has this number of norms with a residual sum, and bit-identical results."""
     torch.compiler.reset()
     found = []
 

@@ -1,4 +1,4 @@
-"""Each planted fault fits the tree, and the tool tells one that a test notices from one that none does."""
+"""Each planted fault applies to the tree, and the tool distinguishes caught faults from missed ones."""
 
 from __future__ import annotations
 

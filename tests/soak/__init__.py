@@ -1,1 +1,1 @@
-"""Proof by many runs: `python -m tests.soak --seconds 600`, or `make soak`; docs/reliability.md says what it shows."""
+"""Test reliability by many runs: `python -m tests.soak --seconds 600`, or `make soak` (docs/reliability.md)."""

@@ -87,7 +87,7 @@ class Soak:
             self._add(json.loads(path.read_text()))
 
     def _add(self, earlier: dict[str, Any]) -> None:
-        """The parts of an `earlier` run, on as many GPUs of the same kind, beside those of this one."""
+        """Add the parts of an `earlier` run on the same number of equal GPUs to those of this run."""
         kept = {
             part: earlier[part] for part in (*PARTS, "resources") if part in earlier and part not in self.args.parts
         }
@@ -149,10 +149,10 @@ class Soak:
         here = self.folder / "stress"
         left = self.end - time.monotonic()
         limit_s = 0.6 * left if gpu else min(left, max(50.0, 0.12 * left))
-        asked = ["--ranks", self.args.ranks, "--device", self.args.device, "--calls", self.args.calls, "--replays",
+        requested = ["--ranks", self.args.ranks, "--device", self.args.device, "--calls", self.args.calls, "--replays",
                  self.args.replays, "--seed", self.args.seed, "--out", here, "--name", "stress"]  # fmt: skip
-        asked += ["--time-limit", round(limit_s / 3)] + ([] if gpu else ["--graph-calls", 20])
-        options = stress.parse([str(each) for each in asked])
+        requested += ["--time-limit", round(limit_s / 3)] + ([] if gpu else ["--graph-calls", 20])
+        options = stress.parse([str(each) for each in requested])
         code = launch(stress.run, options, limit_s)
         path = here / "stress.json"
         found = json.loads(path.read_text()) if path.exists() else {}

@@ -1,6 +1,6 @@
 """Random calls of ops and collectives in a row, drawn by hypothesis in the parent and made by all ranks of a world.
 
-Each rank comes late to each call by a time of its own. Outputs lie poisoned between guard bands; every rank compares
+Each rank delays each call by a random time. Outputs lie poisoned between guard bands; every rank compares
 its own with float64, within twice the error of torch's own op (tests/checks.py), and ranks that must hold the same bits
 do. A failure is shrunk to few calls, and named.
 """

@@ -91,7 +91,7 @@ def _wake(case: Case, folder: Path) -> None:
 
 
 def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limit_s: float) -> Told | None:
-    caught, told = threading.Event(), None
+    caught, reported = threading.Event(), None
     tempfile.tempdir = os.environ["TMPDIR"]  # which may be another one in the server that this process is forked from
     _watch(rank, case, folder, limit_s)
     import layers  # noqa: F401  # seconds, which would count as a wait for this rank
@@ -109,7 +109,7 @@ def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limi
         import iris
 
         typed = isinstance(error, iris.IrisError)
-        told = Told(time.monotonic(), type(error).__name__, typed, f"{_causes(error)}"[:1500])
+        reported = Told(time.monotonic(), type(error).__name__, typed, f"{_causes(error)}"[:1500])
     caught.set()
     (folder / f"over-{rank}").touch()
     if rank == case.victim:  # lives on, so that the others' errors do not come from the end of its process
@@ -119,7 +119,7 @@ def rank_body(rank: int, world: int, case: Case, model: Path, folder: Path, limi
             time.sleep(0.02)
     else:
         _wake(case, folder)
-    return told
+    return reported
 
 
 def _arrive(rank: int, world: int, folder: Path) -> None:
@@ -191,28 +191,28 @@ def run_to_the_fault(case: Case, model: Path, folder: Path, timeout_s: float) ->
 
 
 def _survivor(case: Case, end: Ended, failed_at: float | None, limit_s: float, seconds: list[float]) -> str | None:
-    told = end.result
-    if not isinstance(told, Told):
+    reported = end.result
+    if not isinstance(reported, Told):
         return _no_error(end)
-    if failed_at is None or told.at < failed_at:
-        return f"{_EARLY}: {told.text}"
-    seconds.append(told.at - failed_at)
-    if not told.typed:
-        return f"raised what is no IrisError: {told.text}"
-    if not re.search(rf"\brank {case.victim}\b", told.text):
-        return f"does not name rank {case.victim}: {told.text}"
+    if failed_at is None or reported.at < failed_at:
+        return f"{_EARLY}: {reported.text}"
+    seconds.append(reported.at - failed_at)
+    if not reported.typed:
+        return f"raised what is no IrisError: {reported.text}"
+    if not re.search(rf"\brank {case.victim}\b", reported.text):
+        return f"does not name rank {case.victim}: {reported.text}"
     return f"took {seconds[-1]:.1f} s to raise" if seconds[-1] > limit_s else None
 
 
 def _victim(case: Case, end: Ended) -> str | None:
-    told = end.result
+    reported = end.result
     if case.how == "SIGKILL":
         return None if end.exitcode == -signal.SIGKILL else f"ended with {end.exitcode}, not by SIGKILL"
-    if not isinstance(told, Told):
+    if not isinstance(reported, Told):
         return _no_error(end)
     if case.how == "exception":
-        return None if Fault.text in told.text else f"raised another exception than its own: {told.text}"
-    return None if told.typed else f"went on and raised what is no IrisError: {told.text}"
+        return None if Fault.text in reported.text else f"raised another exception than its own: {reported.text}"
+    return None if reported.typed else f"went on and raised what is no IrisError: {reported.text}"
 
 
 def _no_error(end: Ended) -> str:
@@ -222,7 +222,7 @@ def _no_error(end: Ended) -> str:
 
 
 def _unusable(folder: Path) -> str | None:
-    """What is wrong with a folder whose weights are one number, or which was not written yet."""
+    """Return what is wrong with a folder whose weights all have one value, or that was not written yet."""
     import transformers
 
     try:
@@ -272,7 +272,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def run(self, cases: Iterator[Case], model: Path, end: float, tell=lambda: None) -> None:
-        """`end`: by time.monotonic(), after which no case begins. `tell` is called after each."""
+        """Run cases until `end`, a time of time.monotonic(). `tell` is called after each case."""
         numbered = enumerate(cases)
 
         def take_turns() -> None:

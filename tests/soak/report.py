@@ -81,19 +81,19 @@ def _cell(found: dict | None) -> str:
 
 
 def _resources(found: dict) -> str:
-    said = [
+    messages = [
         f"{found['shared_memory_left']} names left in `/dev/shm`",
         f"{found['temporary_files_left']} temporary files left",
         f"file descriptors of the parent {found['descriptors'][0]} before, {found['descriptors'][1]} after",
     ]
     if "gpu_mib_less" in found:
-        said.append(f"the GPU that lost most memory has {max(0, found['gpu_mib_less'])} MiB less")
+        messages.append(f"the GPU that lost most memory has {max(0, found['gpu_mib_less'])} MiB less")
     if "most_rss_mib_more" in found:
-        said.append(
+        messages.append(
             f"the rank that grew most by {max(0, found['most_rss_mib_more'])} MiB of memory, "
             f"{found['most_descriptors_more']} descriptors and {found['most_heap_bytes_more']} bytes of heap"
         )
-    return f"Left over: {'; '.join(said)}."
+    return f"Left over: {'; '.join(messages)}."
 
 
 def page(text: str, results: Path = RESULTS) -> str:

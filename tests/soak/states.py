@@ -81,7 +81,7 @@ def loading(model: Path, folder: Path) -> Iterator[Work]:
 
 @contextmanager
 def saving(model: Path, folder: Path) -> Iterator[Work]:
-    """Each time all weights are another number, so that a mix of two saves shows."""
+    """Save repeatedly, with all weights set to a new number each time, so that a mix of two saves is visible."""
     import layers
 
     with iris.iris(1 << 24) as ctx:

@@ -80,8 +80,8 @@ WRONG: dict[str, tuple[Ended, str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_survivor_that_does_otherwise_is_told(what: str) -> None:
-    case, (ended, said) = Case("barrier", "SIGKILL", 1, 0.1), WRONG[what]
-    assert said in faults._survivor(case, ended, 10.0, 15.0, [])
+    case, (ended, message) = Case("barrier", "SIGKILL", 1, 0.1), WRONG[what]
+    assert message in faults._survivor(case, ended, 10.0, 15.0, [])
     assert faults._survivor(case, Ended(0, RIGHT), 10.0, 15.0, []) is None
 
 

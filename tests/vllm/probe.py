@@ -1,7 +1,8 @@
-"""A small model inside vLLM on CPUs, two ranks over gloo, with the plug-in on or off: `probe.py PORT on|off`.
+"""A small model inside vLLM on CPUs, two ranks a stage over gloo, the plug-in on or off: `probe.py PORT on|off STAGES`.
 
 vLLM's own compiler, passes and layers run; only its platform is one without kernels, and its all-reduce is gloo's.
-Prints, as JSON on rank 0, the operators that were called and the sum of the result for each number of rows.
+Each pipeline stage has the same layers, and passes its result on as vLLM's workers do. The first rank of each stage
+prints, as JSON, the operators that it called and the sum of its result for each number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ROWS = (1200, 8, 64, 65, 128)
 HIDDEN, WIDE = 64, 128
 
 
-def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
+def main(rank: int, stages: int, port: int, on: bool, cache: str) -> None:
+    tp, world = 2, 2 * stages
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo",
         VLLM_CACHE_ROOT=cache, VLLM_LOGGING_LEVEL="INFO", VLLM_ENABLE_V1_MULTIPROCESSING="0", IRIS_TP_VLLM=str(int(on)),
@@ -62,13 +64,19 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
     from vllm.compilation.decorators import support_torch_compile
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
     from vllm.config.compilation import PassConfig
-    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import (
+        get_pp_group,
+        get_tp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
     install.refusal = lambda config: None  # no model's configuration, and a tensor-parallel size of its own
     install.hidden_size = lambda config: HIDDEN
+    install.attention_widths = lambda config: []
     plugin.register()
     calls = count_calls()
     fused = [f.name for f in dataclasses.fields(PassConfig) if f.name.startswith(("fuse_", "enable_"))]
@@ -77,9 +85,10 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
         cudagraph_mode=CUDAGraphMode.NONE, splitting_ops=[], compile_sizes=[], compile_ranges_endpoints=[ROWS[0]],
     )  # fmt: skip
     config = VllmConfig(compilation_config=compilation)
+    config.parallel_config.rank = rank  # by which vLLM names its cache
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-        initialize_model_parallel(world)
+        initialize_model_parallel(tp, stages)
 
         def row(inputs: int, name: str) -> RowParallelLinear:
             return RowParallelLinear(
@@ -101,25 +110,32 @@ def main(rank: int, world: int, port: int, on: bool, cache: str) -> None:
                 x, residual = self.first(self.o(x), residual)
                 gate, partner = self.up(x).chunk(2, -1)
                 x, residual = self.second(self.down(torch.nn.functional.silu(gate) * partner), residual)
-                return self.last(x[:, : HIDDEN // world].contiguous()) + residual
+                return self.last(x[:, : HIDDEN // tp].contiguous()) + residual
 
         model = Model(vllm_config=config)
         for i, p in enumerate(model.parameters()):
             p.data = (0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i))).to(p.dtype)
         for layer in (model.o, model.up, model.down, model.last):
             layer.cpu_linear = torch.nn.functional.linear
+        calls.clear()  # of layers that were prepared
         found = {}
         for rows in ROWS:
             generator = torch.Generator().manual_seed(100 * rows + rank)
-            x = torch.randn(rows, HIDDEN // world, generator=generator).bfloat16()
+            x = torch.randn(rows, HIDDEN // tp, generator=generator).bfloat16()
             residual = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            if not get_pp_group().is_first_rank:
+                received = get_pp_group().recv_tensor_dict(all_gather_group=get_tp_group())
+                residual = received["residual"]
+                x = residual.chunk(tp, 1)[get_tp_group().rank_in_group].contiguous()
             with set_forward_context(None, config), torch.no_grad():
                 out = model(x, residual)
+            if not get_pp_group().is_last_rank:
+                get_pp_group().send_tensor_dict({"residual": out}, all_gather_group=get_tp_group())
             found[rows] = {"calls": dict(calls), "digest": out.double().sum(0).tolist()}
             calls.clear()
-    if rank == 0:
-        kind = type(model.o).__name__
-        print("RESULT", json.dumps({"layer": kind, "ranges": compilation.compile_ranges_endpoints, "rows": found}))
+    if get_tp_group().rank_in_group == 0:
+        result = {"stage": rank // tp, "layer": type(model.o).__name__, "rows": found}
+        print("RESULT", json.dumps(result | {"ranges": compilation.compile_ranges_endpoints}))
     dist.barrier()
     os._exit(0)  # without the context's own end, which vLLM does not give it either
 
@@ -141,4 +157,5 @@ def count_calls() -> Counter[str]:
 
 if __name__ == "__main__":
     cache = os.environ.get("PROBE_CACHE") or tempfile.mkdtemp(prefix="vllm-probe-")
-    mp.spawn(main, (2, int(sys.argv[1]), sys.argv[2] == "on", cache), nprocs=2)
+    stages = int(sys.argv[3])
+    mp.spawn(main, (stages, int(sys.argv[1]), sys.argv[2] == "on", cache), nprocs=2 * stages)

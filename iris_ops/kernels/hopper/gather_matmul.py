@@ -82,13 +82,13 @@ class _Gathered:
         return _of_source(row, self.part_rows, self.M, self.BLOCK_M)[1]
 
     @gluon.jit
-    def await_rows(self, ctx, row, ready, wanted, WAITER: gl.constexpr):
+    def await_rows(self, ctx, row, ready, needed, WAITER: gl.constexpr):
         """Wait until `row` has arrived. Returns how many ranks' rows are here then, from the next rank's on.
 
-        `ready`: how many were here before; `wanted`: whether the row is needed at all.
+        `ready`: how many were here before; `needed`: whether any work needs the row.
         """
         order = (row // self.part_rows - self.rank + ctx.world_size) % ctx.world_size
-        if wanted & (order > ready):
+        if needed & (order > ready):
             for i in range(ready + 1, order + 1):
                 source = (self.rank + i) % ctx.world_size
                 if source * self.part_rows < self.M:
