@@ -133,3 +133,14 @@ def check_no_autocast(device_type: str) -> None:
             f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"
             f" compute in, as model.to({dtype}) gives it"
         )
+
+
+def checked_graphs(graphs: bool | None, device: torch.device, over_hosts: bool) -> bool:
+    """Return whether steps are captured: by default on GPUs of one host. Raises `ArgumentError` where they cannot."""
+    if graphs is None:
+        return device.type == "cuda" and not over_hosts
+    if graphs and over_hosts:
+        raise ArgumentError("graphs is True, and ctx was made with across: expected False, its sums cross hosts")
+    if graphs and device.type != "cuda":
+        raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
+    return graphs

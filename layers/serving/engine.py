@@ -46,6 +46,7 @@ from .arguments import (
     check_options,
     check_prompts,
     check_sizes,
+    checked_graphs,
 )
 from .cache import (
     attending,
@@ -122,13 +123,8 @@ class Engine:
                 f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
-        over_hosts = isinstance(ctx, AllHosts)
-        self.graphs = device.type == "cuda" and not over_hosts if graphs is None else graphs
         check_no_autocast(device.type)
-        if self.graphs and over_hosts:
-            raise ArgumentError("graphs is True, and ctx was made with across: expected False, its sums cross hosts")
-        if self.graphs and device.type != "cuda":
-            raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
+        self.graphs = checked_graphs(graphs, device, over_hosts=isinstance(ctx, AllHosts))
         capturable = attention.install(model, ctx, step_attention, self.graphs)
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
