@@ -263,13 +263,13 @@ def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
             layers.parallelize(model, ctx, **given)
             for name, options in ways.items():
                 if options is None:
-                    found = model.generate(prompts, **sampling)[:, 9:].tolist()
+                    tokens = model.generate(prompts, **sampling)[:, 9:].tolist()
                 else:
                     engine = layers.Engine(model, ctx, 2, 64, **options)
-                    found = [engine.generate(prompts, NEW) for _ in range(3)][-1]  # the third one replays
+                    tokens = [engine.generate(prompts, NEW) for _ in range(3)][-1]  # the third one replays
                     if engine.graphs:
                         result["graphs"] = len(engine.steps)
-                result["tokens"][f"{mesh_name}, {name}"] = team.slowest([found != expected])[0] == 0
+                result["tokens"][f"{mesh_name}, {name}"] = team.slowest([tokens != expected])[0] == 0
 
     graphs: dict[str, dict[str, Any]] = {"pp": {"eager": {"graphs": False}, "graphs": {}}, "across": {"eager": {}}}
     if not team.cuda:
@@ -329,7 +329,7 @@ def lost(team: Team, args: argparse.Namespace, how: str) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
 
-    found: dict[str, Any] = {"rank": team.rank, "host": os.uname().nodename}
+    outcome: dict[str, Any] = {"rank": team.rank, "host": os.uname().nodename}
     try:
         with _context(team, args, "pp" if how == "stage" else "across") as (ctx, given):
             if how == "stage":
@@ -353,10 +353,10 @@ def lost(team: Team, args: argparse.Namespace, how: str) -> dict[str, Any]:
                     ctx.ops.matmul_all_reduce(out, A, B)
                     ctx.across.settle()
     except IrisError as error:
-        found |= {"seconds": time.monotonic() - begin, "error": f"{type(error).__name__}: {error}"}
+        outcome |= {"seconds": time.monotonic() - begin, "error": f"{type(error).__name__}: {error}"}
     except Exception as error:  # not what is expected, which the table shows
-        found |= {"seconds": time.monotonic() - begin, "error": f"untyped: {describe(error)}"}
-    (args.folder / f"lost-{how}-{team.rank}.json").write_text(json.dumps(found))
+        outcome |= {"seconds": time.monotonic() - begin, "error": f"untyped: {describe(error)}"}
+    (args.folder / f"lost-{how}-{team.rank}.json").write_text(json.dumps(outcome))
     time.sleep(LOST_SECONDS / 2)  # the others may read this process's store
     os._exit(0)
 
@@ -431,8 +431,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"[{time.monotonic() - begin:4.0f} s] {each.name}: exit codes {codes}", flush=True)
             is_wrong = any(code != 0 for code in codes)
             if each.name.startswith("lost"):
-                found = sorted(args.folder.glob(f"{each.name}-*.json"))
-                errors = [json.loads(file.read_text()) for file in found]
+                paths = sorted(args.folder.glob(f"{each.name}-*.json"))
+                errors = [json.loads(file.read_text()) for file in paths]
                 measured.setdefault("lost", {})[each.name] = {"exit": codes, "errors": errors}
                 is_wrong = len(errors) < args.ranks - 1
             elif (file := args.folder / f"{each.name}.json").exists():

@@ -100,8 +100,8 @@ def install(model: Any, ctx: Any, step_attention: bool | None, graphs: bool) -> 
     needed then, which takes longer.
     """
     alike = ctx.level.rows_alike
-    wanted = torch.device(ctx.device).type == "cuda" or alike if step_attention is None else step_attention
-    own = wanted and use(model, alike)
+    enabled = torch.device(ctx.device).type == "cuda" or alike if step_attention is None else step_attention
+    own = enabled and use(model, alike)
     return graphs and (own or use_own_masks(model))
 
 
