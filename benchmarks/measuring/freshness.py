@@ -44,11 +44,21 @@ _BEGINNINGS = {
     "moe": ("iris_ops.moe.",),
     "outputs": ("iris_ops.kernels.",),
     "invariance": DEVICE,
+    "hosts": (*DEVICE, "iris.across", "iris.pending", "iris_ops.hierarchical"),
     "llm": (*DEVICE, "layers.serving.", "layers.linear", "layers.sharded"),
 }
 # Modules that have moved since results were measured, by the names that their digests know.
 _MOVED = {"benchmarks.cases.rma_kernels": "benchmarks.rma_kernels"}
-_PLANNED = ("ops", "regret", "norms", "moe", "outputs", "invariance", "llm")  # benchmarks that use `iris_ops/planning/`
+_PLANNED = (
+    "ops",
+    "regret",
+    "norms",
+    "moe",
+    "outputs",
+    "invariance",
+    "hosts",
+    "llm",
+)  # benchmarks that use `iris_ops/planning/`
 
 
 def recorded(report: dict) -> dict[str, str]:

@@ -139,3 +139,22 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
     assert "expected one of them" in errors["both"] and "expected 'auto' or False" in errors["shared"]
     assert "split over one host only" in errors["experts"] and "expected False" in errors["graphs"]
     assert "rank 3" in errors["tokens"]
+
+
+def _compared(rank: int, world_size: int) -> str:
+    mesh = _mesh(world_size, 2)
+    with iris.iris(1 << 26, group=mesh["tp"], across=mesh["hosts"]) as ctx:
+        model = models.build("plain")
+        layers.parallelize(model, ctx)
+        models.assert_logits(models.logits(model), "plain")
+        with pytest.raises(ArgumentError) as caught:
+            model(models.prompt() + (rank == 3))
+        models.assert_logits(models.logits(model), "plain")
+        return str(caught.value)
+
+
+def test_debug_mode_compares_the_ranks_of_all_hosts() -> None:
+    ends = run_hosts((2, 2), _compared, env={**SHORT, "IRIS_DEBUG": "1"})
+    for end in ends:
+        assert end.exitcode == 0, end.traceback
+        assert "on rank 3" in end.result and end.result == ends[0].result
