@@ -395,6 +395,15 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", _fp8_tiles
+    for name, rows, config, kind in (
+        ("all_reduce_hopper_256", 4096, wide, {}),
+        ("all_reduce_hopper_128", 4096, narrow, {}),
+        ("lamport_pair_128", 1024, high, two),
+        ("lamport_rounded_32", 24, None, two),
+        ("lamport_rounded_64", 64, None, two),
+    ):
+        call = partial(_lamport_stored, packing.FP8_BLOCK, 128, rows=rows, config=config)
+        yield f"{name}_fp8_block", call, kind
 
 
 # Formats with scales of groups: packing, group.
@@ -411,10 +420,12 @@ def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[to
     return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
 
 
-def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any, rows: int = 8) -> None:
+def _lamport_stored(
+    form: packing.Packing, group: int | None, ctx: Any, rows: int = 8, config: Any = None
+) -> None:  # fmt: skip
     N = 4096 if rows == 8 else 8192
     weight, scale = _stored(form, group, N, 4096)
-    ctx.ops.matmul_all_reduce(new(rows, N), new(rows, 4096), weight.t(), scale=scale)
+    ctx.ops.matmul_all_reduce(new(rows, N), new(rows, 4096), weight.t(), scale=scale, config=config)
 
 
 def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:

@@ -69,6 +69,11 @@ class WeightFormat:
         return self.operand_bytes > 0
 
     @property
+    def scales_blocks(self) -> bool:
+        """Return whether scales of groups along K multiply sums of rounded rows."""
+        return self.rounds_rows and self.group > 0
+
+    @property
     def rounding(self) -> str:
         """Return how a trace describes a way that multiplies rounded rows."""
         return f"rows rounded to {self.name.removeprefix('in ')}"

@@ -48,6 +48,9 @@ BYTE_TILES: Tiles = {
     (32, 64, 128, 4): (8, 0.36),
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
+    (32, 64, 64, 4): (12, 0.34),
+    (64, 64, 64, 4): (10, 0.55),
+    (128, 64, 64, 4): (8, 0.7),
 }
 _EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds

@@ -35,8 +35,8 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
-from .mma import Mma
 from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
+from .scaled_mma import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -150,7 +150,7 @@ def hopper_gather_matmul_kernel(
     tiles = SourceTiles(rank, part_rows, num_m, num_n, tile.BLOCK_M, width, tile.GROUP_M, world.WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, tile.BLOCK_M)
-    work = Work(a, b, others, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, others, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     gl.warp_specialize(

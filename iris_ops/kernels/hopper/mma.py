@@ -83,14 +83,9 @@ class Mma:
         self.B_TRANSPOSED = known(tile.B_TRANSPOSED)
 
     @gluon.jit
-    def zeros(self):
-        """Return the sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
-        return gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT)
-
-    @gluon.jit
-    def begin(self, sums):
-        """Return the same sums in the form in which the hardware accumulates."""
-        return warpgroup_mma_init(sums)
+    def begin(self, col, step):
+        """Return the sums of a tile before its first product, that of B's columns from `col` on and block `step`."""
+        return warpgroup_mma_init(gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT))
 
     @gluon.jit
     def issue(self, rows, columns, acc):

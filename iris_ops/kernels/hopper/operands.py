@@ -16,6 +16,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
+from ...planning.needs import PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
@@ -25,6 +26,7 @@ from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
+from . import scaled_mma
 from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.T
 
 
 def arguments(
-    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True,
+    weights: WeightFormat = PLAIN,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
@@ -69,6 +72,9 @@ def arguments(
     depth = config.depth(A.dtype.itemsize)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
+    if weights.scales_blocks:
+        pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
+        pipeline["PROMOTED"] = config.block_n <= 128
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),
@@ -137,7 +143,7 @@ def specialised_arguments(
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config)
+    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
 
 
 def lamport_specialised_arguments(
@@ -147,5 +153,5 @@ def lamport_specialised_arguments(
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
     return grid, args | dict(
-        spread=spread, stride_om=tensors.out.stride(0), **arguments(tensors.A, tensors.B, tensors.bias, config)
+        spread=spread, stride_om=tensors.out.stride(0), **arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
     )

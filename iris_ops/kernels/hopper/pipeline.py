@@ -42,7 +42,6 @@ from triton.experimental.gluon import language as gl
 from ...sum_tree import LEAVES as TREE_LEAVES
 from ..stream_k import Units
 from ..tiles import first_row, known, rows_from
-from .mma import Mma
 
 _LEAVES = gl.constexpr(TREE_LEAVES)
 NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
@@ -138,7 +137,7 @@ class Work:
     a: base_value
     b: base_value
     gathered: base_value
-    mma: Mma
+    mma: base_value
     units: Units
     tiles: base_value
 
@@ -254,10 +253,10 @@ def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER: gl.constexpr):
-    """Return the sum of the next `steps` blocks along K, and the position from which loads and waits continue."""
+def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER: gl.constexpr):
+    """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which loads and waits continue."""
     mma = work.mma
-    acc = mma.begin(mma.zeros())
+    acc = mma.begin(col, first)
     for _i in range(steps):
         mbarrier.wait(shared.loaded.index(stage), phase)
         acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
@@ -301,15 +300,20 @@ def multiply_tiles(
     phase = 0
     done = 0
     for u in range(gl.program_id(0), count, programs):
-        tile, _, steps, complete = units.at(u, programs)
+        tile, first, steps, complete = units.at(u, programs)
+        _row, col, _bias = tiles.place(tile)
         span = ctx.tracing.record_event_start(PRODUCT, -1, joins.parts, tile, nbytes=0)
         steps = leaves.steps(0) if LEAVES > 1 else steps
-        product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
+        product, at, stage, phase = _multiply_steps(
+            ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
+        )
         if LEAVES > 1:
             waiting = (product.to(finished.dtype),)
             for leaf in gl.static_range(1, LEAVES):
-                steps = leaves.steps(leaf)
-                product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
+                first, steps = first + steps, leaves.steps(leaf)
+                product, at, stage, phase = _multiply_steps(
+                    ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
+                )
                 total = product.to(finished.dtype)
                 for _j in gl.static_range(_sums_that_end_with(leaf)):
                     total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)
@@ -319,7 +323,7 @@ def multiply_tiles(
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, joins, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
-            if epilogue.b_scales is not None:
+            if epilogue.a_scales is not None:
                 product = _scaled(product, tiles, tile, epilogue, C, shared.FOLDED)
             if ADDS_BIAS:
                 if epilogue.bias is not None:
@@ -341,7 +345,9 @@ def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
     r, _own = rows_from(first_row(row, C.rows, product.shape[0]), row, C.rows, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
     product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
-    return product * gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
+    if epilogue.b_scales is not None:
+        product *= gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
+    return product
 
 
 @gluon.jit

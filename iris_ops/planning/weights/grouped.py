@@ -15,7 +15,8 @@ import torch
 
 from ...quantised.packing import LINE, PACKINGS
 from ..needs import WeightFormat
-from ..operations import ALL_REDUCE
+from ..operations import ALL_REDUCE, REDUCE_SCATTER
+from .fp8 import MULTIPLE, Rounded
 from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:
@@ -66,21 +67,37 @@ class Grouped(WeightFormat):
         return streamed(problem, machine)
 
 
-def _format(name: str, packing: str, key: str, group: int, widening: str, granule: int) -> Grouped:
-    return Grouped(
+@dataclass(frozen=True)
+class Blocks(Rounded, Grouped):
+    """fp8 in blocks of 128 along K, which many rows multiply rounded: a block's scale multiplies its products."""
+
+    def converted(self, problem: Any, machine: Machine) -> str:
+        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
+        if not (served and on_hopper(problem, machine)) or problem.M <= self.streamed_rows:
+            return Grouped.converted(self, problem, machine)
+        if problem.K % MULTIPLE or problem.N % MULTIPLE:
+            return f"rows are rounded instead only with K and N multiples of {MULTIPLE}"
+        return ""
+
+
+def _format(
+    name: str, packing: str, key: str, group: int, widening: str, granule: int, kind: type[Grouped] = Grouped,
+    operands: str = "quantised.steps:restored_operands", **more: Any,
+) -> Grouped:  # fmt: skip
+    return kind(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
-        operands="quantised.steps:restored_operands", product="quantised.restoring:product",
+        operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        local_rows=64, local_launches=2,
+        local_rows=64, local_launches=2, **more,
     )  # fmt: skip
 
 
 def _blocks(group: int, key: str) -> Grouped:
-    whole = group == LINE
-    return _format(
-        f"in fp8, a scale for {group} along K", "fp8_block", key, group, "E4M3" if whole else "E4M3_RUNS",
-        LINE if whole else 32,
-    )  # fmt: skip
+    name = f"in fp8, a scale for {group} along K"
+    if group < LINE:
+        return _format(name, "fp8_block", key, group, "E4M3_RUNS", 32)
+    rounded = dict(kind=Blocks, operands="quantised.steps:operands", operand_bytes=1)
+    return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
 def _int4(group: int, key: str) -> Grouped:
