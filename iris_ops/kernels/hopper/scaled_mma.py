@@ -134,12 +134,12 @@ class ScaledMma:
             second = self._part(col, step)
         else:
             second = self._part(col + self.HIGH, step)
-        return self._scaled(self._part(col, step), step), second, step
+        return self._scaled(self._ended(self._part(col, step), 0), step), second, step
 
     @gluon.jit
     def _scaled(self, part, step):
         """Scale what a part has, whose last product has ended, for the block number `step`."""
-        sums = warpgroup_mma_wait(1, deps=(part.sums,))
+        sums = part.sums
         place = part.place + (step < self.last).to(gl.int32)
         after = gl.load(place)
         if self.PROMOTED:
@@ -152,6 +152,12 @@ class ScaledMma:
             return Part(part.total, warpgroup_mma_init(sums), place, applied, after, largest)
 
     @gluon.jit
+    def _ended(self, part, LEFT: gl.constexpr):
+        """Wait until all but `LEFT` products have ended, the part's among them."""
+        sums = warpgroup_mma_wait(LEFT, deps=(part.sums,))
+        return Part(part.total, sums, part.place, part.applied, part.coming, part.largest)
+
+    @gluon.jit
     def _add(self, part, rows, columns):
         """Begin to add the product of two blocks."""
         sums = warpgroup_mma(columns, rows.permute((1, 0)), part.sums, use_acc=not self.PROMOTED, is_async=True)
@@ -161,6 +167,7 @@ class ScaledMma:
     def issue(self, rows, columns, acc):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         first, second, step = acc
+        second = self._ended(second, 0)
         if self.WIDE < self.BLOCK_M:
             halves = reinterpret(rows, rows.dtype, [2, self.WIDE, self.BLOCK_K], self.A_FORM)
             columns = reinterpret(columns, columns.dtype, [self.HIGH, self.BLOCK_K], self.B_FORM)
@@ -177,7 +184,7 @@ class ScaledMma:
     def await_last_but_one(self, acc):
         """Scale the first part for the next block, while the tensor cores multiply the second."""
         first, second, step = acc
-        return self._scaled(first, step), second, step
+        return self._scaled(self._ended(first, 1), step), second, step
 
     @gluon.jit
     def result(self, acc):
