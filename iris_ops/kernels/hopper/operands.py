@@ -60,7 +60,11 @@ def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.T
 
 
 def arguments(
-    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: FusedConfig,
+    folds: bool = True,
     weights: WeightFormat = PLAIN,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
@@ -74,7 +78,7 @@ def arguments(
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
-        pipeline["PROMOTED"] = config.block_n <= 128
+        pipeline["PROMOTED"] = scaled_mma.promoted(config.block_n)
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),
@@ -152,6 +156,5 @@ def lamport_specialised_arguments(
     """Return the grid and the arguments that all warp-specialised Lamport kernels are given."""
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
-    return grid, args | dict(
-        spread=spread, stride_om=tensors.out.stride(0), **arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
-    )
+    own = arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
+    return grid, args | dict(spread=spread, stride_om=tensors.out.stride(0), **own)

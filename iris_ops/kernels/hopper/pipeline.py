@@ -254,7 +254,8 @@ def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
 
 @gluon.jit
 def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER: gl.constexpr):
-    """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which loads and waits continue."""
+    """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which
+    loads and waits continue."""
     mma = work.mma
     acc = mma.begin(col, first)
     for _i in range(steps):

@@ -21,7 +21,6 @@ from iris.triton_private import (
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
 import triton.language as tl
 
 from ..tiles import known
@@ -42,11 +41,18 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
 # let these run one after the other.
 
 
+def promoted(block_n: int) -> bool:
+    """Return whether registers have room for a block's products beside the sums."""
+    return block_n <= 128
+
+
 @gluon.jit
 def _times(sums, factors):
     """Return `sums` times the factor of each row."""
     _, both = gl.broadcast(sums, factors[:, None])
-    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [sums, both], gl.float32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [sums, both], gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -34,8 +34,8 @@ class Rounded(WeightFormat):
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
             return "it multiplies rows rounded to fp8 on Hopper only, of bf16"
-        if problem.M <= self.streamed_rows and not problem.sums.promised:
-            return f"up to {self.streamed_rows} rows are not rounded"
+        if problem.M <= self.unrounded_rows and not problem.sums.promised:
+            return f"up to {self.unrounded_rows} rows are not rounded"
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"K and N are not multiples of {MULTIPLE}"
         return None

@@ -1,7 +1,7 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
 Rows of A are not rounded. The stream of weights, which applies a group's scale to the sum of its products, multiplies
-up to 16 rows between ranks and 64 without. For more rows, other ops, other GPUs and sums of a fixed order, each call
+up to 64 rows. For more rows, other ops, other GPUs and sums of a fixed order, each call
 first makes the weight in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of
 ranks.
 """
@@ -73,7 +73,7 @@ class Blocks(Rounded, Grouped):
 
     def converted(self, problem: Any, machine: Machine) -> str:
         served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
-        if not (served and on_hopper(problem, machine)) or problem.M <= self.streamed_rows:
+        if not (served and on_hopper(problem, machine)) or problem.M <= self.unrounded_rows:
             return Grouped.converted(self, problem, machine)
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"rows are rounded instead only with K and N multiples of {MULTIPLE}"
@@ -88,7 +88,7 @@ def _format(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        local_rows=64, local_launches=2, **more,
+        streamed_rows=64, local_rows=64, local_launches=2, **more,
     )  # fmt: skip
 
 

@@ -1,0 +1,183 @@
+"""Check and time all-reduces of many rows, quantised weights: `python -m benchmarks.quantised_many --ranks 2`.
+
+Each variant is compared with float64 of the numbers that the codes represent. `converted` is the way before: a weight
+in bf16 is made in each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+import json
+import sys
+import time
+
+import iris
+from iris_ops import FusedConfig
+from iris_ops.kernels.hopper import scaled_mma
+from iris_ops.planning.ways.fp8_stream import FP8_STREAM
+from iris_ops.planning.weights import BY_NAME
+from iris_ops.quantised.packing import PACKINGS
+from iris_ops.quantised.restoring import restored
+from iris_tp.bench.team import Team, launch
+import torch
+import torch.distributed as dist
+
+from benchmarks.measuring import report
+from benchmarks.measuring.ahead import compile_ahead
+
+N, K = 8192, 4096
+FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4"]
+
+
+def weight_of(name: str, n: int, k: int, seed: int):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    exact = torch.randn(n, k, generator=draw, device="cuda") * 0.03
+    exact *= 2.0 ** torch.randint(-3, 4, (n, 1), generator=draw, device="cuda")
+    blocks = 2.0 ** torch.randint(-2, 3, (1, k // 128), generator=draw, device="cuda")
+    exact *= blocks.repeat_interleave(128, 1)
+    if name == "bf16":
+        exact = exact.to(torch.bfloat16)
+        return (exact, None), exact
+    form = BY_NAME[name]
+    packing, group = PACKINGS[form.packing], form.group or None
+    stored = packing.pack(*packing.quantise(exact, group), group)
+    return stored, packing.unpack(*stored, k)
+
+
+def timed(call, graph_calls: int = 8, seconds: float = 0.12) -> float:
+    """Median microseconds of a call, of graphs of several, on the slowest rank."""
+    for i in range(3):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(graph_calls):
+            call(i)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    times = []
+    count = None
+    while count is None or len(times) < count:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / graph_calls)
+        if count is None:
+            tensor = torch.tensor([times[0]], device="cuda")
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            count = max(5, min(30, int(seconds * 1e6 / (float(tensor) * graph_calls))))
+    value = torch.tensor([sorted(times)[len(times) // 2]], device="cuda")
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+HOPPER = partial(FusedConfig, warp_specialised=True)
+LOW = partial(FusedConfig, algorithm="one_shot", kernel="lamport_matmul", num_warps=4)
+TILES = {
+    "reduce 128x256": HOPPER(128, 256, 64, num_stages=3),
+    "reduce 128x128": HOPPER(128, 128, 64, num_stages=5),
+    "pair 128x128": HOPPER(128, 128, 64, num_stages=5, algorithm="one_shot"),
+    "lamport 32x64": LOW(32, 64, 64, num_stages=12),
+    "lamport 64x64": LOW(64, 64, 64, num_stages=10),
+    "lamport 128x64": LOW(128, 64, 64, num_stages=8),
+    "stream": FP8_STREAM,
+}
+
+
+def variants(m: int) -> dict[str, tuple]:
+    """Return by name (format, configuration, whether B is converted, whether sums are promoted)."""
+    named = {"bf16": ("bf16", None), "fp8": ("fp8", None), "fp8_block": ("fp8_block", None)}
+    if m <= 64:
+        named |= {f"{form} stream": (form, TILES["stream"]) for form in ("fp8_block", "int4", "mxfp4")}
+        named["fp8_block lamport"] = ("fp8_block", TILES["lamport 32x64" if m <= 32 else "lamport 64x64"])
+    elif m == 128:
+        named["fp8_block lamport"] = ("fp8_block", TILES["lamport 128x64"])
+        named["fp8_block pair"] = ("fp8_block", TILES["pair 128x128"])
+    else:
+        for tile in ["reduce 128x256", "reduce 128x128"] + (["pair 128x128"] if m <= 2048 else []):
+            named[f"fp8 {tile}"] = ("fp8", TILES[tile])
+            named[f"fp8_block {tile} rescaled"] = ("fp8_block", TILES[tile], False, False)
+            if "256" not in tile:
+                named[f"fp8_block {tile} promoted"] = ("fp8_block", replace(TILES[tile], num_programs=132), False, True)
+        named["fp8_block converted"] = ("fp8_block", None, True)
+        named["int4 converted"] = ("int4", None, True)
+    return named
+
+
+def run(team: Team, args: argparse.Namespace) -> None:
+    begin, rows, promoted = time.monotonic(), [], scaled_mma.promoted
+    ctx = iris.iris(heap_size=3 << 30)
+    weights = {}
+    for name in FORMATS:
+        weight, exact = weight_of(name, N, K, 1 + team.rank)
+        copies = [weight] + [tuple(None if t is None else t.clone() for t in weight) for _ in range(3)]
+        weights[name] = copies, exact
+
+    def multiply(out, x, name, config, converted, promotes, i):
+        scaled_mma.promoted = promoted if promotes is None else lambda block_n: promotes
+        weight, scale = weights[name][0][i % 4]
+        if converted:
+            weight, scale = restored(weight, scale, K, x.dtype), None
+        ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale, config=config)
+
+    cases = []
+    for m in (2048, 24, 64, 128, 512, 8192, 32, 48):
+        draw = torch.Generator("cuda").manual_seed(m + team.rank)
+        x = torch.randn(m, K, device="cuda", generator=draw).bfloat16()
+        out = ctx.empty(m, N, dtype=x.dtype)
+        for label, (name, *more) in variants(m).items():
+            config, converted, promotes = [*more, None, None, None][:3]
+            cases.append((m, label, name, out, x, partial(multiply, out, x, name, config, converted, promotes)))
+    count = compile_ahead(team, [ctx], lambda: [call(0) for *_, call in cases])
+    team.say(f"{count} kernels compiled after {time.monotonic() - begin:.0f} s")
+    sums: dict = {}
+    for m, label, name, out, x, call in cases:
+        if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
+            break
+        if (m, name) not in sums:
+            exact = x[:512].double() @ weights[name][1].double().t()
+            dist.all_reduce(exact)
+            sums = {key: value for key, value in sums.items() if key[0] == m} | {(m, name): exact}
+        exact, row = sums[m, name], {"rows": m, "label": label}
+
+        def check(out=out, call=call, exact=exact):
+            out.fill_(float("nan"))
+            team.barrier()
+            call(0)
+            call(0)
+            torch.cuda.synchronize()
+            got = out[: exact.shape[0]].double()
+            difference = (got - exact).abs()
+            errors = [(difference.norm() / exact.norm()).item(), (difference.max() / exact.abs().max()).item()]
+            return [1e9 if each != each else each for each in errors]
+
+        errors, reason = team.attempt(check)
+        if errors is not None:
+            row["error"], row["largest"] = team.slowest(errors)
+            us, reason = team.attempt(lambda call=call: timed(call))
+            if us is not None:
+                row["us"] = us
+        if reason:
+            row["failed"] = str(reason)[:300]
+        rows.append(row)
+        team.say(json.dumps(row))
+    if team.rank == 0:
+        report.write(report.describe_run(team, args) | {"N": N, "K": K, "rows": rows}, args)
+    ctx.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_arguments(parser, dtype="bfloat16")
+    args = parser.parse_args(argv)
+    report.settle(args, argv, "quantised_many")
+    return launch(run, args, args.time_limit + 60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
