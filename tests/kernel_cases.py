@@ -404,6 +404,9 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     ):
         call = partial(_lamport_stored, packing.FP8_BLOCK, 128, rows=rows, config=config)
         yield f"{name}_fp8_block", call, kind
+    widened = of(128, 128, 128, num_stages=3)
+    for name in ("fp8_block_32", "int4_32", "int4_channel", "mxfp4"):
+        yield f"all_reduce_hopper_{name}", partial(_lamport_stored, *STREAMED[name], rows=4096, config=widened)
 
 
 # Formats with scales of groups: packing, group.

@@ -78,6 +78,11 @@ class WeightFormat:
         return self.rounds_rows and self.group > 0
 
     @property
+    def widened_in_tiles(self) -> bool:
+        """Return whether many rows are multiplied by codes that kernels widen a tile at a time."""
+        return False
+
+    @property
     def rounding(self) -> str:
         """Return how a trace describes a way that multiplies rounded rows."""
         return f"rows rounded to {self.name.removeprefix('in ')}"

@@ -36,7 +36,7 @@ from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
 from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
-from .scaled_mma import mma_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank

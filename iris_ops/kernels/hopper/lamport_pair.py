@@ -57,7 +57,7 @@ from .pipeline import (
     places_of,
     rows_of,
 )
-from .scaled_mma import mma_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank

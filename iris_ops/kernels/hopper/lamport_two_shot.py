@@ -33,7 +33,7 @@ from ..tiles import Matrix, known
 from .mma import MMA_WARPS
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, Unshared, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
-from .scaled_mma import mma_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -20,7 +20,7 @@ from ..tile_orders import PartTiles
 from ..tiles import Matrix
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
-from .scaled_mma import mma_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -16,17 +16,18 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
-from ...planning.needs import PLAIN, WeightFormat
+from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import Problem
+from ...named import named
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
-from . import scaled_mma
+from . import scaled_mma, widened_mma
 from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int32: gl.int32}
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
@@ -65,12 +66,14 @@ def arguments(
     bias: torch.Tensor | None,
     config: FusedConfig,
     folds: bool = True,
-    weights: WeightFormat = PLAIN,
+    weights: WeightFormat = PLAIN, scale: torch.Tensor | None = None,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
     `folds`: as in `descriptors.rows_operand`.
     """
+    if weights.widened_in_tiles:
+        return _of_codes(A, B, bias, config, weights, scale)
     stored = as_stored(B)
     transposed = stored is not B
     depth = config.depth(A.dtype.itemsize)
@@ -85,6 +88,27 @@ def arguments(
         epilogue=TileEpilogue(bias),
         tile=Tile(config.block_m, config.block_n, depth, config.group_m, transposed),
         pipeline=Pipeline(config.num_stages, **pipeline),
+    )
+
+
+def _of_codes(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, weights: WeightFormat,
+    scale: torch.Tensor | None,
+) -> dict:  # fmt: skip
+    """Return the same of B's codes, which the MMA warps widen."""
+    assert scale is not None
+    widening, codes = named(weights.widening), B.t().view(torch.int32)
+    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
+    pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
+    by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
+    return dict(
+        a=described(A, (config.block_m, LINE)),
+        b=described(codes, (config.block_n, widening.WORDS)),
+        epilogue=TileEpilogue(bias, **by_groups),
+        tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
+        pipeline=Pipeline(
+            config.num_stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0
+        ),
     )
 
 
@@ -147,7 +171,7 @@ def specialised_arguments(
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
+    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config, True, problem.weights, tensors.scale)
 
 
 def lamport_specialised_arguments(
@@ -156,5 +180,5 @@ def lamport_specialised_arguments(
     """Return the grid and the arguments that all warp-specialised Lamport kernels are given."""
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
-    own = arguments(tensors.A, tensors.B, tensors.bias, config, weights=problem.weights)
+    own = arguments(tensors.A, tensors.B, tensors.bias, config, True, problem.weights, tensors.scale)
     return grid, args | dict(spread=spread, stride_om=tensors.out.stride(0), **own)

@@ -173,6 +173,7 @@ def load_block(ctx, work, shared, stage, row, col, k):
     if work.mma.GATED:
         async_load(work.b, [0, col, k], loaded, shared.b_parts.index(stage))
     elif work.mma.B_TRANSPOSED:
+        k = k // work.mma.BLOCK_K * work.b.block_type.shape[1]  # words of codes are fewer than numbers
         async_load(work.b, [col, k], loaded, shared.b_parts.index(stage))
     else:
         async_load(work.b, [k, col], loaded, shared.b_parts.index(stage))
@@ -324,7 +325,7 @@ def multiply_tiles(
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, joins, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
-            if epilogue.a_scales is not None:
+            if epilogue.a_scales is not None or epilogue.b_scales is not None:
                 product = _scaled(product, tiles, tile, epilogue, C, shared.FOLDED)
             if ADDS_BIAS:
                 if epilogue.bias is not None:
@@ -345,7 +346,8 @@ def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
     r, _own = rows_from(first_row(row, C.rows, product.shape[0]), row, C.rows, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
-    product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
+    if epilogue.a_scales is not None:
+        product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
     if epilogue.b_scales is not None:
         product *= gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
     return product

@@ -24,7 +24,6 @@ from triton.experimental.gluon import language as gl
 import triton.language as tl
 
 from ..tiles import known
-from .mma import Mma
 
 # Scales below this share of the largest one so far count as this share: sums in their units would be infinite.
 _LEAST_SHARE = gl.constexpr(2.0**-80)
@@ -207,13 +206,3 @@ class ScaledMma:
         else:
             both = gl.permute(both, (1, 2, 0))
         return gl.reshape(both, (self.BLOCK_M, self.BLOCK_N))
-
-
-@gluon.jit
-def mma_of(a, b, epilogue, tile: gl.constexpr, pipeline: gl.constexpr, N, K):
-    """Return the products of a program: scaled block by block, if the epilogue has `block_scales`."""
-    if epilogue.block_scales is None:
-        return Mma(a, b, tile, pipeline)
-    else:
-        last = gl.cdiv(K, tile.BLOCK_K) - 1
-        return ScaledMma(a, b, epilogue.block_scales, epilogue.block_stride, N, last, tile, pipeline)

@@ -39,6 +39,10 @@ class Grouped(WeightFormat):
         stored = B.shape[0] if B.ndim == 2 else 0
         return scale.shape[1] == self.scale_of(0, stored)[0][1]
 
+    @property
+    def widened_in_tiles(self) -> bool:
+        return not self.rounds_rows
+
     def depth(self, stored: int, K: int) -> int:
         room = stored * self._packing.per_element
         return K if self._packing.padded(K, self.group or None) == room else room
