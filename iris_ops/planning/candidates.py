@@ -75,8 +75,9 @@ def tiled(kernel: str, tiles: tuple, algorithms: tuple[str, ...], comm_programs:
 
 
 @lru_cache(maxsize=256)
-def pushed(kernel: str, architecture: str, group_m: int) -> tuple[FusedConfig, ...]:
-    kinds = product(specialised_tiles(architecture).overlapped.items(), (1, _SHARES))
+def pushed(kernel: str, architecture: str, group_m: int, widened: bool = False) -> tuple[FusedConfig, ...]:
+    known = specialised_tiles(architecture)
+    kinds = product((known.widened["overlapped"] if widened else known.overlapped).items(), (1, _SHARES))
     return tuple(
         FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_specialised=True, kernel=kernel)
         for ((m, n, k, w), (s, _)), splits in kinds
@@ -89,9 +90,12 @@ def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
 
 
 @lru_cache(maxsize=64)
-def specialised(kernel: str, architecture: str, kind: str, itemsize: int) -> tuple[FusedConfig, ...]:
+def specialised(
+    kernel: str, architecture: str, kind: str, itemsize: int, widened: bool = False
+) -> tuple[FusedConfig, ...]:  # fmt: skip
     known = specialised_tiles(architecture)
     tables = {"one_shot": known.pair[itemsize], "two_shot": known.two_shot, "copy_gather": known.copy_gather}
+    tables = known.widened if widened else tables
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=kind, kernel=kernel)
         for (m, n, k, w), (s, _) in tables[kind].items()

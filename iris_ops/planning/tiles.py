@@ -19,5 +19,7 @@ class SpecialisedTiles:
     """They only store tiles, because copy engines bring the rows: `gather_matmul`."""
     two_shot: Tiles
     """They send Lamport values to owners, and the sums to everyone: `lamport_two_shot`."""
+    widened: dict[str, Tiles]
+    """Of weights that are widened in tiles, the tables above, by algorithm."""
     pair: dict[int, Tiles]
     """They exchange Lamport values with the one peer: `lamport_pair`; by bytes of an operand."""

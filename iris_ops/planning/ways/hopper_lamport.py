@@ -16,6 +16,7 @@ from ..sums import ANY_ORDER, RANKS_ALIKE, ROWS_ALIKE
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes
+from ..weights import SCALED_AT_END, SCALED_INSIDE, WIDENED
 from .lamport import LAMPORT, PAIR, Lamport
 from .tree import TREE, exchanged, most_rows
 
@@ -42,6 +43,7 @@ class LamportTwoShot(Lamport):
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("two_shot",)
     warp_specialised = True
+    weights = frozenset((PLAIN, *SCALED_AT_END, *SCALED_INSIDE, *WIDENED))
     fallback = LAMPORT
     most = 1 << 23
     """Elements of the largest result whose exchange it hides."""
@@ -59,7 +61,8 @@ class LamportTwoShot(Lamport):
         return ()
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.itemsize)
+        widened = problem.weights.widened_in_tiles
+        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.itemsize, widened)
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)

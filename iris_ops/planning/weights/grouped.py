@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 
+_TILED = 64  # rows, of which more are multiplied a tile at a time
+
+
 @dataclass(frozen=True)
 class Grouped(WeightFormat):
     """A packing and a size of groups."""
@@ -56,7 +59,7 @@ class Grouped(WeightFormat):
         return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize for shape, dtype in stored)
 
     def converted(self, problem: Any, machine: Machine) -> str:
-        if streamed(problem, machine):
+        if streamed(problem, machine) or self._tiled(problem, machine):
             return ""
         if problem.op != ALL_REDUCE:
             return f"{problem.called_op} multiplies no weights {self.name}"
@@ -66,6 +69,12 @@ class Grouped(WeightFormat):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
         most, granule = self.streamed_rows, self.granule
         return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
+
+    def _tiled(self, problem: Any, machine: Machine) -> bool:
+        """Return whether many rows are multiplied by codes that kernels widen."""
+        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
+        vectors = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
+        return self.widened_in_tiles and served and vectors and problem.M > _TILED and on_hopper(problem, machine)
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
