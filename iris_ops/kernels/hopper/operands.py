@@ -16,13 +16,13 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
+from ...named import named
 from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import Problem
-from ...named import named
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int32: gl.int32}
+_GLUON_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int32: gl.int32,
+}
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
@@ -66,7 +71,8 @@ def arguments(
     bias: torch.Tensor | None,
     config: FusedConfig,
     folds: bool = True,
-    weights: WeightFormat = PLAIN, scale: torch.Tensor | None = None,
+    weights: WeightFormat = PLAIN,
+    scale: torch.Tensor | None = None,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
@@ -171,7 +177,8 @@ def specialised_arguments(
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config, True, problem.weights, tensors.scale)
+    out, A, B, bias, scale = tensors
+    return grid, args | own | arguments(A, B, bias, config, True, problem.weights, scale)
 
 
 def lamport_specialised_arguments(

@@ -84,6 +84,12 @@ class Part:
         self.applied, self.coming, self.largest = applied, coming, largest
 
 
+@gluon.jit
+def _unit(part):
+    """Return the unit of a part's sums, which is 0 where all scales were 0."""
+    return gl.where(part.largest == _LEAST, 0.0, part.applied)
+
+
 @aggregate
 class ScaledMma:
     """The products of one program, with `scales` [N, ...] of B's columns, `stride` elements apart.
@@ -152,7 +158,8 @@ class ScaledMma:
             return Part(total, warpgroup_mma_init(sums), place, part.coming, after, part.largest)
         else:
             largest = gl.maximum(part.largest, part.coming, propagate_nan=tl.PropagateNan.ALL)
-            applied = gl.maximum(part.coming, largest * _LEAST_SHARE, propagate_nan=tl.PropagateNan.ALL)
+            least = gl.maximum(largest * _LEAST_SHARE, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+            applied = gl.maximum(part.coming, least, propagate_nan=tl.PropagateNan.ALL)
             sums = _times(sums, part.applied / applied)
             return Part(part.total, warpgroup_mma_init(sums), place, applied, after, largest)
 
@@ -195,12 +202,12 @@ class ScaledMma:
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
         first, second, _step = acc
-        end = warpgroup_mma_wait(0, deps=(second.sums,)) * second.applied[:, None]
+        last = warpgroup_mma_wait(0, deps=(second.sums,))
         if self.PROMOTED:
-            both = gl.join(first.total, second.total + end)  # [HIGH, WIDE, 2]
+            both = gl.join(first.total, second.total + last * second.applied[:, None])  # [HIGH, WIDE, 2]
         else:
-            begin = warpgroup_mma_wait(0, deps=(first.sums,)) * first.applied[:, None]
-            both = gl.join(begin, end)
+            begin = warpgroup_mma_wait(0, deps=(first.sums,))
+            both = gl.join(begin * _unit(first)[:, None], last * _unit(second)[:, None])
         if self.WIDE < self.BLOCK_M:
             both = gl.permute(both, (2, 1, 0))
         else:
