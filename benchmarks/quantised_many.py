@@ -28,7 +28,7 @@ from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
 
 N, K = 8192, 4096
-FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4"]
+FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4", "fp8_block/32"]
 
 
 def weight_of(name: str, n: int, k: int, seed: int):
@@ -82,6 +82,9 @@ TILES = {
     "reduce 128x256": HOPPER(128, 256, 64, num_stages=3),
     "reduce 128x128": HOPPER(128, 128, 64, num_stages=5),
     "pair 128x128": HOPPER(128, 128, 64, num_stages=5, algorithm="one_shot"),
+    "widened reduce": HOPPER(128, 128, 128, num_stages=3),
+    "widened pair": HOPPER(128, 128, 128, num_stages=2, algorithm="one_shot"),
+    "widened low pair": HOPPER(64, 128, 128, num_stages=3, algorithm="one_shot"),
     "lamport 32x64": LOW(32, 64, 64, num_stages=12),
     "lamport 64x64": LOW(64, 64, 64, num_stages=10),
     "lamport 128x64": LOW(128, 64, 64, num_stages=8),
@@ -98,12 +101,19 @@ def variants(m: int) -> dict[str, tuple]:
     elif m == 128:
         named["fp8_block lamport"] = ("fp8_block", TILES["lamport 128x64"])
         named["fp8_block pair"] = ("fp8_block", TILES["pair 128x128"])
+        for form in ("int4", "mxfp4"):
+            named[f"{form} pair 64x128"] = (form, TILES["widened low pair"])
     else:
         for tile in ["reduce 128x256", "reduce 128x128"] + (["pair 128x128"] if m <= 2048 else []):
-            named[f"fp8 {tile}"] = ("fp8", TILES[tile])
+            if "reduce 128x128" not in tile:
+                named[f"fp8 {tile}"] = ("fp8", TILES[tile])
             named[f"fp8_block {tile} rescaled"] = ("fp8_block", TILES[tile], False, False)
             if "256" not in tile:
                 named[f"fp8_block {tile} promoted"] = ("fp8_block", replace(TILES[tile], num_programs=132), False, True)
+        for form in ("int4", "mxfp4", "fp8_block/32"):
+            named[f"{form} reduce 128x128"] = (form, TILES["widened reduce"])
+            if m <= 2048:
+                named[f"{form} pair 128x128"] = (form, TILES["widened pair"])
         named["fp8_block converted"] = ("fp8_block", None, True)
         named["int4 converted"] = ("int4", None, True)
     return named

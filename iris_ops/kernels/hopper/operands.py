@@ -106,15 +106,16 @@ def _of_codes(
     widening, codes = named(weights.widening), B.t().view(torch.int32)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
+    # codes take less room than numbers, so it is enough for more stages
+    room = config.num_stages * A.element_size() * (config.block_m + config.block_n) * LINE
+    stages = room // (A.element_size() * config.block_m * LINE + 4 * config.block_n * widening.WORDS)
     by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
     return dict(
         a=described(A, (config.block_m, LINE)),
         b=described(codes, (config.block_n, widening.WORDS)),
         epilogue=TileEpilogue(bias, **by_groups),
         tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
-        pipeline=Pipeline(
-            config.num_stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0
-        ),
+        pipeline=Pipeline(stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0),
     )
 
 
