@@ -217,6 +217,7 @@ class Pipeline:
     MOVER_REGISTERS: int
     PLACES: int = 1
     PROMOTED: bool = False
+    TOGETHER: int = 1
     WIDENING: Any = None
     GROUPS: int = 0
 

@@ -88,6 +88,7 @@ def arguments(
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
         pipeline["PROMOTED"] = scaled_mma.promoted(config.block_n)
+        pipeline["TOGETHER"] = scaled_mma.TOGETHER
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),

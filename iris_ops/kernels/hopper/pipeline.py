@@ -257,19 +257,29 @@ def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
 def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER: gl.constexpr):
     """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which
     loads and waits continue."""
-    mma = work.mma
-    acc = mma.begin(col, first)
-    for _i in range(steps):
-        mbarrier.wait(shared.loaded.index(stage), phase)
-        acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
-        acc = mma.await_last_but_one(acc)
-        if at[0] < count:
-            program_barrier()  # all warps have multiplied the step before, whose place is free now
-            free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
-            at = _load_next(ctx, work, shared, free, at, count, WAITER)
-        last = stage == shared.STAGES - 1
-        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-    return mma.result(acc), at, stage, phase
+    acc = work.mma.begin(col, first)
+    TOGETHER: gl.constexpr = work.mma.TOGETHER
+    for _i in range(steps // TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, j, WAITER)
+    if TOGETHER > 1:
+        for _i in range(steps % TOGETHER):
+            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, 0, WAITER)
+    return work.mma.result(acc), at, stage, phase
+
+
+@gluon.jit
+def _multiply_step(ctx, work, shared, count, acc, at, stage, phase, NUMBER: gl.constexpr, WAITER: gl.constexpr):
+    """Add the next block along K, number NUMBER of those without a branch between."""
+    mbarrier.wait(shared.loaded.index(stage), phase)
+    acc = work.mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc, NUMBER)
+    acc = work.mma.await_last_but_one(acc)
+    if at[0] < count:
+        program_barrier()  # all warps have multiplied the step before, whose place is free now
+        free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
+        at = _load_next(ctx, work, shared, free, at, count, WAITER)
+    last = stage == shared.STAGES - 1
+    return acc, at, gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

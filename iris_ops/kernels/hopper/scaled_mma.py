@@ -40,6 +40,9 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
 # let these run one after the other.
 
 
+TOGETHER = 4  # steps without a branch between
+
+
 def promoted(block_n: int) -> bool:
     """Return whether registers have room for a block's products beside the sums."""
     return block_n <= 128
@@ -104,6 +107,7 @@ class ScaledMma:
     LAYOUT: gl.constexpr
     A_FORM: gl.constexpr
     B_FORM: gl.constexpr
+    TOGETHER: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -126,7 +130,7 @@ class ScaledMma:
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
         self.GATED, self.B_TRANSPOSED = known(False), known(True)
-        self.PROMOTED = known(pipeline.PROMOTED)
+        self.PROMOTED, self.TOGETHER = known(pipeline.PROMOTED), known(pipeline.TOGETHER)
 
     @gluon.jit
     def _part(self, col, step):
@@ -176,19 +180,24 @@ class ScaledMma:
         return Part(part.total, sums, part.place, part.applied, part.coming, part.largest)
 
     @gluon.jit
-    def issue(self, rows, columns, acc):
+    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         first, second, step = acc
-        second = self._ended(second, 0)
+        if NUMBER == 0:  # a product that is under way across a branch must end before any sums are touched
+            second = self._ended(second, 0)
         if self.WIDE < self.BLOCK_M:
             halves = reinterpret(rows, rows.dtype, [2, self.WIDE, self.BLOCK_K], self.A_FORM)
             columns = reinterpret(columns, columns.dtype, [self.HIGH, self.BLOCK_K], self.B_FORM)
             first = self._add(first, halves.index(0), columns)
+            if NUMBER > 0:
+                second = self._ended(second, 1)
             second = self._add(self._scaled(second, step), halves.index(1), columns)
         else:
             rows = reinterpret(rows, rows.dtype, [self.WIDE, self.BLOCK_K], self.A_FORM)
             halves = reinterpret(columns, columns.dtype, [2, self.HIGH, self.BLOCK_K], self.B_FORM)
             first = self._add(first, rows, halves.index(0))
+            if NUMBER > 0:
+                second = self._ended(second, 1)
             second = self._add(self._scaled(second, step), rows, halves.index(1))
         return first, second, step + 1
 

@@ -72,6 +72,7 @@ class WidenedMma:
     codes: Codes
     LAYOUT: gl.constexpr
     A_FORM: gl.constexpr
+    TOGETHER: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -82,7 +83,7 @@ class WidenedMma:
     def __init__(self, a, codes, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         self.codes = codes
-        self.LAYOUT = gl.constexpr(pipeline.ACC)
+        self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, tile.BLOCK_K // 2], a.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.GATED, self.B_TRANSPOSED = known(False), known(True)
@@ -132,7 +133,7 @@ class WidenedMma:
         return gl.convert_layout(_beside(parts), OPERAND)
 
     @gluon.jit
-    def issue(self, rows, columns, acc):
+    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         sums, place, factors, step = acc
         place += gl.where(step < self.codes.last, self.codes.GROUPS, 0)
