@@ -153,8 +153,11 @@ def multiply_blocks(a, b, scales, stride, row, col, K, tile: tl.constexpr):
     c = tl.minimum(col + tl.arange(0, BLOCK_N), b.cols - 1)
     place = scales + c.to(tl.int64) * stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    last = (K - 1) // BLOCK_K
+    coming = tl.load(place)
     for k in range(0, K, BLOCK_K):
-        factors = tl.load(place + k // BLOCK_K)
+        factors = coming
+        coming = tl.load(place + tl.minimum(k // BLOCK_K + 1, last))  # a step ahead: it waits for no block
         x = a.load(row, k, BLOCK_M, BLOCK_K)
         y = b.load(k, col, BLOCK_K, BLOCK_N)
         fresh = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)

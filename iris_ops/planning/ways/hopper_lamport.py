@@ -22,6 +22,7 @@ from .tree import TREE, exchanged, most_rows
 
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
 LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
+_LEAST_WIDENED = 33  # rows: fewer are faster by the stream of weights
 _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other
 # In two shots, for each 64 x 128 of a tile: how long the link rests between two waves, and the time after the last.
 # Programs drift apart: each wave adds that part to the rest.
@@ -86,14 +87,16 @@ class LamportPair(LamportTwoShot):
     most = 1 << 24
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        if problem.world_size != 2 or problem.M <= 64:
-            return "it needs at least 65 rows and exactly two ranks"
+        least = _LEAST_WIDENED if problem.weights.widened_in_tiles else 65
+        if problem.world_size != 2 or problem.M < least:
+            return f"it needs at least {least} rows and exactly two ranks"
         if problem.tree and not problem.tree.halved:
             return "the two ranks do not have half of the leaves of K each"
         return specialised_refused(problem, machine) or unhidden(problem, self.most)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        return super().means(problem, config) and problem.world_size == 2 and not problem.weights.streams(problem)
+        named = config.kernel == self.kernel or not problem.weights.streams(problem)
+        return super().means(problem, config) and problem.world_size == 2 and named
 
     def fallback_for(self, problem: Problem) -> str:
         return TREE if problem.tree else LAMPORT
