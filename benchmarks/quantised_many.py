@@ -16,6 +16,7 @@ import time
 import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import scaled_mma
+from iris_ops.local import skinny_matmul
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights import BY_NAME
 from iris_ops.quantised.packing import PACKINGS
@@ -80,8 +81,9 @@ HOPPER = partial(FusedConfig, warp_specialised=True)
 LOW = partial(FusedConfig, algorithm="one_shot", kernel="lamport_matmul", num_warps=4)
 TILES = {
     "reduce 128x256": HOPPER(128, 256, 64, num_stages=3),
-    "reduce 128x128": HOPPER(128, 128, 64, num_stages=5),
-    "pair 128x128": HOPPER(128, 128, 64, num_stages=5, algorithm="one_shot"),
+    "reduce 128x128 w4": HOPPER(128, 128, 64, num_warps=4, num_stages=5),
+    "pair 128x128 w4": HOPPER(128, 128, 64, num_warps=4, num_stages=5, algorithm="one_shot"),
+    "widened lowest pair": HOPPER(64, 64, 128, 8, 4, 5, algorithm="one_shot", kernel="hopper.lamport_pair"),
     "widened reduce": HOPPER(128, 128, 128, num_stages=3),
     "widened pair": HOPPER(128, 128, 128, num_stages=2, algorithm="one_shot"),
     "widened low pair": HOPPER(64, 128, 128, num_stages=3, algorithm="one_shot"),
@@ -93,34 +95,35 @@ TILES = {
 
 
 def variants(m: int) -> dict[str, tuple]:
-    """Return by name (format, configuration, whether B is converted, whether sums are promoted)."""
-    named = {"bf16": ("bf16", None), "fp8": ("fp8", None), "fp8_block": ("fp8_block", None)}
+    """Return by name (format, configuration, whether B is converted, steps of scaled blocks together)."""
+    named = {"bf16": ("bf16", None), "fp8": ("fp8", None)}
     if m <= 64:
-        named |= {f"{form} stream": (form, TILES["stream"]) for form in ("fp8_block", "int4", "mxfp4")}
         named["fp8_block lamport"] = ("fp8_block", TILES["lamport 32x64" if m <= 32 else "lamport 64x64"])
+        for form in ("int4", "mxfp4"):
+            named[f"{form} stream"] = (form, TILES["stream"])
+            named[f"{form} pair 64x64"] = (form, TILES["widened lowest pair"])
+        for form in ("bf16", "fp8_block", "int4", "mxfp4") if m <= 32 else ():
+            named[f"{form} gated"] = (form, None, False, "gated")
     elif m == 128:
         named["fp8_block lamport"] = ("fp8_block", TILES["lamport 128x64"])
-        named["fp8_block pair"] = ("fp8_block", TILES["pair 128x128"])
         for form in ("int4", "mxfp4"):
             named[f"{form} pair 64x128"] = (form, TILES["widened low pair"])
+            named[f"{form} pair 64x64"] = (form, TILES["widened lowest pair"])
     else:
-        for tile in ["reduce 128x256", "reduce 128x128"] + (["pair 128x128"] if m <= 2048 else []):
-            if "reduce 128x128" not in tile:
-                named[f"fp8 {tile}"] = ("fp8", TILES[tile])
-            named[f"fp8_block {tile} rescaled"] = ("fp8_block", TILES[tile], False, False)
-            if "256" not in tile:
-                named[f"fp8_block {tile} promoted"] = ("fp8_block", replace(TILES[tile], num_programs=132), False, True)
+        for count in (1, 2, 4):
+            for tile in ("reduce 128x256", "reduce 128x128 w4") + (("pair 128x128 w4",) if m <= 2048 else ()):
+                if count == 4 or m == 2048:
+                    config = replace(TILES[tile], comm_programs=20 + count)  # calls of their own
+                    named[f"fp8_block {tile} by {count}"] = ("fp8_block", config, False, count)
         for form in ("int4", "mxfp4", "fp8_block/32"):
             named[f"{form} reduce 128x128"] = (form, TILES["widened reduce"])
             if m <= 2048:
                 named[f"{form} pair 128x128"] = (form, TILES["widened pair"])
-        named["fp8_block converted"] = ("fp8_block", None, True)
-        named["int4 converted"] = ("int4", None, True)
     return named
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
-    begin, rows, promoted = time.monotonic(), [], scaled_mma.promoted
+    begin, rows, together = time.monotonic(), [], scaled_mma.TOGETHER
     ctx = iris.iris(heap_size=3 << 30)
     weights = {}
     for name in FORMATS:
@@ -128,32 +131,42 @@ def run(team: Team, args: argparse.Namespace) -> None:
         copies = [weight] + [tuple(None if t is None else t.clone() for t in weight) for _ in range(3)]
         weights[name] = copies, exact
 
-    def multiply(out, x, name, config, converted, promotes, i):
-        scaled_mma.promoted = promoted if promotes is None else lambda block_n: promotes
+    def multiply(out, x, name, config, converted, count, i):
+        if count == "gated":
+            weight, scale = weights[name][0][i % 4]
+            skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
+            return
+        scaled_mma.TOGETHER = together if count is None else count
         weight, scale = weights[name][0][i % 4]
         if converted:
             weight, scale = restored(weight, scale, K, x.dtype), None
         ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale, config=config)
 
     cases = []
-    for m in (2048, 24, 64, 128, 512, 8192, 32, 48):
+    for m in (2048, 64, 24, 8192, 128, 512, 48, 32):
         draw = torch.Generator("cuda").manual_seed(m + team.rank)
         x = torch.randn(m, K, device="cuda", generator=draw).bfloat16()
         out = ctx.empty(m, N, dtype=x.dtype)
         for label, (name, *more) in variants(m).items():
-            config, converted, promotes = [*more, None, None, None][:3]
-            cases.append((m, label, name, out, x, partial(multiply, out, x, name, config, converted, promotes)))
+            config, converted, count = [*more, None, None, None][:3]
+            to = torch.empty(m, N // 2, dtype=x.dtype, device=x.device) if count == "gated" else out
+            cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, converted, count)))
     count = compile_ahead(team, [ctx], lambda: [call(0) for *_, call in cases])
     team.say(f"{count} kernels compiled after {time.monotonic() - begin:.0f} s")
     sums: dict = {}
     for m, label, name, out, x, call in cases:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             break
-        if (m, name) not in sums:
+        key = m, name, out.shape[1]
+        if key not in sums:
             exact = x[:512].double() @ weights[name][1].double().t()
-            dist.all_reduce(exact)
-            sums = {key: value for key, value in sums.items() if key[0] == m} | {(m, name): exact}
-        exact, row = sums[m, name], {"rows": m, "label": label}
+            if out.shape[1] == N:
+                dist.all_reduce(exact)
+            else:
+                gate, up = exact.to(x.dtype).double().chunk(2, 1)
+                exact = torch.nn.functional.silu(gate) * up
+            sums = {other: value for other, value in sums.items() if other[0] == m} | {key: exact}
+        exact, row = sums[key], {"rows": m, "label": label}
 
         def check(out=out, call=call, exact=exact):
             out.fill_(float("nan"))

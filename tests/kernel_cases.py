@@ -392,6 +392,8 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
             for rows in LOCAL_ROWS:
                 yield f"skinny_{name}_{rows}", partial(_skinny_stored, form, group, rows, False)
     yield "skinny_gated_mxfp4", partial(_skinny_stored, packing.MXFP4, 32, 16, True)
+    for name in STREAMED_BETWEEN_RANKS:
+        yield f"skinny_gated_{name}_32", partial(_skinny_stored, *STREAMED[name], 32, True)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", _fp8_tiles

@@ -205,7 +205,7 @@ class Pipeline:
 
     STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
     thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
-    PROMOTED: see `hopper/scaled_mma.py`. WIDENING: of B's codes, with GROUPS scales a step (`hopper/widened_mma.py`).
+    TOGETHER: see `hopper/scaled_mma.py`. WIDENING: of B's codes, with GROUPS scales a step (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -216,7 +216,6 @@ class Pipeline:
     MOVER_WARPS: int
     MOVER_REGISTERS: int
     PLACES: int = 1
-    PROMOTED: bool = False
     TOGETHER: int = 1
     WIDENING: Any = None
     GROUPS: int = 0

@@ -33,9 +33,8 @@ def pipeline(warps: int, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(ACC=SimpleNamespace(warps_per_cta=[warps, 1]), **more)
 
 
-@pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize("high, wide", [(128, 256), (128, 128), (64, 128)])
-def test_blocks_with_scales(high: int, wide: int, promoted: bool) -> None:
+def test_blocks_with_scales(high: int, wide: int) -> None:
     """Scales are far apart, and some are 0 or NaN."""
     scaled_mma, _ = gluon_on_cpu.products()
     N, K, col = 300, 640, 100
@@ -48,7 +47,7 @@ def test_blocks_with_scales(high: int, wide: int, promoted: bool) -> None:
     tile = SimpleNamespace(BLOCK_M=high, BLOCK_N=wide, BLOCK_K=LINE)
     described = SimpleNamespace(dtype=A.dtype)
     mma = scaled_mma.ScaledMma(
-        described, described, pointer(scales), 8, N, value(4), tile, pipeline(8, PROMOTED=promoted)
+        described, described, pointer(scales), 8, N, value(4), tile, pipeline(8, TOGETHER=4)
     )  # fmt: skip
     for steps in (range(5), range(1, 4)):
         ends = slice(LINE * steps.start, LINE * steps.stop)

@@ -4,10 +4,9 @@ Block of K number i adds `scale[n, i] * (A[:, i] @ B[i, n])` to column n. The su
 of A: there a thread holds a few columns, so it loads a few scales a step. A scale multiplies sums in registers, which
 `wgmma` must have left. So a tile has two parts: while one is scaled, the tensor cores multiply the other.
 
-    RescaledMma   the sums are kept in units of the current block's scale, and adding continues in the tensor cores
-    PromotedMma   a block's products are summed apart, then added times the scale, which takes registers for both
-
-The classes have the names of `mma.Mma`.
+The sums are kept in units of the current block's scale: from block to block they are multiplied by the quotient of the
+scales, and the tensor cores go on adding. Sums of each block apart, which DeepGEMM adds to a tile's, would take half as
+many registers again, so that tiles would be smaller. The class has the names of `mma.Mma`.
 """
 
 from iris.triton_private import (
@@ -43,11 +42,6 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
 TOGETHER = 4  # steps without a branch between
 
 
-def promoted(block_n: int) -> bool:
-    """Return whether registers have room for a block's products beside the sums."""
-    return block_n <= 128
-
-
 @gluon.jit
 def _times(sums, factors):
     """Return `sums` times the factor of each row."""
@@ -57,24 +51,14 @@ def _times(sums, factors):
     )
 
 
-@gluon.jit
-def _plus(total, sums, factors):
-    """Return `total` plus `sums` times the factor of each row."""
-    _, both = gl.broadcast(sums, factors[:, None])
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [sums, both, total], gl.float32, is_pure=False, pack=1
-    )
-
-
 @aggregate
 class Part:
-    """The sums of a part of a tile, or of its last block, and the scales of its columns.
+    """The sums of a part of a tile, and the scales of its columns.
 
     `place`: the scales of the first block. `applied`: those of the sums; `coming`: of the block after; `largest`: of
     all so far.
     """
 
-    total: base_value
     sums: base_value
     place: base_value
     applied: base_value
@@ -82,8 +66,8 @@ class Part:
     largest: base_value
 
     @triton.constexpr_function
-    def __init__(self, total, sums, place, applied, coming, largest):
-        self.total, self.sums, self.place = total, sums, place
+    def __init__(self, sums, place, applied, coming, largest):
+        self.sums, self.place = sums, place
         self.applied, self.coming, self.largest = applied, coming, largest
 
 
@@ -97,7 +81,7 @@ def _unit(part):
 class ScaledMma:
     """The products of one program, with `scales` [N, ...] of B's columns, `stride` elements apart.
 
-    PROMOTED: see above. HIGH, WIDE: columns of B and rows of A of a part. `last`: the last block along K.
+    HIGH, WIDE: columns of B and rows of A of a part. `last`: the last block along K.
     """
 
     scales: base_value
@@ -115,7 +99,6 @@ class ScaledMma:
     WIDE: gl.constexpr
     GATED: gl.constexpr
     B_TRANSPOSED: gl.constexpr
-    PROMOTED: gl.constexpr
 
     @triton.constexpr_function
     def __init__(self, a, b, scales, stride, cols, last, tile, pipeline):
@@ -130,7 +113,7 @@ class ScaledMma:
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
         self.GATED, self.B_TRANSPOSED = known(False), known(True)
-        self.PROMOTED, self.TOGETHER = known(pipeline.PROMOTED), known(pipeline.TOGETHER)
+        self.TOGETHER = known(pipeline.TOGETHER)
 
     @gluon.jit
     def _part(self, col, step):
@@ -139,8 +122,7 @@ class ScaledMma:
         place = self.scales + c.to(gl.int64) * self.stride + step
         zeros = gl.zeros((self.HIGH, self.WIDE), gl.float32, self.LAYOUT)
         none = gl.zeros((self.HIGH,), gl.float32, ROWS)
-        total = zeros if self.PROMOTED else none
-        return Part(total, warpgroup_mma_init(zeros), place, none + _LEAST, gl.load(place), none + _LEAST)
+        return Part(warpgroup_mma_init(zeros), place, none + _LEAST, gl.load(place), none + _LEAST)
 
     @gluon.jit
     def begin(self, col, step):
@@ -154,30 +136,25 @@ class ScaledMma:
     @gluon.jit
     def _scaled(self, part, step):
         """Scale what a part has, whose last product has ended, for the block number `step`."""
-        sums = part.sums
         place = part.place + (step < self.last).to(gl.int32)
         after = gl.load(place)
-        if self.PROMOTED:
-            total = _plus(part.total, sums, part.applied)
-            return Part(total, warpgroup_mma_init(sums), place, part.coming, after, part.largest)
-        else:
-            largest = gl.maximum(part.largest, part.coming, propagate_nan=tl.PropagateNan.ALL)
-            least = gl.maximum(largest * _LEAST_SHARE, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-            applied = gl.maximum(part.coming, least, propagate_nan=tl.PropagateNan.ALL)
-            sums = _times(sums, part.applied / applied)
-            return Part(part.total, warpgroup_mma_init(sums), place, applied, after, largest)
+        largest = gl.maximum(part.largest, part.coming, propagate_nan=tl.PropagateNan.ALL)
+        least = gl.maximum(largest * _LEAST_SHARE, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        applied = gl.maximum(part.coming, least, propagate_nan=tl.PropagateNan.ALL)
+        sums = _times(part.sums, part.applied / applied)
+        return Part(warpgroup_mma_init(sums), place, applied, after, largest)
 
     @gluon.jit
     def _ended(self, part, LEFT: gl.constexpr):
         """Wait until all but `LEFT` products have ended, the part's among them."""
         sums = warpgroup_mma_wait(LEFT, deps=(part.sums,))
-        return Part(part.total, sums, part.place, part.applied, part.coming, part.largest)
+        return Part(sums, part.place, part.applied, part.coming, part.largest)
 
     @gluon.jit
     def _add(self, part, rows, columns):
         """Begin to add the product of two blocks."""
-        sums = warpgroup_mma(columns, rows.permute((1, 0)), part.sums, use_acc=not self.PROMOTED, is_async=True)
-        return Part(part.total, sums, part.place, part.applied, part.coming, part.largest)
+        sums = warpgroup_mma(columns, rows.permute((1, 0)), part.sums, is_async=True)
+        return Part(sums, part.place, part.applied, part.coming, part.largest)
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
@@ -212,11 +189,8 @@ class ScaledMma:
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
         first, second, _step = acc
         last = warpgroup_mma_wait(0, deps=(second.sums,))
-        if self.PROMOTED:
-            both = gl.join(first.total, second.total + last * second.applied[:, None])  # [HIGH, WIDE, 2]
-        else:
-            begin = warpgroup_mma_wait(0, deps=(first.sums,))
-            both = gl.join(begin * _unit(first)[:, None], last * _unit(second)[:, None])
+        begin = warpgroup_mma_wait(0, deps=(first.sums,))
+        both = gl.join(begin * _unit(first)[:, None], last * _unit(second)[:, None])  # [HIGH, WIDE, 2]
         if self.WIDE < self.BLOCK_M:
             both = gl.permute(both, (2, 1, 0))
         else:
