@@ -16,7 +16,7 @@ from iris_ops import FusedConfig, Scoring
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
 from iris_ops.moe.scoring import SIGMOID, SOFTMAX_OF_CHOSEN
-from iris_ops.quantised import packing, scaled_matmul
+from iris_ops.quantised import packing, restoring, scaled_matmul
 from iris_tp.bench.rows import CALLS, Row
 import torch
 from triton.backends.compiler import GPUTarget
@@ -406,6 +406,8 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     ):
         call = partial(_lamport_stored, packing.FP8_BLOCK, 128, rows=rows, config=config)
         yield f"{name}_fp8_block", call, kind
+    for name in STREAMED:
+        yield f"many_rows_{name}", partial(_many_rows, *STREAMED[name])
     widened = of(128, 128, 128, num_stages=3)
     for name in ("fp8_block_32", "int4_32", "int4_channel", "mxfp4"):
         yield f"all_reduce_hopper_{name}", partial(_lamport_stored, *STREAMED[name], rows=4096, config=widened)
@@ -436,6 +438,10 @@ def _lamport_stored(
 def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
     skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, gated=gated)
+
+
+def _many_rows(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    restoring.product(new(4096, 4096), *_stored(form, group, 8192, 4096), new(8192))
 
 
 def _skinny_fp8(M: int, N: int, ctx: Any) -> None:

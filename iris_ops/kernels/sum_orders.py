@@ -85,10 +85,12 @@ class RankOrder:
 
     scales: base_value
     stride: base_value
+    SCALED: tl.constexpr
     BLOCKS: tl.constexpr
 
     @triton.constexpr_function
     def __init__(self, scales, stride):
+        self.SCALED = known(scales is not None)
         self.scales = tl.constexpr(None) if scales is None else scales
         self.stride = tl.constexpr(None) if stride is None else known(stride)
         self.BLOCKS = tl.constexpr(1)
@@ -96,10 +98,10 @@ class RankOrder:
     @device_function
     def multiply(self, A, B, row, col, dtype: tl.constexpr, tile: tl.constexpr):
         """Return the tile of `A @ B` at (row, col), transposed, in fp32."""
-        if self.scales is None:
-            return multiply_transposed(A, B, row, col, A.cols, tile)
-        else:
+        if self.SCALED:
             return multiply_blocks(A, B, self.scales, self.stride, row, col, A.cols, tile)
+        else:
+            return multiply_transposed(A, B, row, col, A.cols, tile)
 
     @device_function
     def block(self, product, number: tl.constexpr, tile: tl.constexpr):

@@ -84,9 +84,9 @@ def pushed(kernel: str, architecture: str, group_m: int, widened: bool = False) 
     )
 
 
-def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
+def copy_gather_configs(machine: Machine, widened: bool = False) -> tuple[FusedConfig, ...]:
     """Return configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
-    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2)
+    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2, widened)
 
 
 @lru_cache(maxsize=64)

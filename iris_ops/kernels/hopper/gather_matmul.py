@@ -8,6 +8,7 @@ store silu(A @ first) * (A @ second). With one rank it is a product without an e
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from iris import platform
@@ -211,6 +212,30 @@ def multiply_alone(rank: "Rank", problem: Problem, config: FusedConfig, tensors:
     product(rank, alone.calls, problem, config, tensors, Rows(tensors.A, alone.nothing, alone.nothing))()
 
 
+def multiply_without_rank(
+    problem: Problem, config: FusedConfig, tensors: Operands, scales: dict[str, torch.Tensor | int]
+) -> None:  # fmt: skip
+    """Launch the kernel for a product without an exchange in a process that may have no context.
+
+    `scales`: of the operands, as fields of `TileEpilogue`.
+    """
+    args = _arguments(problem, config, tensors, tensors.A)
+    args["epilogue"] = args["epilogue"]._replace(**scales)
+    nothing = _zeros(tensors.A.device)
+    world = World(1, waiter_number(problem.called_op))
+    args |= dict(flags=nothing, passed=nothing, ctx_ptr=nothing, part_rows=problem.M, world=world)
+    programs = platform.num_programs(tensors.A.device)
+    grid = min(gemm_tiles(problem, config), programs), 1, 1
+    kernel = hopper_gather_matmul_kernel
+    relaunch.launch({}, tensors.A.device, kernel, grid, args, (), num_warps=config.num_warps)
+
+
+@cache
+def _zeros(device: torch.device) -> torch.Tensor:
+    """Return what such a launch reads in place of flags and a context tensor: rank 0, and that its rows are there."""
+    return torch.zeros(16, dtype=torch.int64, device=device)
+
+
 class _Alone:
     """Earlier launches for products without an exchange, and flags that no program awaits."""
 
@@ -221,8 +246,8 @@ class _Alone:
 
 
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
-    out, A, B, bias, _ = tensors
-    args = operands.arguments(A, B, bias, config, folds=False)
+    out, A, B, bias, scale = tensors
+    args = operands.arguments(A, B, bias, config, False, problem.weights, scale)
     if problem.epilogue is GATE:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])

@@ -68,6 +68,8 @@ class Grouped(WeightFormat):
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
         most, granule = self.streamed_rows, self.granule
+        if problem.M > most:
+            return f"tiles of weights {self.name} need K and N that are multiples of 8"
         return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
 
     def _tiled(self, problem: Any, machine: Machine) -> bool:
