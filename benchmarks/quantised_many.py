@@ -17,8 +17,9 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import scaled_mma
 from iris_ops.local import skinny_matmul
+from iris_ops.named import named as function
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
-from iris_ops.planning.weights import BY_NAME
+from iris_ops.planning.weights import BY_NAME, format_of
 from iris_ops.quantised.packing import PACKINGS
 from iris_ops.quantised.restoring import restored
 from iris_tp.bench.team import Team, launch
@@ -115,6 +116,8 @@ def variants(m: int) -> dict[str, tuple]:
                 if count == 4 or m == 2048:
                     config = replace(TILES[tile], comm_programs=20 + count)  # calls of their own
                     named[f"fp8_block {tile} by {count}"] = ("fp8_block", config, False, count)
+        for form in ("bf16", "fp8", "fp8_block", "int4", "mxfp4") if m > 512 else ():
+            named[f"{form} local"] = (form, None, False, "local")
         for form in ("int4", "mxfp4", "fp8_block/32"):
             named[f"{form} reduce 128x128"] = (form, TILES["widened reduce"])
             if m <= 2048:
@@ -136,6 +139,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
             weight, scale = weights[name][0][i % 4]
             skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
             return
+        if count == "local":
+            weight, scale = weights[name][0][i % 4]
+            if scale is None:
+                torch.mm(x, weight.t(), out=out)
+            else:
+                function(format_of(weight.t(), scale).product)(x, weight, scale, None, out)
+            return
         scaled_mma.TOGETHER = together if count is None else count
         weight, scale = weights[name][0][i % 4]
         if converted:
@@ -149,7 +159,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
         out = ctx.empty(m, N, dtype=x.dtype)
         for label, (name, *more) in variants(m).items():
             config, converted, count = [*more, None, None, None][:3]
-            to = torch.empty(m, N // 2, dtype=x.dtype, device=x.device) if count == "gated" else out
+            alone = {"gated": N // 2, "local": N}
+            to = torch.empty(m, alone[count], dtype=x.dtype, device=x.device) if count in alone else out
             cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, converted, count)))
     count = compile_ahead(team, [ctx], lambda: [call(0) for *_, call in cases])
     team.say(f"{count} kernels compiled after {time.monotonic() - begin:.0f} s")
@@ -157,12 +168,13 @@ def run(team: Team, args: argparse.Namespace) -> None:
     for m, label, name, out, x, call in cases:
         if team.slowest([time.monotonic() - begin])[0] > args.time_limit:
             break
-        key = m, name, out.shape[1]
+        alone = not ctx.heap.holds(out.data_ptr(), out.data_ptr() + out.nbytes)
+        key = m, name, out.shape[1], alone
         if key not in sums:
             exact = x[:512].double() @ weights[name][1].double().t()
-            if out.shape[1] == N:
+            if not alone:
                 dist.all_reduce(exact)
-            else:
+            elif out.shape[1] < N:
                 gate, up = exact.to(x.dtype).double().chunk(2, 1)
                 exact = torch.nn.functional.silu(gate) * up
             sums = {other: value for other, value in sums.items() if other[0] == m} | {key: exact}
