@@ -85,12 +85,12 @@ class WeightFormat:
     @property
     def rounding(self) -> str:
         """Return how a trace describes a way that multiplies rounded rows."""
-        return f"rows rounded to {self.name.removeprefix('in ')}"
+        return ""
 
     @property
     def row_text(self) -> str:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
-        return f"rows {self.name}" if self.rounds_rows else ""
+        return ""
 
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
         """Return whether B [K, N], the transpose of a stored weight, is in this format."""

@@ -31,6 +31,14 @@ _FASTER = 1.85  # how much faster our products of rounded rows are
 class Rounded(WeightFormat):
     """A format in e4m3: of more than a few rows of A, each is rounded, with a float32 scale."""
 
+    @property
+    def rounding(self) -> str:
+        return "rows rounded to fp8"
+
+    @property
+    def row_text(self) -> str:
+        return "rows in fp8"
+
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
             return "it multiplies rows rounded to fp8 on Hopper only, of bf16"

@@ -1,9 +1,10 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A are not rounded. The stream of weights, which applies a group's scale to the sum of its products, multiplies
-up to 64 rows. For more rows, other ops, other GPUs and sums of a fixed order, each call
-first makes the weight in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of
-ranks.
+The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
+all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too. Rows are rounded to fp8
+for blocks of 128 (`Blocks`), and are not for other codes, which are widened a tile at a time. For other ops, other GPUs
+and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the unsplit weight, so
+scales do not depend on the number of ranks.
 """
 
 from __future__ import annotations
