@@ -441,7 +441,7 @@ def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: b
 
 
 def _many_rows(form: packing.Packing, group: int | None, ctx: Any) -> None:
-    restoring.product(new(4096, 4096), *_stored(form, group, 8192, 4096), new(8192))
+    restoring.product(new(512, 4096), *_stored(form, group, 8192, 4096), new(8192))
 
 
 def _skinny_fp8(M: int, N: int, ctx: Any) -> None:

@@ -139,8 +139,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
     if problem.itemsize == 4:
         shares = FP32_TILES
-    elif config.warp_specialised and problem.weights.widened_in_tiles:
-        shares = specialised.widened[config.algorithm]
+    elif config.warp_specialised and (of_codes := specialised.of_codes(problem.weights)):
+        shares = of_codes[config.algorithm]
     elif lamport:
         exchanged = specialised.two_shot if config.algorithm == "two_shot" else specialised.pair[problem.itemsize]
         shares = exchanged if config.warp_specialised else EXCHANGED_TILES[problem.itemsize]

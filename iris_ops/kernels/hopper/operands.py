@@ -87,7 +87,7 @@ def arguments(
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
-        pipeline["TOGETHER"] = scaled_mma.TOGETHER
+        pipeline["TOGETHER"] = scaled_mma.together(config.num_warps)
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),

@@ -39,7 +39,9 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
 # let these run one after the other.
 
 
-TOGETHER = 4  # steps without a branch between
+def together(warps: int) -> int:
+    """Return how many steps have no drain between, by measurement: two warp groups fill each other's drains."""
+    return 4 if warps == 4 else 1
 
 
 @gluon.jit

@@ -17,12 +17,12 @@ from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes
 from ..weights import SCALED_AT_END, SCALED_INSIDE, WIDENED
+from ..weights.grouped import LEAST_WIDENED
 from .lamport import LAMPORT, PAIR, Lamport
 from .tree import TREE, exchanged, most_rows
 
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
 LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
-_LEAST_WIDENED = 33  # rows: fewer are faster by the stream of weights
 _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other
 # In two shots, for each 64 x 128 of a tile: how long the link rests between two waves, and the time after the last.
 # Programs drift apart: each wave adds that part to the rest.
@@ -62,8 +62,9 @@ class LamportTwoShot(Lamport):
         return ()
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        widened = problem.weights.widened_in_tiles
-        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.itemsize, widened)
+        return specialised(
+            self.kernel, machine.architecture, self.algorithms[0], problem.itemsize, problem.weights
+        )  # fmt: skip
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -87,7 +88,7 @@ class LamportPair(LamportTwoShot):
     most = 1 << 24
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        least = _LEAST_WIDENED if problem.weights.widened_in_tiles else 65
+        least = LEAST_WIDENED if problem.weights.widened_in_tiles else 65
         if problem.world_size != 2 or problem.M < least:
             return f"it needs at least {least} rows and exactly two ranks"
         if problem.tree and not problem.tree.halved:

@@ -48,7 +48,7 @@ class HopperReduce(Way):
         programs = machine.num_programs
         configs = [
             config
-            for config in pushed(self.kernel, machine.architecture, group_m, problem.weights.widened_in_tiles)
+            for config in pushed(self.kernel, machine.architecture, group_m, problem.weights)
             if config.splits == 1 or shared_tiles(problem, config, programs)[0]
         ]
         return staggered(configs, problem, machine)
