@@ -1,10 +1,10 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
 The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
-all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks of
-128 (`Blocks`), and some hundred rows by other codes, which are widened a tile at a time. For more rows by those, other
-ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the unsplit weight, so
-scales do not depend on the number of ranks.
+all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks
+of 128 (`Blocks`), and some hundred rows by other codes, which are widened a tile at a time. For more rows by those,
+other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the
+unsplit weight, so scales do not depend on the number of ranks.
 """
 
 from __future__ import annotations
