@@ -122,8 +122,7 @@ class FusedConfig:
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"FusedConfig.algorithm is {self.algorithm!r}; expected one of {ALGORITHMS}")
         tile = min(self.block_m, self.block_n), max(self.block_m, self.block_n)
-        # one warp group can multiply the lower tiles of `lamport_pair.py`
-        warps = (4, 8) if self.algorithm == "one_shot" and tile[0] * tile[1] <= 64 * 128 else (8,)
+        warps = (4, 8) if tile[0] * tile[1] <= 128 * 128 else (8,)
         if self.warp_specialised and (
             tile[0] < 64 or tile[1] > 256 or self.num_warps not in warps or self.num_stages < 2
         ):

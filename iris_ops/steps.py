@@ -59,7 +59,7 @@ class Run:
     moving: Sequence[int] = ()
     came_before: bool = False
     epilogue: Epilogue | None = None
-    scales: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
     def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:

@@ -196,7 +196,7 @@ class Quantised(InDtype):
         return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return format_of(layer.weight.t(), layer.weight_scale).streamed_rows
+        return format_of(layer.weight.t(), layer.weight_scale).gated_rows
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return layer.weight, layer.weight_scale

@@ -1,4 +1,5 @@
-"""Run the Gluon kernel of touched experts over torch on the CPU: `stream()` gives its module, `run` runs a launch.
+"""Run Gluon over torch on the CPU: the kernel of touched experts, whose module `stream()` gives, by `run`, and the
+products of warp-specialised programs, whose modules `products()` gives.
 
 Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
 tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that each wait is for
@@ -89,6 +90,9 @@ class Shared:
         assert 0 <= int(i) < self.data.shape[0]
         return Shared(self.data[int(i)])
 
+    def permute(self, by: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(by))
+
     def slice(self, start: int, length: int, dim: int) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
@@ -165,7 +169,9 @@ def _language() -> ModuleType:
     for name in ("float32", "int32", "int64", "uint8", "bfloat16"):
         setattr(gl, name, getattr(torch, name))
     for name in _LAYOUTS:
-        setattr(gl, name, lambda *given, **named: None)
+        layout = lambda *given, **named: None  # noqa: E731
+        layout.get_default_for = layout
+        setattr(gl, name, layout)
     gl.constexpr, gl.tensor, gl.static_range = (lambda x: x), Value, range
     gl.program_id, gl.num_programs = (lambda axis: value(_here.program)), (lambda axis: value(_here.programs))
     gl.num_warps, gl.load, gl.store, gl.split = (lambda: 4), _load, _store, _split
@@ -175,7 +181,8 @@ def _language() -> ModuleType:
     gl.where = lambda mask, x, y: value(torch.where(torch.as_tensor(mask), torch.as_tensor(x), torch.as_tensor(y)))
     gl.sum = lambda x, axis: value(torch.sum(x, axis))
     gl.max = lambda x, axis: value(torch.amax(x, axis))
-    gl.maximum = lambda x, y: value(torch.maximum(torch.as_tensor(x), torch.as_tensor(y)))
+    gl.maximum = lambda x, y, propagate_nan=None: value(torch.maximum(torch.as_tensor(x), torch.as_tensor(y)))
+    gl.minimum = lambda x, y: value(torch.minimum(torch.as_tensor(x), torch.as_tensor(y)))
     gl.cdiv = lambda x, y: value(-(-torch.as_tensor(x) // y))
     gl.convert_layout, gl.expand_dims = (lambda x, layout: x), (lambda x, axis: value(x.unsqueeze(axis)))
     gl.reshape, gl.permute = (lambda x, shape: value(x.reshape(tuple(shape)))), (lambda x, by: value(x.permute(by)))
@@ -227,8 +234,8 @@ def ungated(x: torch.Tensor, activation: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _swapped() -> Iterator[None]:
-    """While modules are imported: this language in place of Gluon."""
+def _swapped(*modules: str) -> Iterator[None]:
+    """While `modules` of `iris_ops` are imported: this language in place of Gluon."""
     gluon, parent = ModuleType("triton.experimental.gluon"), ModuleType("triton.experimental")
     gluon.jit = lambda fn=None, **options: fn if fn is not None else lambda fn: fn
     gluon.language, parent.gluon = _language(), gluon
@@ -240,15 +247,45 @@ def _swapped() -> Iterator[None]:
         mock.patch.multiple(triton_private, **private),
         mock.patch.object(triton, "constexpr_function", lambda fn: fn),
     ):
-        for name in [name for name in sys.modules if name.startswith(("iris_ops.quantised.", "iris_ops.moe."))]:
-            if name.rpartition(".")[2] in ("line_products", "touched", "touched_stream"):
-                del sys.modules[name]
+        for name in modules:
+            sys.modules.pop(f"iris_ops.{name}", None)
         yield
+
+
+def _multiplied(y: Any, x: Shared, acc: torch.Tensor, use_acc: bool = True, is_async: bool = False) -> Value:
+    left = y.data if isinstance(y, Shared) else y
+    product = torch.Tensor.to(left, torch.float32) @ torch.Tensor.to(x.data, torch.float32)
+    return value(product + acc if use_acc else product)
+
+
+def _reinterpreted(memory: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    """Return blocks of a block: rows after rows, or, of half as many columns, columns after columns, as TMA does."""
+    if shape[-1] == memory.shape[-1]:
+        return Shared(memory.data.reshape(shape))
+    rows, columns = memory.shape
+    return Shared(memory.data.reshape(rows, columns // shape[-1], shape[-1]).transpose(0, 1))
+
+
+def products() -> tuple[ModuleType, ModuleType]:
+    """Return `scaled_mma` and `widened_mma` of `iris_ops.kernels.hopper`."""
+    names = "kernels.hopper.scaled_mma", "kernels.hopper.widened_mma"
+    waiting = dict(warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=lambda left, deps: deps[0])
+    private = mock.patch.multiple(
+        triton_private, warpgroup_mma=_multiplied, reinterpret=_reinterpreted, **waiting
+    )  # fmt: skip
+    importlib.import_module("iris_ops.layouts")  # whose modules are not swapped
+    with mock.patch.dict(sys.modules), _swapped(*names), private:
+        modules = [importlib.import_module(f"iris_ops.{name}") for name in names]
+    for module in modules:
+        module.known = lambda x: x
+    modules[0]._times = lambda sums, factors: value(sums * factors[:, None])
+    return modules[0], modules[1]
 
 
 def stream() -> ModuleType:
     """Return `iris_ops.moe.touched_stream`, whose kernel is a function for `run`."""
-    with mock.patch.dict(sys.modules), _swapped():
+    names = "quantised.line_products", "moe.touched", "moe.touched_stream"
+    with mock.patch.dict(sys.modules), _swapped(*names):
         lines = importlib.import_module("iris_ops.quantised.line_products")
         touched = importlib.import_module("iris_ops.moe.touched")
         stream = importlib.import_module("iris_ops.moe.touched_stream")

@@ -16,7 +16,7 @@ from iris_ops import FusedConfig, Scoring
 from iris_ops.local import decode_attention, norm, skinny_matmul
 from iris_ops.moe.activation import GPT_OSS
 from iris_ops.moe.scoring import SIGMOID, SOFTMAX_OF_CHOSEN
-from iris_ops.quantised import packing, scaled_matmul
+from iris_ops.quantised import packing, restoring, scaled_matmul
 from iris_tp.bench.rows import CALLS, Row
 import torch
 from triton.backends.compiler import GPUTarget
@@ -368,9 +368,25 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
             for rows in LOCAL_ROWS:
                 yield f"skinny_{name}_{rows}", partial(_skinny_stored, form, group, rows, False)
     yield "skinny_gated_mxfp4", partial(_skinny_stored, packing.MXFP4, 32, 16, True)
+    for name in STREAMED_BETWEEN_RANKS:
+        yield f"skinny_gated_{name}_32", partial(_skinny_stored, *STREAMED[name], 32, True)
     rounded = FusedConfig(64, 64, 64, num_warps=4, num_stages=6, algorithm="one_shot")
     yield "lamport_rounded_64", fused(reduce, M=128, config=rounded, fp8=True)
     yield "fp8_tiles", lambda ctx: scaled_matmul.product(new(64, 4096), fp8(), columns(), None)
+    for name, rows, config, kind in (
+        ("all_reduce_hopper_256", 4096, wide, {}),
+        ("all_reduce_hopper_128", 4096, narrow, {}),
+        ("lamport_pair_128", 1024, high, two),
+        ("lamport_rounded_32", 24, None, two),
+        ("lamport_rounded_64", 64, None, two),
+    ):
+        call = partial(_lamport_stored, packing.FP8_BLOCK, 128, rows=rows, config=config)
+        yield f"{name}_fp8_block", call, kind
+    for name in STREAMED:
+        yield f"many_rows_{name}", partial(_many_rows, *STREAMED[name])
+    widened = of(128, 128, 128, num_stages=3)
+    for name in ("fp8_block_32", "int4_32", "int4_channel", "mxfp4"):
+        yield f"all_reduce_hopper_{name}", partial(_lamport_stored, *STREAMED[name], rows=4096, config=widened)
 
 
 # Formats with scales of groups: packing, group.
@@ -387,12 +403,18 @@ def _stored(form: packing.Packing, group: int | None, N: int, K: int) -> list[to
     return [new(*shape, dtype=dtype) for shape, dtype in form.stored(N, K, group)]
 
 
-def _lamport_stored(form: packing.Packing, group: int | None, ctx: Any, rows: int = 8) -> None:
+def _lamport_stored(
+    form: packing.Packing, group: int | None, ctx: Any, rows: int = 8, config: Any = None
+) -> None:  # fmt: skip
     N = 4096 if rows == 8 else 8192
     weight, scale = _stored(form, group, N, 4096)
-    ctx.ops.matmul_all_reduce(new(rows, N), new(rows, 4096), weight.t(), scale=scale)
+    ctx.ops.matmul_all_reduce(new(rows, N), new(rows, 4096), weight.t(), scale=scale, config=config)
 
 
 def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
     skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, gated=gated)
+
+
+def _many_rows(form: packing.Packing, group: int | None, ctx: Any) -> None:
+    restoring.product(new(512, 4096), *_stored(form, group, 8192, 4096), new(8192))

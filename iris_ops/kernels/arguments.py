@@ -51,7 +51,8 @@ class Strides(NamedTuple):
 class TileEpilogue(NamedTuple):
     """Operations that end a tile; None for each step that does not apply.
 
-    `bias` [N]. `a_scales` [M], `b_scales` [N]: of rounded operands. `residual`, `weight`, `scaled`, `squares`: of
+    `bias` [N]. `a_scales` [M], `b_scales` [N]: of rounded operands. `block_scales` [N, ...], rows `block_stride` apart:
+    of columns and blocks along K, which scale a block's products. `residual`, `weight`, `scaled`, `squares`: of
     an all-reduce that ends with the first half of an RMSNorm (`rmsnorm_epilogue.py`).
     """
 
@@ -62,6 +63,8 @@ class TileEpilogue(NamedTuple):
     weight: Any = None
     scaled: Any = None
     squares: Any = None
+    block_scales: Any = None
+    block_stride: Any = None
 
 
 class LamportMemory(NamedTuple):
@@ -202,6 +205,7 @@ class Pipeline:
 
     STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
     thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
+    TOGETHER: see `hopper/scaled_mma.py`. WIDENING: of B's codes, with GROUPS scales a step (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -212,6 +216,9 @@ class Pipeline:
     MOVER_WARPS: int
     MOVER_REGISTERS: int
     PLACES: int = 1
+    TOGETHER: int = 1
+    WIDENING: Any = None
+    GROUPS: int = 0
 
 
 class SharedTiles(NamedTuple):

@@ -148,10 +148,10 @@ def _finish_tile(
 
 
 @device_function
-def _order_of(tree, first_leaf, first_root, tile: tl.constexpr, SUMS: tl.constexpr):
+def _order_of(epilogue, tree, first_leaf, first_root, tile: tl.constexpr, SUMS: tl.constexpr):
     """Return the policy of sums that a kernel is compiled for."""
     if SUMS is None:
-        return RankOrder()
+        return RankOrder(epilogue.block_scales, epilogue.block_stride)
     else:
         own_sums = tree.sums + tl.program_id(0).to(tl.int64) * (SUMS.OWN * tile.BLOCK_M * tile.BLOCK_N)
         return TreeOrder(own_sums, first_leaf, first_root, tree.blocks, tree.leaves, SUMS)
@@ -190,7 +190,7 @@ def lamport_matmul_kernel(
     kept = tl.zeros((BLOCK_M, BLOCK_N), lamport.staging.dtype.element_ty) if KEEPS_OWN else None
     start_in_turn(stagger)
     tracing = device_tracing(ctx_ptr, world.TRACING)
-    order = _order_of(tree, first_leaf, first_root, tile, SUMS)
+    order = _order_of(epilogue, tree, first_leaf, first_root, tile, SUMS)
 
     count = 1 if form.ONE_TILE else tl.cdiv(num_m * num_n - tl.program_id(0), tl.num_programs(0))
     for turn in range(count):
@@ -201,7 +201,7 @@ def lamport_matmul_kernel(
         product = order.multiply(A, B, first, col, dtype, tile)
         r, own_row = rows_from(first, row, M, tl.arange(0, BLOCK_M), BLOCK_M, A.FOLDED)
         own_row &= r < M
-        if epilogue.b_scales is not None:
+        if epilogue.a_scales is not None:
             product = scale_transposed(product, epilogue.a_scales, epilogue.b_scales, r, col, M, N)
         c = col + tl.arange(0, BLOCK_N)
         tracing.record_event_end(span)

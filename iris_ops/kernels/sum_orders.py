@@ -28,7 +28,7 @@ import triton.language as tl
 from .. import sum_tree
 from .arguments import TreeSums
 from .lamport_steps import block_exchange, exchange_of
-from .tiles import known, multiply_transposed
+from .tiles import known, multiply_blocks, multiply_transposed
 
 _BLOCK = tl.constexpr(sum_tree.BLOCK)
 
@@ -78,18 +78,30 @@ def _places(sums, leaf, HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 @aggregate
 class RankOrder:
-    """A rank sends one block, the product of its K; sums begin with rank 0's."""
+    """A rank sends one block, the product of its K; sums begin with rank 0's.
 
+    `scales`: of B's columns and blocks along K, rows `stride` apart; None where B has none.
+    """
+
+    scales: base_value
+    stride: base_value
+    SCALED: tl.constexpr
     BLOCKS: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self):
+    def __init__(self, scales, stride):
+        self.SCALED = known(scales is not None)
+        self.scales = tl.constexpr(None) if scales is None else scales
+        self.stride = tl.constexpr(None) if stride is None else known(stride)
         self.BLOCKS = tl.constexpr(1)
 
     @device_function
     def multiply(self, A, B, row, col, dtype: tl.constexpr, tile: tl.constexpr):
         """Return the tile of `A @ B` at (row, col), transposed, in fp32."""
-        return multiply_transposed(A, B, row, col, A.cols, tile)
+        if self.SCALED:
+            return multiply_blocks(A, B, self.scales, self.stride, row, col, A.cols, tile)
+        else:
+            return multiply_transposed(A, B, row, col, A.cols, tile)
 
     @device_function
     def block(self, product, number: tl.constexpr, tile: tl.constexpr):

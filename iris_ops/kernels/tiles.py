@@ -142,14 +142,42 @@ def multiply_transposed(a, b, row, col, K, tile: tl.constexpr):
 
 
 @device_function
+def multiply_blocks(a, b, scales, stride, row, col, K, tile: tl.constexpr):
+    """Return the same where each column of B has a scale for each block along K, which multiplies the block's products.
+
+    `scales` are [columns, blocks], rows `stride` apart.
+    """
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    c = tl.minimum(col + tl.arange(0, BLOCK_N), b.cols - 1)
+    place = scales + c.to(tl.int64) * stride
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    last = (K - 1) // BLOCK_K
+    coming = tl.load(place)
+    for k in range(0, K, BLOCK_K):
+        factors = coming
+        coming = tl.load(place + tl.minimum(k // BLOCK_K + 1, last))  # a step ahead: it waits for no block
+        x = a.load(row, k, BLOCK_M, BLOCK_K)
+        y = b.load(k, col, BLOCK_K, BLOCK_N)
+        fresh = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        acc += arch.dot(y.T, x.T, fresh) * factors[:, None]
+    return acc
+
+
+@device_function
 def scale_transposed(acc, a_scales, b_scales, r, col, M, N):
     """Multiply the result of `multiply_transposed` by the scales of A's rows `r` and of B's columns.
 
-    A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order affects bits.
+    A's come first, as in `hopper/pipeline.py`: each of the two products is rounded, so their order affects bits. B has
+    none where they multiplied blocks.
     """
-    c = col + tl.arange(0, acc.shape[0])
     acc *= tl.load(a_scales + r, mask=r < M, other=0.0)[None, :]
-    return acc * tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
+    if b_scales is None:
+        return acc
+    else:
+        c = col + tl.arange(0, acc.shape[0])
+        return acc * tl.load(b_scales + c, mask=c < N, other=0.0)[:, None]
 
 
 @device_function

@@ -15,6 +15,7 @@ from iris.machines import INTERPRETER, Machine
 
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, Problem
+from .needs import PLAIN, WeightFormat
 from .tile_model import FP32_TILES, GPU_TILES, LAMPORT_TILES, gemm_us, specialised_tiles
 from .waves import cut_tiles, gemm_tiles, programs_of
 
@@ -75,23 +76,28 @@ def tiled(kernel: str, tiles: tuple, algorithms: tuple[str, ...], comm_programs:
 
 
 @lru_cache(maxsize=256)
-def pushed(kernel: str, architecture: str, group_m: int) -> tuple[FusedConfig, ...]:
-    kinds = product(specialised_tiles(architecture).overlapped.items(), (1, _SHARES))
+def pushed(kernel: str, architecture: str, group_m: int, weights: WeightFormat = PLAIN) -> tuple[FusedConfig, ...]:
+    known = specialised_tiles(architecture)
+    of_codes = known.of_codes(weights)
+    kinds = product((of_codes["overlapped"] if of_codes else known.overlapped).items(), (1, _SHARES))
     return tuple(
         FusedConfig(m, n, k, group_m, w, s, splits=splits, warp_specialised=True, kernel=kernel)
         for ((m, n, k, w), (s, _)), splits in kinds
     )
 
 
-def copy_gather_configs(machine: Machine) -> tuple[FusedConfig, ...]:
+def copy_gather_configs(machine: Machine, weights: WeightFormat = PLAIN) -> tuple[FusedConfig, ...]:
     """Return configurations for rows that copy engines bring. By measurement, sharing tiles makes them no faster."""
-    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2)
+    return specialised("hopper.gather_matmul", machine.architecture, "copy_gather", 2, weights)
 
 
 @lru_cache(maxsize=64)
-def specialised(kernel: str, architecture: str, kind: str, itemsize: int) -> tuple[FusedConfig, ...]:
+def specialised(
+    kernel: str, architecture: str, kind: str, itemsize: int, weights: WeightFormat = PLAIN
+) -> tuple[FusedConfig, ...]:  # fmt: skip
     known = specialised_tiles(architecture)
     tables = {"one_shot": known.pair[itemsize], "two_shot": known.two_shot, "copy_gather": known.copy_gather}
+    tables = known.of_codes(weights) or tables
     return tuple(
         FusedConfig(m, n, k, num_warps=w, num_stages=s, warp_specialised=True, algorithm=kind, kernel=kernel)
         for (m, n, k, w), (s, _) in tables[kind].items()

@@ -47,9 +47,13 @@ class WeightFormat:
     granule: int = 0
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
     streamed_rows: int = 16
-    """Rows of A at most that a launch multiplies by a stream of weights, between ranks or with a gate."""
+    """Rows of A at most that a launch between ranks multiplies by a stream of weights."""
+    gated_rows: int = 16
+    """The same without ranks, with a gate."""
     local_rows: int = 16
     """The same without ranks and without a gate."""
+    unrounded_rows: int = 16
+    """Rows of A at most that are not rounded, where more are."""
     local_launches: int = 1
     """Launches at most, one after the other, that multiply more rows without ranks."""
     by_rank: bool = True
@@ -71,14 +75,24 @@ class WeightFormat:
         return self.operand_bytes > 0
 
     @property
+    def scales_blocks(self) -> bool:
+        """Return whether scales of groups along K multiply sums of rounded rows."""
+        return self.rounds_rows and self.group > 0
+
+    @property
+    def widened_in_tiles(self) -> bool:
+        """Return whether many rows are multiplied by codes that kernels widen a tile at a time."""
+        return False
+
+    @property
     def rounding(self) -> str:
         """Return how a trace describes a way that multiplies rounded rows."""
-        return f"rows rounded to {self.name.removeprefix('in ')}"
+        return ""
 
     @property
     def row_text(self) -> str:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
-        return f"rows {self.name}" if self.rounds_rows else ""
+        return ""
 
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
         """Return whether B [K, N], the transpose of a stored weight, is in this format."""
@@ -103,7 +117,7 @@ class WeightFormat:
 
     def few_rows(self, gated: bool) -> int:
         """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
-        return self.streamed_rows if gated else self.local_rows
+        return self.gated_rows if gated else self.local_rows
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""

@@ -6,6 +6,7 @@ The kernels are those of `local/`: `skinny_matmul.py`, a stream of weights, and,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from iris.machines import Machine
@@ -17,8 +18,10 @@ from .candidates import copy_gather_configs
 from .needs import Epilogue, WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
+from .weights.grouped import MOST_WIDENED
 from .weights.streams import launch_us
 
+_VECTOR = 16  # numbers of which rows of A, rounded or not, are whole vectors
 # Blocks of `skinny_matmul`, as tiles that the model knows: (rows, columns, depth, warps, stages).
 _SKINNY = tuple(
     FusedConfig(m, n, k, num_warps=4, num_stages=s, algorithm="one_shot")
@@ -60,6 +63,18 @@ def stream_launches(weights: WeightFormat, rows: int, k: int, n: int, machine: M
     streamed_us = count * (launch_us(weights, -(-rows // count), n, k, machine) + machine.launch_us)
     converted_us = weights.restoring_us(n, k, 2, machine) + expected_us(rows, n, k, machine)
     return count if streamed_us < converted_us else 0
+
+
+@lru_cache(maxsize=4096)
+def quantised_tile(weights: WeightFormat, rows: int, k: int, n: int, machine: Machine) -> FusedConfig | None:
+    """Return the tile by which many rows of bf16 are multiplied without ranks; None where B is converted instead."""
+    problem = replace(local_problem(rows, n, k, torch.bfloat16), weights=weights)
+    many = weights.local_rows < rows and machine.warp_specialised
+    many &= weights.scales_blocks or rows <= MOST_WIDENED
+    if not many or k % _VECTOR or n % _VECTOR or not (weights.scales_blocks or weights.widened_in_tiles):
+        return None
+    configs = copy_gather_configs(machine, weights)
+    return min(configs, key=lambda config: gemm_us(problem, config, machine))
 
 
 def _skinny_us(problem: Problem, machine: Machine) -> float:

@@ -48,6 +48,9 @@ BYTE_TILES: Tiles = {
     (32, 64, 128, 4): (8, 0.36),
     (64, 64, 128, 4): (6, 0.58),
     (128, 64, 128, 4): (4, 0.75),
+    (32, 64, 64, 4): (12, 0.34),
+    (64, 64, 64, 4): (10, 0.55),
+    (128, 64, 64, 4): (8, 0.7),
 }
 _EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
@@ -136,6 +139,8 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     lamport, specialised = config.lamport, specialised_tiles(machine.architecture)
     if problem.itemsize == 4:
         shares = FP32_TILES
+    elif config.warp_specialised and (of_codes := specialised.of_codes(problem.weights)):
+        shares = of_codes[config.algorithm]
     elif lamport:
         exchanged = specialised.two_shot if config.algorithm == "two_shot" else specialised.pair[problem.itemsize]
         shares = exchanged if config.warp_specialised else EXCHANGED_TILES[problem.itemsize]

@@ -17,7 +17,7 @@ from ..kernels.arguments import TileEpilogue
 from ..named import named
 from ..planning.product_model import stream_launches
 from ..planning.weights import format_of
-from . import skinny_stream, weight_stream
+from . import many_rows, skinny_stream, weight_stream
 from .packing import PACKINGS
 
 _BLOCK = 1024  # entries of a program
@@ -85,6 +85,10 @@ def product(
         epilogue = TileEpilogue(None if bias is None else bias.contiguous())
         for part, rows in zip(result.tensor_split(count), x.tensor_split(count), strict=True):
             skinny_stream.multiply(part, rows, weight, scale, epilogue)
+        return result if out is None or result is out else out.copy_(result)
+    if config := many_rows.tile_for(x, weight, scale):
+        result = x.new_empty(x.shape[0], weight.shape[0]) if out is None or not out.is_contiguous() else out
+        many_rows.multiply(result, x, weight, scale, bias, config)
         return result if out is None or result is out else out.copy_(result)
     result = F.linear(x, restored(weight, scale, x.shape[1], x.dtype), bias)
     return result if out is None else out.copy_(result)

@@ -40,7 +40,9 @@ class Round:
         launch = scaled_matmul.launch_rounding(run.kernels, rounded, scales, rows, run.moving)
         copied = rows is not A or weight.data_ptr() != B.data_ptr()  # copies are for now
         run.launches.append(None if copied else launch)
-        run.tensors, run.scales = Operands(out, rounded, weight, bias), dict(a_scales=scales, b_scales=scale)
+        assert scale is not None
+        of_weight = dict(b_scales=scale) if scale.ndim == 1 else dict(block_scales=scale, block_stride=scale.stride(0))
+        run.tensors, run.scales = Operands(out, rounded, weight, bias), dict(a_scales=scales, **of_weight)
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ def operands(
     out, A, B, bias, _ = tensors
     weight = _rounded_weight(rank, problem, config, tensors)
     if weight is None:
-        weight = out.new_empty(B.shape[1], B.shape[0]).t()
-        return [Restore()], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
+        weight = out.new_empty(B.shape[1], problem.K).t()
+        return [Restore(problem.K)], Operands(out, A, weight, bias), replace(problem, weights=PLAIN)
     return [Round()], Operands(out, weight.t(), weight, bias), problem  # rounded rows lie as those of the weight do
 
 
@@ -82,7 +84,7 @@ def restored_operands(
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
     """Return B in the form that is multiplied by rounded rows of A, or None where rows are not rounded."""
     out, A, B, bias, _ = tensors
-    few = problem.M <= problem.weights.streamed_rows and not problem.sums.promised
+    few = problem.M <= problem.weights.unrounded_rows and not problem.sums.promised
     rounds = problem.op != GATHER_MATMUL and not few
     if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None

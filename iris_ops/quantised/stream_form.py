@@ -71,7 +71,7 @@ _TILES = {
     32: (Choice(64, 4, 1, WARPS=8, COLUMN_WARPS=2), _NARROW),
     64: (Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
 }
-_GATED = {16: (Choice(),)}
+_GATED = {16: (Choice(),), 32: (Choice(32, 4, 1, WARPS=8, COLUMN_WARPS=2),)}
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 

@@ -251,13 +251,15 @@ def test_fp8_weights_are_served_by_the_kernels_of_sixteen_bits(rows, among, algo
 
 
 def test_a_plan_counts_what_converting_costs() -> None:
-    """B in int4 is read and written as bf16 in each call of many rows."""
-    problem = Problem(ALL_REDUCE, "", 4096, 8192, 4096, 2, torch.bfloat16, BY_NAME["int4"])
+    """Gathered rows multiply B in int4 that is read and written as bf16 in each call."""
+    problem = Problem(GATHER_MATMUL, "rows", 4096, 8192, 4096, 2, torch.bfloat16, BY_NAME["int4"])
     config, plain = plan(problem, H200), plan(replace(problem, weights=PLAIN), H200)
     us = config.prediction.total_us - plain.prediction.total_us
     moved = 8192 * 4096 * (2 + 0.5 + 2 / 32)
     assert config == plain and moved / (H200.hbm_gbs * 1e3) < us < 2 * moved / (H200.hbm_gbs * 1e3)
-    assert f"B is converted in each call, {us:.1f} us: the stream of weights" in config.explain()
+    assert (
+        f"B is converted in each call, {us:.1f} us: all_gather_matmul multiplies no weights in int4" in config.explain()
+    )
 
 
 def test_the_stream_serves_more_rows_where_converting_takes_longer() -> None:

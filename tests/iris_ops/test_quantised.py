@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import iris
 from iris.errors import ArgumentError, DtypeError, ShapeError
+from iris_ops import FusedConfig
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import BY_NAME, GROUPED, format_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
-from iris_ops.quantised import restoring, weight_stream
+from iris_ops.quantised import restoring, scaled_matmul, weight_stream
 from iris_ops.quantised.packing import PACKINGS
 import pytest
 import torch
@@ -158,6 +159,32 @@ def test_a_row_has_the_same_bits_on_any_number_of_ranks(name: str) -> None:
     (alone,) = run_ranks(1, split_body, name, "ranks", [5])[0]
     for world_size in (2, 3):
         assert torch.equal(run_ranks(world_size, split_body, name, "ranks", [5])[0][0], alone)
+
+
+@torch.no_grad()
+def rounded_body(ctx: iris.Iris, M: int, N: int, K: int, config: FusedConfig) -> torch.Tensor:
+    """Rows that are rounded, by blocks whose scales differ by powers of two: also with another block's scales."""
+    A, (weight, scale), bias, exact = operands(ctx, "fp8_block", M, N, K, True)
+    out = torch.empty(M, N, dtype=BF16, device=ctx.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaled_matmul, "multiplies_in_fp8", lambda *_: True)
+        ctx.ops.matmul_all_reduce(poison(out), A, weight.t(), bias, scale=scale, config=config)
+        error = out.double() - exact
+        assert (error.norm(dim=1) <= 0.045 * exact.norm(dim=1)).all()
+        assert error.norm() > 0.005 * exact.norm(), "rows were rounded"
+        wrong = torch.empty_like(out)
+        ctx.ops.matmul_all_reduce(poison(wrong), A, weight.t(), bias, scale=scale.roll(1, 1), config=config)
+        assert (wrong.double() - exact).norm() > 0.2 * exact.norm()
+    return out.cpu()
+
+
+@pytest.mark.skipif(ON_GPU, reason="there plans take the tiles of many rows")
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scales_of_blocks_multiply_rounded_rows(world_size: int, algorithm: str) -> None:
+    config = FusedConfig(32, 64, 64, num_warps=4, algorithm=algorithm)
+    first, *others = run_ranks(world_size, rounded_body, 70, 96, 400, config)
+    assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
 
 
 @torch.no_grad()

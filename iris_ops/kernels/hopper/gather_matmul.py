@@ -8,6 +8,7 @@ store silu(A @ first) * (A @ second). With one rank it is a product without an e
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from iris import platform
@@ -35,8 +36,8 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
-from .mma import Mma
 from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -150,7 +151,7 @@ def hopper_gather_matmul_kernel(
     tiles = SourceTiles(rank, part_rows, num_m, num_n, tile.BLOCK_M, width, tile.GROUP_M, world.WORLD_SIZE)
     units = Units(tiles.count(), gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
     others = _Gathered(rank, gathered, flags, gl.load(passed), part_rows, M, tile.BLOCK_M)
-    work = Work(a, b, others, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, others, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     gl.warp_specialize(
@@ -211,6 +212,30 @@ def multiply_alone(rank: "Rank", problem: Problem, config: FusedConfig, tensors:
     product(rank, alone.calls, problem, config, tensors, Rows(tensors.A, alone.nothing, alone.nothing))()
 
 
+def multiply_without_rank(
+    problem: Problem, config: FusedConfig, tensors: Operands, scales: dict[str, torch.Tensor | int]
+) -> None:  # fmt: skip
+    """Launch the kernel for a product without an exchange in a process that may have no context.
+
+    `scales`: of the operands, as fields of `TileEpilogue`.
+    """
+    args = _arguments(problem, config, tensors, tensors.A)
+    args["epilogue"] = args["epilogue"]._replace(**scales)
+    nothing = _zeros(tensors.A.device)
+    world = World(1, waiter_number(problem.called_op))
+    args |= dict(flags=nothing, passed=nothing, ctx_ptr=nothing, part_rows=problem.M, world=world)
+    programs = platform.num_programs(tensors.A.device)
+    grid = min(gemm_tiles(problem, config), programs), 1, 1
+    kernel = hopper_gather_matmul_kernel
+    relaunch.launch({}, tensors.A.device, kernel, grid, args, (), num_warps=config.num_warps)
+
+
+@cache
+def _zeros(device: torch.device) -> torch.Tensor:
+    """Return what such a launch reads in place of flags and a context tensor: rank 0, and that its rows are there."""
+    return torch.zeros(16, dtype=torch.int64, device=device)
+
+
 class _Alone:
     """Earlier launches for products without an exchange, and flags that no program awaits."""
 
@@ -221,8 +246,8 @@ class _Alone:
 
 
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
-    out, A, B, bias, _ = tensors
-    args = operands.arguments(A, B, bias, config, folds=False)
+    out, A, B, bias, scale = tensors
+    args = operands.arguments(A, B, bias, config, False, problem.weights, scale)
     if problem.epilogue is GATE:
         stored = as_stored(B)
         both = stored.view(2, stored.shape[0] // 2, stored.shape[1])

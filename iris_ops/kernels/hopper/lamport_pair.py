@@ -42,7 +42,6 @@ from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import Matrix, known, start_in_turn
 from .leaves import Leaves
-from .mma import Mma
 from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import (
     NOWHERE,
@@ -58,6 +57,7 @@ from .pipeline import (
     places_of,
     rows_of,
 )
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -300,7 +300,7 @@ def lamport_pair_kernel(
     num_m, num_n = gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N)
     tiles = PartTiles(num_m, num_n, tile.BLOCK_M, tile.BLOCK_N, tile.GROUP_M)
     units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
-    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     _specialise(
         ctx, work, Matrix(out, M, N, stride_om, 1), epilogue, lamport, sync, part_rows, spread, first_leaf, blocks,
         _swap_tiles, tile, pipeline, LEAVES, world.WAITER,
@@ -321,7 +321,7 @@ def lamport_pair_scatter_kernel(
     begin, own = own_blocks(ctx.rank * part_rows, part_at(M, part_rows, ctx.rank), M, tile.BLOCK_M)
     tiles = OthersFirst(num_m, num_n, begin, own, group, tile.BLOCK_M, tile.BLOCK_N)
     units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
-    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     _specialise(
         ctx, work, Matrix(out, M, N, stride_om, 1), epilogue, lamport, sync, part_rows, spread, first_leaf, blocks,
         _scatter_tiles, tile, pipeline, LEAVES, world.WAITER,

@@ -30,9 +30,10 @@ from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import PartTiles, by_columns
 from ..tiles import Matrix, known
-from .mma import MMA_WARPS, Mma
+from .mma import MMA_WARPS
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
 from .pipeline import NOWHERE, Unshared, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -208,7 +209,7 @@ def lamport_two_shot_kernel(
     num_m, num_n = gl.cdiv(M, tile.BLOCK_M), gl.cdiv(N, tile.BLOCK_N)
     tiles = PartTiles(num_m, num_n, tile.BLOCK_M, tile.BLOCK_N, _ALL)
     units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), 0, 0, 0, False)
-    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, world.WAITER)

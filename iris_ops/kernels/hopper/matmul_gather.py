@@ -18,9 +18,9 @@ from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tile_orders import PartTiles
 from ..tiles import Matrix
-from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -88,7 +88,7 @@ def hopper_matmul_gather_kernel(
     units = Units(num_m * num_n, gl.cdiv(K, tile.BLOCK_K), shared_tiles, sharers, skew, SHARED)
     part = out + ctx.rank.to(gl.int64) * row_step * stride_om + ctx.rank.to(gl.int64) * col_step
     C = Matrix(part, M, N, stride_om, 1)
-    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     gl.warp_specialize(

@@ -20,9 +20,9 @@ from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
 from ..tiles import Matrix
-from .mma import Mma
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .policies import mma_of
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -204,7 +204,7 @@ def hopper_matmul_reduce_kernel(
         world.WORLD_SIZE, form.BY_COLS,
     )  # fmt: skip
     units = Units(tiles.count(), gl.cdiv(K, tile.BLOCK_K), shared_tiles, sharers, skew, form.SHARED)
-    work = Work(a, b, NOWHERE, Mma(a, b, tile, pipeline), units, tiles)
+    work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved

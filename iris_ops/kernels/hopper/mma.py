@@ -63,6 +63,7 @@ class Mma:
     LAYOUT: gl.constexpr
     A_FORM: gl.constexpr
     B_FORM: gl.constexpr
+    TOGETHER: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -74,7 +75,7 @@ class Mma:
     def __init__(self, a, b, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         m, n, k = tile.BLOCK_M, tile.BLOCK_N, int(known(a.block_shape[-1]).value)
-        self.LAYOUT = gl.constexpr(pipeline.ACC)
+        self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
         # A block of two parts lies in memory as a whole one does.
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([m, k], a.dtype))
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([n, k], b.dtype))
@@ -83,17 +84,12 @@ class Mma:
         self.B_TRANSPOSED = known(tile.B_TRANSPOSED)
 
     @gluon.jit
-    def zeros(self):
-        """Return the sums of a tile before its first product, fp32 [BLOCK_M, BLOCK_N]; a bias may be added to them."""
-        return gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT)
+    def begin(self, col, step):
+        """Return the sums of a tile before its first product, that of B's columns from `col` on and block `step`."""
+        return warpgroup_mma_init(gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT))
 
     @gluon.jit
-    def begin(self, sums):
-        """Return the same sums in the form in which the hardware accumulates."""
-        return warpgroup_mma_init(sums)
-
-    @gluon.jit
-    def issue(self, rows, columns, acc):
+    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks, which lie in shared memory as they were loaded."""
         if self.FOLDED:
             rows = reinterpret(rows, rows.dtype, [self.BLOCK_M, self.BLOCK_K], self.A_FORM)

@@ -16,6 +16,8 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from ...config import FusedConfig
+from ...named import named
+from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
 from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
@@ -25,6 +27,7 @@ from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
+from . import scaled_mma, widened_mma
 from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
@@ -36,7 +39,12 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+_GLUON_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int32: gl.int32,
+}
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
@@ -58,23 +66,56 @@ def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.T
 
 
 def arguments(
-    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, folds: bool = True
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: FusedConfig,
+    folds: bool = True,
+    weights: WeightFormat = PLAIN,
+    scale: torch.Tensor | None = None,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
     `folds`: as in `descriptors.rows_operand`.
     """
+    if weights.widened_in_tiles:
+        return _of_codes(A, B, bias, config, weights, scale)
     stored = as_stored(B)
     transposed = stored is not B
     depth = config.depth(A.dtype.itemsize)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
+    if weights.scales_blocks:
+        pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
+        pipeline["TOGETHER"] = scaled_mma.together(config.num_warps)
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),
         epilogue=TileEpilogue(bias),
         tile=Tile(config.block_m, config.block_n, depth, config.group_m, transposed),
         pipeline=Pipeline(config.num_stages, **pipeline),
+    )
+
+
+def _of_codes(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, weights: WeightFormat,
+    scale: torch.Tensor | None,
+) -> dict:  # fmt: skip
+    """Return the same of B's codes, which the MMA warps widen."""
+    assert scale is not None
+    widening, codes = named(weights.widening), B.t().view(torch.int32)
+    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
+    pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
+    # codes take less room than numbers, so it is enough for more stages
+    room = config.num_stages * A.element_size() * (config.block_m + config.block_n) * LINE
+    stages = room // (A.element_size() * config.block_m * LINE + 4 * config.block_n * widening.WORDS)
+    by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
+    return dict(
+        a=described(A, (config.block_m, LINE)),
+        b=described(codes, (config.block_n, widening.WORDS)),
+        epilogue=TileEpilogue(bias, **by_groups),
+        tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
+        pipeline=Pipeline(stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0),
     )
 
 
@@ -137,7 +178,8 @@ def specialised_arguments(
         spread=platform.ticks(spread_us(problem, config, rates) * 1e-6),
         SHARED=shared > 0,
     )
-    return grid, args | own | arguments(tensors.A, tensors.B, tensors.bias, config)
+    out, A, B, bias, scale = tensors
+    return grid, args | own | arguments(A, B, bias, config, True, problem.weights, scale)
 
 
 def lamport_specialised_arguments(
@@ -146,6 +188,5 @@ def lamport_specialised_arguments(
     """Return the grid and the arguments that all warp-specialised Lamport kernels are given."""
     grid, args = lamport_arguments(rank, workspace, problem, config, tensors.out)
     spread = platform.ticks(spread_us(problem, config, machine_of(rank.device)) * 1e-6)
-    return grid, args | dict(
-        spread=spread, stride_om=tensors.out.stride(0), **arguments(tensors.A, tensors.B, tensors.bias, config)
-    )
+    own = arguments(tensors.A, tensors.B, tensors.bias, config, True, problem.weights, tensors.scale)
+    return grid, args | dict(spread=spread, stride_om=tensors.out.stride(0), **own)

@@ -41,7 +41,6 @@ from triton.experimental.gluon import language as gl
 
 from ..stream_k import Units
 from ..tiles import first_row, known, rows_from
-from .mma import Mma
 
 NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
@@ -118,7 +117,7 @@ class Work:
     a: base_value
     b: base_value
     gathered: base_value
-    mma: Mma
+    mma: base_value
     units: Units
     tiles: base_value
 
@@ -154,6 +153,7 @@ def load_block(ctx, work, shared, stage, row, col, k):
     if work.mma.GATED:
         async_load(work.b, [0, col, k], loaded, shared.b_parts.index(stage))
     elif work.mma.B_TRANSPOSED:
+        k = k // work.mma.BLOCK_K * work.b.block_type.shape[1]  # words of codes are fewer than numbers
         async_load(work.b, [col, k], loaded, shared.b_parts.index(stage))
     else:
         async_load(work.b, [k, col], loaded, shared.b_parts.index(stage))
@@ -234,21 +234,32 @@ def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER: gl.constexpr):
-    """Return the sum of the next `steps` blocks along K, and the position from which loads and waits continue."""
-    mma = work.mma
-    acc = mma.begin(mma.zeros())
-    for _i in range(steps):
-        mbarrier.wait(shared.loaded.index(stage), phase)
-        acc = mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc)
-        acc = mma.await_last_but_one(acc)
-        if at[0] < count:
-            program_barrier()  # all warps have multiplied the step before, whose place is free now
-            free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
-            at = _load_next(ctx, work, shared, free, at, count, WAITER)
-        last = stage == shared.STAGES - 1
-        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-    return mma.result(acc), at, stage, phase
+def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER: gl.constexpr):
+    """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which
+    loads and waits continue."""
+    acc = work.mma.begin(col, first)
+    TOGETHER: gl.constexpr = work.mma.TOGETHER
+    for _i in range(steps // TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, j, WAITER)
+    if TOGETHER > 1:
+        for _i in range(steps % TOGETHER):
+            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, 0, WAITER)
+    return work.mma.result(acc), at, stage, phase
+
+
+@gluon.jit
+def _multiply_step(ctx, work, shared, count, acc, at, stage, phase, NUMBER: gl.constexpr, WAITER: gl.constexpr):
+    """Add the next block along K, number NUMBER of those without a branch between."""
+    mbarrier.wait(shared.loaded.index(stage), phase)
+    acc = work.mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc, NUMBER)
+    acc = work.mma.await_last_but_one(acc)
+    if at[0] < count:
+        program_barrier()  # all warps have multiplied the step before, whose place is free now
+        free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
+        at = _load_next(ctx, work, shared, free, at, count, WAITER)
+    last = stage == shared.STAGES - 1
+    return acc, at, gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -281,15 +292,20 @@ def multiply_tiles(
     phase = 0
     done = 0
     for u in range(gl.program_id(0), count, programs):
-        tile, _, steps, complete = units.at(u, programs)
+        tile, first, steps, complete = units.at(u, programs)
+        _row, col, _bias = tiles.place(tile)
         span = ctx.tracing.record_event_start(PRODUCT, -1, joins.parts, tile, nbytes=0)
         steps = leaves.steps(0) if LEAVES > 1 else steps
-        product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
+        product, at, stage, phase = _multiply_steps(
+            ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
+        )
         if LEAVES > 1:
             waiting = (product.to(finished.dtype),)
             for leaf in gl.static_range(1, LEAVES):
-                steps = leaves.steps(leaf)
-                product, at, stage, phase = _multiply_steps(ctx, work, shared, count, steps, at, stage, phase, WAITER)
+                first, steps = first + steps, leaves.steps(leaf)
+                product, at, stage, phase = _multiply_steps(
+                    ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
+                )
                 total = product.to(finished.dtype)
                 for _j in gl.static_range(_sums_that_end_with(leaf)):
                     total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)
@@ -299,7 +315,7 @@ def multiply_tiles(
         ctx.tracing.record_event_end(span)
         product = _join(ctx, units, joins, epoch, u, tile, steps, complete, product, WAITER)
         if complete:
-            if epilogue.b_scales is not None:
+            if epilogue.a_scales is not None or epilogue.b_scales is not None:
                 product = _scaled(product, tiles, tile, epilogue, C, shared.FOLDED)
             if ADDS_BIAS:
                 if epilogue.bias is not None:
@@ -320,8 +336,11 @@ def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
     i = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, ACC))
     r, _own = rows_from(first_row(row, C.rows, product.shape[0]), row, C.rows, i, product.shape[0], FOLDED)
     c = col + gl.arange(0, product.shape[1], layout=gl.SliceLayout(0, ACC))
-    product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
-    return product * gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
+    if epilogue.a_scales is not None:
+        product *= gl.load(epilogue.a_scales + r, mask=r < C.rows, other=0.0)[:, None]
+    if epilogue.b_scales is not None:
+        product *= gl.load(epilogue.b_scales + c, mask=c < C.cols, other=0.0)[None, :]
+    return product
 
 
 @gluon.jit

@@ -16,6 +16,8 @@ from ..sums import ANY_ORDER, RANKS_ALIKE, ROWS_ALIKE
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes
+from ..weights import SCALED_AT_END, SCALED_INSIDE, WIDENED
+from ..weights.grouped import LEAST_WIDENED
 from .lamport import LAMPORT, PAIR, Lamport
 from .tree import TREE, exchanged, most_rows
 
@@ -42,6 +44,7 @@ class LamportTwoShot(Lamport):
     ops = frozenset((ALL_REDUCE,))
     algorithms = ("two_shot",)
     warp_specialised = True
+    weights = frozenset((PLAIN, *SCALED_AT_END, *SCALED_INSIDE, *WIDENED))
     fallback = LAMPORT
     most = 1 << 23
     """Elements of the largest result whose exchange it hides."""
@@ -59,7 +62,9 @@ class LamportTwoShot(Lamport):
         return ()
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return specialised(self.kernel, machine.architecture, self.algorithms[0], problem.itemsize)
+        return specialised(
+            self.kernel, machine.architecture, self.algorithms[0], problem.itemsize, problem.weights
+        )  # fmt: skip
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
@@ -83,14 +88,16 @@ class LamportPair(LamportTwoShot):
     most = 1 << 24
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        if problem.world_size != 2 or problem.M <= 64:
-            return "it needs at least 65 rows and exactly two ranks"
+        least = LEAST_WIDENED if problem.weights.widened_in_tiles else 65
+        if problem.world_size != 2 or problem.M < least:
+            return f"it needs at least {least} rows and exactly two ranks"
         if problem.tree and not problem.tree.halved:
             return "the two ranks do not have half of the leaves of K each"
         return specialised_refused(problem, machine) or unhidden(problem, self.most)
 
     def means(self, problem: Problem, config: FusedConfig) -> bool:
-        return super().means(problem, config) and problem.world_size == 2 and not problem.weights.streams(problem)
+        named = config.kernel == self.kernel or not problem.weights.streams(problem)
+        return super().means(problem, config) and problem.world_size == 2 and named
 
     def fallback_for(self, problem: Problem) -> str:
         return TREE if problem.tree else LAMPORT

@@ -14,7 +14,7 @@ from ..overlap_model import hops, push_us, specialised_refused, staggered
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of, shared_tiles, skew_steps
 from ..way import Sizes, Way
-from ..weights import SCALED_AT_END
+from ..weights import SCALED_AT_END, SCALED_INSIDE, WIDENED
 from .overlapped import GATHER, REDUCE, overlapped_sizes, reduced_label
 
 HOPPER_REDUCE, HOPPER_GATHER = "hopper.matmul_reduce", "hopper.matmul_gather"
@@ -35,7 +35,7 @@ class HopperReduce(Way):
     supports = "layouts:pushes_sums"
     ops = frozenset(SUMS)
     warp_specialised = True
-    weights = frozenset((PLAIN, *SCALED_AT_END))
+    weights = frozenset((PLAIN, *SCALED_AT_END, *SCALED_INSIDE, *WIDENED))
     fallback = REDUCE
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -48,7 +48,7 @@ class HopperReduce(Way):
         programs = machine.num_programs
         configs = [
             config
-            for config in pushed(self.kernel, machine.architecture, group_m)
+            for config in pushed(self.kernel, machine.architecture, group_m, problem.weights)
             if config.splits == 1 or shared_tiles(problem, config, programs)[0]
         ]
         return staggered(configs, problem, machine)

@@ -15,7 +15,7 @@ from ..overlap_model import hops, unhidden
 from ..tile_model import EXCHANGED_TILES
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes, Way
-from ..weights import SCALED_AT_END
+from ..weights import SCALED_AT_END, SCALED_INSIDE
 from ..workspace_size import exchange_ld, exchanged_part
 
 LAMPORT, LAMPORT_GATHER = "lamport_matmul", "lamport_gather_matmul"
@@ -35,7 +35,7 @@ class Lamport(Way):
     follows = True
     ops = frozenset((*SUMS, MATMUL_GATHER))
     algorithms: tuple[str, ...] = ("one_shot", "two_shot")
-    weights = frozenset((PLAIN, *SCALED_AT_END))
+    weights = frozenset((PLAIN, *SCALED_AT_END, *SCALED_INSIDE))
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         return problem.weights.refused(problem, machine) or unhidden(problem)
@@ -50,7 +50,11 @@ class Lamport(Way):
         """Return the tiles of few rows, in one shot and, of an all-reduce, in two."""
         shots = ("one_shot", "two_shot") if problem.op == ALL_REDUCE else ("one_shot",)
         if problem.weights.rounds_rows:
-            tiles = tuple((*tile, stages) for tile, (stages, _) in EXCHANGED_TILES[problem.itemsize].items())
+            tiles = tuple(
+                (*tile, stages)
+                for tile, (stages, _) in EXCHANGED_TILES[problem.itemsize].items()
+                if problem.weights.group in (0, 2 * tile[2])  # a block has one scale
+            )
         elif machine.name == INTERPRETER:
             tiles = interpreted.tiles(problem)
         else:

@@ -13,6 +13,10 @@ from .grouped import GROUPED
 FORMATS: tuple[WeightFormat, ...] = (FP8_FORMAT, *GROUPED.values())
 # Those of which rows of A are rounded, too, and whose scales are the same along K: they end a tile.
 SCALED_AT_END = tuple(w for w in FORMATS if w.rounds_rows and not w.group)
+# Those whose scales multiply the products of a block along K.
+SCALED_INSIDE = tuple(w for w in FORMATS if w.scales_blocks)
+# Those whose codes are widened a tile at a time.
+WIDENED = tuple(w for w in FORMATS if w.widened_in_tiles)
 # The formats that `ctx.ops.plan(fp8=...)` and `iris-tp plan --fp8` select, and those that `weights` names.
 BY_FLAG = {False: PLAIN, True: FP8_FORMAT}
 BY_NAME: dict[str, WeightFormat] = {"fp8": FP8_FORMAT, **GROUPED}

@@ -28,17 +28,37 @@ _FASTER = 1.85  # how much faster our products of rounded rows are
 
 
 @dataclass(frozen=True)
-class _Fp8(WeightFormat):
-    """A float32 scale for each column of B, and, of more than a few rows of A, for each row."""
+class Rounded(WeightFormat):
+    """A format in e4m3: of more than a few rows of A, each is rounded, with a float32 scale."""
+
+    @property
+    def rounding(self) -> str:
+        return "rows rounded to fp8"
+
+    @property
+    def row_text(self) -> str:
+        return "rows in fp8"
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
             return "it multiplies rows rounded to fp8 on Hopper only, of bf16"
-        if problem.M <= self.streamed_rows and not problem.sums.promised:
-            return f"up to {self.streamed_rows} rows are not rounded"
+        if problem.M <= self.unrounded_rows and not problem.sums.promised:
+            return f"up to {self.unrounded_rows} rows are not rounded"
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"K and N are not multiples of {MULTIPLE}"
         return None
+
+    def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
+        kernel, entry, moved = _ROUNDING_US
+        return kernel + cols * entry + rows * cols * moved / (machine.hbm_gbs * 1e3)
+
+    def product_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
+        return us / _FASTER + self.rounding_us(rows, K, machine)
+
+
+@dataclass(frozen=True)
+class _Fp8(Rounded):
+    """A float32 scale for each column of B."""
 
     def converted(self, problem: Any, machine: Machine) -> str:
         if problem.op == ALL_REDUCE:  # `sequential` serves it everywhere
@@ -52,15 +72,8 @@ class _Fp8(WeightFormat):
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
 
-    def rounding_us(self, rows: int, cols: int, machine: Machine) -> float:
-        kernel, entry, moved = _ROUNDING_US
-        return kernel + cols * entry + rows * cols * moved / (machine.hbm_gbs * 1e3)
-
     def library_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
         return _TORCH_SHARE * us + _TORCH_US + self.rounding_us(rows, K, machine)
-
-    def product_us(self, us: float, rows: int, K: int, machine: Machine) -> float:
-        return us / _FASTER + self.rounding_us(rows, K, machine)
 
 
 FP8_FORMAT = _Fp8(

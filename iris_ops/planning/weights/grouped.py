@@ -1,9 +1,10 @@
 """Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
 
-Rows of A are not rounded. The stream of weights, which applies a group's scale to the sum of its products, multiplies
-up to 16 rows between ranks and 64 without. For more rows, other ops, other GPUs and sums of a fixed order, each call
-first makes the weight in A's dtype. Groups are those of the unsplit weight, so scales do not depend on the number of
-ranks.
+The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
+all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks
+of 128 (`Blocks`), and some hundred rows by other codes, which are widened a tile at a time. For more rows by those,
+other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the
+unsplit weight, so scales do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ import torch
 
 from ...quantised.packing import LINE, PACKINGS
 from ..needs import WeightFormat
-from ..operations import ALL_REDUCE
+from ..operations import ALL_REDUCE, REDUCE_SCATTER
+from .fp8 import MULTIPLE, Rounded
 from .streams import on_hopper, streamed
 
 if TYPE_CHECKING:
     from iris.machines import Machine
+
+
+# Rows that are multiplied by codes which a kernel widens a tile at a time; more are faster by a converted weight, and
+# the fewest by the stream. Measured on H200s.
+LEAST_WIDENED, MOST_WIDENED = 33, 512
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,10 @@ class Grouped(WeightFormat):
         stored = B.shape[0] if B.ndim == 2 else 0
         return scale.shape[1] == self.scale_of(0, stored)[0][1]
 
+    @property
+    def widened_in_tiles(self) -> bool:
+        return not self.rounds_rows
+
     def depth(self, stored: int, K: int) -> int:
         room = stored * self._packing.per_element
         return K if self._packing.padded(K, self.group or None) == room else room
@@ -51,7 +62,7 @@ class Grouped(WeightFormat):
         return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize for shape, dtype in stored)
 
     def converted(self, problem: Any, machine: Machine) -> str:
-        if streamed(problem, machine):
+        if streamed(problem, machine) or self._tiled(problem, machine):
             return ""
         if problem.op != ALL_REDUCE:
             return f"{problem.called_op} multiplies no weights {self.name}"
@@ -60,27 +71,57 @@ class Grouped(WeightFormat):
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
         most, granule = self.streamed_rows, self.granule
+        if problem.M > MOST_WIDENED:
+            return f"more than {MOST_WIDENED} rows take less time so than by weights {self.name}"
         return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
+
+    def _tiled(self, problem: Any, machine: Machine) -> bool:
+        """Return whether many rows are multiplied by codes that kernels widen."""
+        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
+        vectors = problem.whole_vectors(problem.K) and problem.whole_vectors(problem.N)
+        return (
+            self.widened_in_tiles
+            and served
+            and vectors
+            and LEAST_WIDENED <= problem.M <= MOST_WIDENED
+            and on_hopper(problem, machine)
+        )
 
     def streams(self, problem: Any, machine: Machine | None = None) -> bool:
         return streamed(problem, machine)
 
 
-def _format(name: str, packing: str, key: str, group: int, widening: str, granule: int) -> Grouped:
-    return Grouped(
+@dataclass(frozen=True)
+class Blocks(Rounded, Grouped):
+    """fp8 in blocks of 128 along K, which many rows multiply rounded: a block's scale multiplies its products."""
+
+    def converted(self, problem: Any, machine: Machine) -> str:
+        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
+        if not (served and on_hopper(problem, machine)) or problem.M <= self.unrounded_rows:
+            return Grouped.converted(self, problem, machine)
+        if problem.K % MULTIPLE or problem.N % MULTIPLE:
+            return f"rows are rounded instead only with K and N multiples of {MULTIPLE}"
+        return ""
+
+
+def _format(
+    name: str, packing: str, key: str, group: int, widening: str, granule: int, kind: type[Grouped] = Grouped,
+    operands: str = "quantised.steps:restored_operands", **more: Any,
+) -> Grouped:  # fmt: skip
+    return kind(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
-        operands="quantised.steps:restored_operands", product="quantised.restoring:product",
+        operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        local_rows=64, local_launches=2,
+        streamed_rows=64, gated_rows=32, local_rows=64, local_launches=2, **more,
     )  # fmt: skip
 
 
 def _blocks(group: int, key: str) -> Grouped:
-    whole = group == LINE
-    return _format(
-        f"in fp8, a scale for {group} along K", "fp8_block", key, group, "E4M3" if whole else "E4M3_RUNS",
-        LINE if whole else 32,
-    )  # fmt: skip
+    name = f"in fp8, a scale for {group} along K"
+    if group < LINE:
+        return _format(name, "fp8_block", key, group, "E4M3_RUNS", 32)
+    rounded: dict[str, Any] = dict(kind=Blocks, operands="quantised.steps:operands", operand_bytes=1)
+    return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
 def _int4(group: int, key: str) -> Grouped:
