@@ -86,7 +86,7 @@ def moe_lamport_combine_kernel(
     arch.lead()
     advance(sync, epoch)
     if TO_OWNERS:
-        sum_own_part(exchange, RankOrder(), None, C, BLOCK_M, BLOCK_N, False, TO_ALL=EXCHANGE == "owners")
+        sum_own_part(exchange, RankOrder(None, None), None, C, BLOCK_M, BLOCK_N, False, TO_ALL=EXCHANGE == "owners")
     if EXCHANGE != "scatter":
         for tile in range(tl.program_id(0), count, tl.num_programs(0)):
             t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
