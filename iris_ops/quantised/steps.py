@@ -84,8 +84,7 @@ def restored_operands(
 def _rounded_weight(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> torch.Tensor | None:
     """Return B in the form that is multiplied by rounded rows of A, or None where rows are not rounded."""
     out, A, B, bias, _ = tensors
-    few = problem.M <= problem.weights.unrounded_rows and not problem.sums.promised
-    rounds = problem.op != GATHER_MATMUL and not few
+    rounds = problem.op != GATHER_MATMUL and not problem.weights.unrounded(problem)
     if not rounds or not scaled_matmul.multiplies_in_fp8(B.shape, B.device, A.dtype):
         return None
     if max(config.block_m, config.block_n) * config.depth(problem.itemsize) > MOST_ELEMENTS:

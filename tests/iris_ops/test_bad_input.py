@@ -265,7 +265,7 @@ def test_config_refuses_blocks_larger_than_triton_s(value: dict[str, int]) -> No
         FusedConfig(**value)
 
 
-@pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=4), dict(num_stages=1)], ids=str)
+@pytest.mark.parametrize("value", [dict(block_m=32), dict(block_n=512), dict(num_warps=2), dict(num_stages=1)], ids=str)
 def test_config_refuses_what_specialised_warps_cannot_do(value: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="FusedConfig.warp_specialised is True with tiles of .*; expected"):
         FusedConfig(**value, warp_specialised=True)

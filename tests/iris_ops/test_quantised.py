@@ -67,6 +67,12 @@ def operands(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool):
     return A[ctx.cur_rank], weights[ctx.cur_rank][0], bias, exact if bias is None else exact + bias.double()
 
 
+def room_of(name: str, rows: int, roundings: int) -> float:
+    """Return the error allowed relative to the norm: more where a GPU rounds rows to fp8."""
+    rounds_rows = ON_GPU and BY_NAME[name].scales_blocks and rows > BY_NAME[name].unrounded_rows
+    return 0.045 if rounds_rows else roundings * ULP
+
+
 def check(out: torch.Tensor, exact: torch.Tensor, room: float) -> None:
     error = out.double() - exact
     assert error.norm() <= room * exact.norm() and error.abs().max() <= 2 * room * exact.abs().max()
@@ -81,7 +87,7 @@ def numbers_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool
         if call == 3:
             out, A, weight, scale = torch.empty_like(out), A.clone(), weight.clone(), scale.clone()
         ctx.ops.matmul_all_reduce(poison(out), A, weight.t(), bias, scale=scale)
-        check(out, exact, (ctx.num_ranks + 1) * ULP)
+        check(out, exact, room_of(name, M, ctx.num_ranks + 1))
         assert first is None or torch.equal(first, out), "the same bits in each call"
         first = out.clone()
     if scale.ndim == 2 and N > 1:  # an index of a scale that is off by one is seen
@@ -111,8 +117,8 @@ def norm_body(ctx: iris.Iris, name: str, M: int, N: int, K: int) -> None:
     for each in (out, scaled, squares):
         poison(each)
     ctx.ops.matmul_all_reduce_norm(out, scaled, squares, A, B.t(), residual, weight, bias, scale=scale)
-    check(out, exact, (ctx.num_ranks + 2) * ULP)
-    check(second_half(scaled, squares, 1e-5), norm, 2 * (ctx.num_ranks + 2) * ULP)
+    check(out, exact, room_of(name, M, ctx.num_ranks + 2))
+    check(second_half(scaled, squares, 1e-5), norm, room_of(name, M, 2 * (ctx.num_ranks + 2)))
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "int4", "int4/128", "mxfp4"])
@@ -216,10 +222,10 @@ def local_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool) 
     x = torch.randn(M, K, generator=draw).to(BF16).to(ctx.device)
     bias = torch.randn(N, generator=draw).to(BF16).to(ctx.device) if biased else None
     product = x.double() @ exact.t() + (0 if bias is None else bias.double())
-    check(skinny_matmul.linear(x, weight, bias, scale), product, 2 * ULP)
+    check(skinny_matmul.linear(x, weight, bias, scale), product, room_of(name, M, 2))
     if weight_stream.supports(x, weight.t(), scale) is None:
         check(skinny_matmul.skinny_matmul(x, weight, bias, scale), product, ULP)
-        if M <= BY_NAME[name].streamed_rows:
+        if M <= BY_NAME[name].gated_rows:
             gate, up = product.to(BF16).double().chunk(2, 1)
             check(skinny_matmul.skinny_matmul(x, weight, bias, scale, True), F.silu(gate) * up, 4 * ULP)
     else:

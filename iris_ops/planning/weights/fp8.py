@@ -39,11 +39,17 @@ class Rounded(WeightFormat):
     def row_text(self) -> str:
         return "rows in fp8"
 
+    def unrounded(self, problem: Any) -> str:
+        """Return the reason why rows are multiplied as they are, or "" where they are rounded if the GPU can."""
+        if problem.M <= self.unrounded_rows and not problem.sums.promised:
+            return f"up to {self.unrounded_rows} rows are not rounded"
+        return ""
+
     def refused(self, problem: Any, machine: Machine) -> str | None:
         if not on_hopper(problem, machine):
             return "it multiplies rows rounded to fp8 on Hopper only, of bf16"
-        if problem.M <= self.unrounded_rows and not problem.sums.promised:
-            return f"up to {self.unrounded_rows} rows are not rounded"
+        if reason := self.unrounded(problem):
+            return reason
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"K and N are not multiples of {MULTIPLE}"
         return None

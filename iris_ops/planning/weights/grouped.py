@@ -95,9 +95,12 @@ class Grouped(WeightFormat):
 class Blocks(Rounded, Grouped):
     """fp8 in blocks of 128 along K, which many rows multiply rounded: a block's scale multiplies its products."""
 
+    def unrounded(self, problem: Any) -> str:
+        return "sums of a fixed order are of rows as they are" if problem.sums.promised else super().unrounded(problem)
+
     def converted(self, problem: Any, machine: Machine) -> str:
-        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and not problem.sums.promised
-        if not (served and on_hopper(problem, machine)) or problem.M <= self.unrounded_rows:
+        served = problem.op in (ALL_REDUCE, REDUCE_SCATTER) and on_hopper(problem, machine)
+        if not served or self.unrounded(problem):
             return Grouped.converted(self, problem, machine)
         if problem.K % MULTIPLE or problem.N % MULTIPLE:
             return f"rows are rounded instead only with K and N multiples of {MULTIPLE}"
