@@ -53,6 +53,7 @@ def test_the_choice_and_every_way_compete(world: int) -> None:
     assert {"lamport_matmul", "hopper.matmul_reduce", "with_torch.sequential", "with_torch.copy_gather"} < kernels
 
 
+@pytest.mark.slow
 def test_it_runs_from_end_to_end(tmp_path: Path) -> None:
     printed = run_benchmark("regret", 2, "--shapes", "4", "--dtype", "float32", "--out", str(tmp_path))
     (file,) = tmp_path.glob("*.json")
