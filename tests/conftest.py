@@ -5,8 +5,8 @@ marked `slow`, `make test-all` and `make test-gpu-all` nothing. These are marked
 
 - of a test marked `some(n)` all but n cases, spread evenly. Under torchrun `some(n, on_gpus=m)` keeps m, for each case
   may compile kernels of its own there; `some(on_gpus=m)` counts there only.
-- Without torchrun: four ranks, but for the first such test of a file and where four is the point (`four`); a single
-  rank, but for the first of a test's cases; kernels for a vendor's second architecture.
+- Without torchrun: four ranks, unless the test has no fewer or is marked `four`; a single rank, but for the first of a
+  test's cases; two or three ranks, in turns, of a case that has both; kernels for a vendor's second architecture.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Iterator
 import fcntl
 import gc
 import os
+from pathlib import Path
 import sys
 from typing import TYPE_CHECKING
+import zlib
 
 import pytest
 
@@ -51,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.skip(reason=reason))
     if not _UNDER_TORCHRUN:
         _mark_worlds_and_targets(items)
+        _mark_two_or_three(items)
     _mark_all_but_some(items)
     yield  # `-m` takes what it wants
     items.sort(key=_turn)
@@ -60,15 +63,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def _mark_worlds_and_targets(items: list[pytest.Item]) -> None:
-    seen = set()
+    sizes: dict[object, set[int]] = {}
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        case = {1: item.function, 4: item.path}.get(given.get("world_size"))
-        if case is not None and (case in seen and item.get_closest_marker("four") is None):
+        size, smaller = given.get("world_size"), sizes.setdefault(getattr(item, "function", None), set())
+        if (size == 1 and 1 in smaller) or (size == 4 and smaller - {4} and item.get_closest_marker("four") is None):
             item.add_marker(pytest.mark.slow)
-        seen.add(case)
+        smaller.add(size)
         if given.get("target") in _SECOND_TARGETS:
             item.add_marker(pytest.mark.slow)
+
+
+def _mark_two_or_three(items: list[pytest.Item]) -> None:
+    """Leave each case two or three ranks, in turns along a file; the order of a test's cases is arbitrary but fixed."""
+    files: dict[Path, dict[tuple, dict[int, pytest.Item]]] = {}
+    for item in items:
+        size = item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
+        if size in (2, 3) and str(size) in item.callspec.id.split("-") and item.get_closest_marker("slow") is None:
+            others = item.callspec.id.split("-")
+            others.remove(str(size))
+            case = item.function, zlib.crc32(repr(others).encode()), repr(others)
+            files.setdefault(item.path, {}).setdefault(case, {})[size] = item
+    for cases in files.values():
+        order = {function: place for place, (function, *_) in enumerate(cases)}
+        both = sorted((order[test], *rest, test) for (test, *rest), sizes in cases.items() if len(sizes) == 2)
+        for turn, (_, code, others, test) in enumerate(both):
+            cases[test, code, others][3 - turn % 2].add_marker(pytest.mark.slow)
 
 
 def _turn(item: pytest.Item) -> int:

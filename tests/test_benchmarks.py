@@ -39,14 +39,14 @@ from tests.processes import run_benchmark  # noqa: E402
 RUNS = (
     ("ops", 2, ["--rows", "16,48,32", "--vary", "block_m=16;num_programs=1"], 4, None),
     ("ccl", 2, ["--sizes", "2048", "--ops", "all_reduce,all_to_all"], 2, None),
-    ("fp8", 1, [], 1, None),
     ("fp8", 2, [], 1, None),
     ("step", 1, [], 3, step_plots.draw),
-    ("tiles", 2, ["--dtype", "float32"], 5, None),
-    ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
-    ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
 )
 SLOW_RUNS = (
+    ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
+    ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
+    ("tiles", 2, ["--dtype", "float32"], 5, None),
+    ("fp8", 1, [], 1, None),
     ("ops", 3, ["--shapes", "tiny-forms", "--dtype", "float16"], None, None),
     ("moe", 2, ["--shapes", "tiny-gpt-oss", "--tokens", "2,30"], 2, None),
     ("llm", 2, ["--model", "tiny", "--contenders", "ours,nccl,transformers,ours-fp8", "--rounds", "1", "--batches", "2",
@@ -77,6 +77,7 @@ def test_it_runs_from_end_to_end(name: str, ranks: int, arguments: list[str], ro
         assert all(picture.stat().st_size for picture in draw(file, tmp_path))
 
 
+@pytest.mark.slow
 def test_stress_and_rma_from_end_to_end(tmp_path: Path) -> None:
     printed = run_benchmark("rma", 3, "--quick", "--ops", "load,store,copy,atomic_cas", "--out", str(tmp_path))
     report = json.loads((tmp_path / "rma_cpu_x3.json").read_text())

@@ -49,6 +49,7 @@ def times_of(machine: Machine, measured: Study, rng: random.Random, noise: float
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.some(3)
 def test_groups_of_rates_are_recovered_and_predict_better(name: str, world: int) -> None:
     known, rng = machine_named(name, 142), random.Random(f"{name} {world}")
     measured = study(known, world)

@@ -24,14 +24,14 @@ SCATTERS = ("bulk_synchronous", "producer_consumer", "fused_sequential", "fused_
 IN_WORKERS = {
     "atomics": 3,
     "expert_mixture": 3,
-    "flash_decode": 4,
+    "flash_decode": 2,
     "matmul_all_reduce": 3,
     "ring": 3,
-    "ring_attention": 4,
+    "ring_attention": 2,
     "rms_norm_gather": 3,
-    "split_a_model": 3,
+    "split_a_model": 2,
     "store_load": 3,
-    "tile_all_reduce": 3,
+    "tile_all_reduce": 2,
     "message_passing": 2,
     "message_passing_put": 2,
     "message_passing_load_store": 2,
@@ -75,6 +75,7 @@ def _scatter(ctx, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCATTERS)
+@pytest.mark.some(2)
 def test_scatter_runs_in_ranks_that_are_there(name: str) -> None:
     run_ranks(3, _scatter, name)
 
@@ -90,6 +91,7 @@ def test_store_warp_says_what_it_needs(capsys: pytest.CaptureFixture) -> None:
     assert "need a Hopper GPU" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_example_runs_under_torchrun() -> None:
     printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.store_load")
     assert "[0/2]" in printed and "[1/2]" in printed

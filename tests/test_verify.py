@@ -30,6 +30,7 @@ def verified(folder: Path, model_type: str, level: str, *options: str) -> subpro
     ("options", "code", "message"),
     [((), 0, "6 batches on 2 ranks, 0 differ: yes, the same bits"), (("--nothing",), 1, "3 differ: no")],
 )
+@pytest.mark.some(1)
 def test_it_exits_with_whether_bits_differ(
     options: tuple[str, ...], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

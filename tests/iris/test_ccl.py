@@ -196,6 +196,7 @@ CASES = [
 ]
 
 
+@pytest.mark.four
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_collectives(world_size: int) -> None:
     step = 1 if UNDER_TORCHRUN or world_size == 2 else 2 if world_size == 4 else 3

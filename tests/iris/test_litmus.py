@@ -65,6 +65,7 @@ def test_barriers_bring_every_stamp(world_size: int) -> None:
 
 
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="starts ranks of its own")
+@pytest.mark.slow
 def test_command_writes_what_it_saw(tmp_path: Path) -> None:
     printed = run_benchmark("litmus", 2, "--rounds", "2", "--barriers", "3", "--out", str(tmp_path))
     report = json.loads((tmp_path / "litmus_cpu_x2.json").read_text())

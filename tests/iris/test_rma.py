@@ -107,6 +107,7 @@ def _moves(ctx, dtype):
             _check_moves(ctx, dtype, via_context, length, masked)
 
 
+@pytest.mark.four
 @pytest.mark.parametrize("world_size, dtype", CASES, ids=str)
 def test_moves_between_all_pairs_of_ranks(world_size, dtype):
     run_ranks(world_size, _moves, dtype)

@@ -33,7 +33,7 @@ from tests.reference import FORMS, Case
 
 pytestmark = both
 
-CALLS = 1000 if UNDER_TORCHRUN else 40
+CALLS = 1000 if UNDER_TORCHRUN else 24
 BLOCKS = FusedConfig(16, 16, 16, num_warps=4, num_stages=2, comm_programs=2)
 # Shapes that differ, so that each call finds in flags and staging what another one left there.
 CASES = [

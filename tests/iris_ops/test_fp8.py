@@ -277,7 +277,7 @@ def lie(ctx: iris.Iris, config: FusedConfig | None, room: float) -> None:
         rows = padded[:, :K], off, A[rank].t().contiguous().t()
         outs = buffer[1 : 1 + M * N].view(M, N), buffer[8:].view(N, M).t()
         for a, out, b in product(rows, outs, (B[rank], B[rank].contiguous(), apart(B[rank]))):
-            for _ in range(3):  # the third would be a repeated one
+            for _ in range(3 if ON_GPU else 1):  # the third would be a repeated one
                 ctx.ops.matmul_all_reduce(poison(out), a, b, scale=scales[rank], config=config)
                 assert (out.double() - exact).norm() <= room * exact.norm()
     A, B, scales, _ = operands(ctx, 1, 64, 128, False, BF16)

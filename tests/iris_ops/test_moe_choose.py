@@ -89,6 +89,7 @@ def choosing(ctx: iris.Iris, name: str, ties: bool) -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", SCORINGS)
+@pytest.mark.some(5, on_gpus=2 * len(SCORINGS))
 def test_experts_weights_and_order_are_those_of_float64(name: str, ties: bool) -> None:
     run_ranks(one, choosing, name, ties)
 

@@ -75,7 +75,7 @@ def dtypes(world_size: int, turn: int) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op, form, algorithm", VARIANTS)
-@pytest.mark.some(30, on_gpus=10)
+@pytest.mark.some(20, on_gpus=10)
 def test_op_is_right_with_given_blocks(world_size: int, op: str, form: str, algorithm: str) -> None:
     turn = VARIANTS.index((op, form, algorithm))
     called = [case for dtype in dtypes(world_size, turn) for case in cases(op, form, algorithm, dtype)]

@@ -84,6 +84,7 @@ def failing_body(ctx, step: str) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.some(4, on_gpus=len(STEPS))
 def test_a_split_that_fails_leaves_the_model_as_it_was(world_size: int, step: str) -> None:
     if world_size != 2:
         pytest.skip("written for two ranks")

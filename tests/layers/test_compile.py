@@ -78,7 +78,7 @@ def engine_body(ctx) -> None:
         with torch.compiler.set_stance("fail_on_recompile"):  # which a capture could not bear
             engine.decode(count - 2)
         assert engine.output[:, :count].tolist() == expected
-        for _ in range(2):  # the cache has tokens since, for which prompts are compiled anew, and then captured
+        for _ in range(2 if ON_GPU else 0):  # the cache has tokens, so prompts are compiled anew and then captured
             assert engine.generate(prompts, count) == expected
         assert len(engine.steps) == (ctx.device.type == "cuda")
         assert len(engine.prompts) == (ctx.device.type == "cuda" and step_attention)

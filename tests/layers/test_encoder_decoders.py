@@ -100,7 +100,7 @@ def check(results: list[tuple[Any, str]], name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [each for each in WORLDS if each > 1])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.some(4, on_gpus=3)
+@pytest.mark.some(3)
 def test_a_split_model_gives_the_unsplit_models_logits_and_tokens(world_size: int, name: str) -> None:
     check(run_ranks(world_size, split_body, name), name)
 

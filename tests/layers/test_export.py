@@ -68,6 +68,7 @@ def body(ctx, name: str, ways: list[str]) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "name, ways", [("kv2", ["strict", "non-strict", "jit.trace"]), ("fused", ["non-strict", "jit.trace"])]
 )
+@pytest.mark.some(1, on_gpus=2)
 @torch.no_grad()
 def test_a_graph_serves_other_lengths_than_it_was_made_with(world_size: int, name: str, ways: list[str]) -> None:
     whole = models.build(name)

@@ -261,6 +261,7 @@ def served_body(ctx, folder: str) -> tuple[list, torch.Tensor]:
 
 @two_ranks
 @pytest.mark.parametrize("format", ["fp8_block", "ct_int4_32", "ct_mxfp4"])
+@pytest.mark.some(1, on_gpus=3)
 def test_generate_an_engine_and_a_compiler_run_kept_weights(tmp_path: Path, format: str, world_size: int) -> None:
     folder = written(tmp_path, format)
     whole = exact_model(folder)

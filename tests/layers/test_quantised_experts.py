@@ -52,7 +52,7 @@ def kept_body(ctx, folder: str) -> tuple[list[tuple[str, ...]], int, str, str, l
 @pytest.mark.parametrize("format, name, world_size, first, second", [
     each for each in KEPT if each[2] in WORLDS or UNDER_TORCHRUN and each[2] > WORLDS[0]  # more have too few groups
 ])  # fmt: skip
-@pytest.mark.some(3)
+@pytest.mark.some(2, on_gpus=3)
 def test_experts_stay_in_the_codes_of_their_files(
     tmp_path: Path, format: str, name: str, world_size: int, first: str, second: str
 ) -> None:
@@ -116,6 +116,7 @@ def parallelized(ctx: Any, folder: str, weights: str) -> nn.Module:
 @pytest.mark.parametrize(
     "weights, name", [("fp8", "experts192"), ("fp8_block", "gpt_oss"), ("int4", "experts320"), ("mxfp4", "deepseek")]
 )
+@pytest.mark.some(2, on_gpus=4)
 def test_experts_are_rounded_to_a_format(tmp_path: Path, world_size: int, weights: str, name: str) -> None:
     folder = agreed(tmp_path) / "wide"
     once(lambda: built(name).save_pretrained(folder))

@@ -117,7 +117,7 @@ def loaded_body(ctx, folder: str) -> tuple[torch.Tensor, torch.Tensor, list[int]
 
 
 @pytest.mark.parametrize("format, name, world_size", [case for case in CASES if case[2] in WORLDS or UNDER_TORCHRUN])
-@pytest.mark.some(14)
+@pytest.mark.some(8, on_gpus=14)
 def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name: str, world_size: int) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -95,6 +95,7 @@ def body(ctx, name: str) -> list:
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.some(2, on_gpus=len(CONFIGS))
 def test_tokens_past_the_length_are_those_of_generate(world_size: int, name: str) -> None:
     whole, padded = expected(name, False), expected(name, True)
     for plain, shorter, *again in run_ranks(world_size, body, name):
