@@ -35,7 +35,10 @@ _ENTERED = tl.constexpr(16)
 
 
 def sync_words(world_size: int) -> int:
-    """Return the number of int32 of a sync block, for `ctx.zeros(sync_words(n), dtype=torch.int32)` on the host."""
+    """Return the number of int32 elements in a sync block.
+
+    Allocate it on the host: `ctx.zeros(sync_words(n), dtype=torch.int32)`.
+    """
     return _ENTERED.value + 6 * world_size
 
 
