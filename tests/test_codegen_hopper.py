@@ -39,7 +39,13 @@ def test_ptx_of_a_store_warp(compiled) -> None:
 def test_ptx_of_warp_specialised_programs(compiled) -> None:
     """Eight warps multiply asynchronously; four move tiles, to each rank 16 bytes of a thread at a time."""
     lamport = re.compile("^(traced_)?lamport_")
-    kernels = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not lamport.match(name)}
+    every = {name: k for name, k in compiled("sm_90").items() if "_hopper_" in name and not lamport.match(name)}
+    stored = {name: k for name, k in every.items() if re.search("_fp8_block|_int4_|_mxfp4", name)}
+    assert len(stored) == 6
+    for name, kernel in stored.items():  # weights in codes or blocks: their tiles are handed over alike
+        assert kernel.count(r"wgmma\.mma_async") and not unguarded_hand_overs(kernel), name
+        assert hand_overs_without_barriers(kernel) >= 3, name
+    kernels = {name: kernel for name, kernel in every.items() if name not in stored}
     untraced = [name for name in kernels if not name.startswith("traced_")]
     assert len(untraced) == 7 and len(kernels) > len(untraced)
     for name, kernel in kernels.items():
@@ -141,7 +147,7 @@ def test_ptx_of_rounded_rows(compiled) -> None:
     """Both operands go from memory to tensor cores as they are: by TMA, and nothing converts them."""
     rounded = re.compile("lamport_rounded|fp8_tiles|(hopper|lamport_(pair|two_shot)).*_fp8$")
     kernels = [kernel for name, kernel in compiled("sm_90").items() if rounded.search(name)]
-    assert len(kernels) == 4
+    assert len(kernels) == 6
     for kernel in kernels:
         assert kernel.count(r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3"), kernel.name
         assert kernel.count(r"cp\.async\.bulk\.tensor") >= 2 and not kernel.count(r"cvt\S*e4m3"), kernel.name
