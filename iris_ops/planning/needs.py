@@ -94,6 +94,10 @@ class WeightFormat:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return ""
 
+    def unrounded(self, problem: Any) -> str:
+        """Return the reason why rows of A are multiplied as they are, or "" where they are rounded if the GPU can."""
+        return f"no rows are rounded by a weight {self.name}"
+
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
         """Return whether B [K, N], the transpose of a stored weight, is in this format."""
         return B.dtype == self.dtype and (scale is None or scale.ndim == 1)

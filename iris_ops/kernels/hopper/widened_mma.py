@@ -32,13 +32,13 @@ def accumulator(block_m: int, warps: int) -> gl.NVMMADistributedLayout:
 
 
 @gluon.jit
-def _beside(parts):
+def _side_by_side(parts):
     """Return the tensors [rows, n], a power of two of them, side by side."""
     if len(parts) == 1:
         return parts[0]
     else:
         HALF: gl.constexpr = len(parts) // 2
-        both = gl.join(_beside(parts[:HALF]), _beside(parts[HALF:]))
+        both = gl.join(_side_by_side(parts[:HALF]), _side_by_side(parts[HALF:]))
         return gl.reshape(gl.permute(both, (0, 2, 1)), (both.shape[0], 2 * both.shape[1]))
 
 
@@ -130,7 +130,7 @@ class WidenedMma:
                     factor = factor.to(gl.float32)
                 numbers = numbers * factor[:, None]
             parts = parts + (numbers.to(gl.bfloat16),)
-        return gl.convert_layout(_beside(parts), OPERAND)
+        return gl.convert_layout(_side_by_side(parts), OPERAND)
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):

@@ -40,7 +40,6 @@ class Rounded(WeightFormat):
         return "rows in fp8"
 
     def unrounded(self, problem: Any) -> str:
-        """Return the reason why rows are multiplied as they are, or "" where they are rounded if the GPU can."""
         if problem.M <= self.unrounded_rows and not problem.sums.promised:
             return f"up to {self.unrounded_rows} rows are not rounded"
         return ""
