@@ -27,12 +27,12 @@ from typing import Any
 import pytest
 
 from tests.outcomes import Failure, attempt, dumps
-from tests.processes import Ended, forkserver, free_port, patient, prepare_process
+from tests.processes import ROOT, Ended, forkserver, free_port, patient, prepare_process
 
 _FLAGS = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
 ALL = tuple(_FLAGS)
 _BRIDGE, _LINK, _SUBNET, _PORT = "iris0", "iris1", "10.77.0", 29400
-_MS_REC_PRIVATE = 0x4000 | 0x40000
+_MS_BIND, _MS_REC_PRIVATE = 0x1000, 0x4000 | 0x40000
 
 
 @functools.cache
@@ -194,7 +194,13 @@ def _init(place: _Place, libc: ctypes.CDLL, message: bytes, replies: list[Connec
     if {"mnt", "pid"} <= set(place.kinds):
         libc.mount(b"proc", b"/proc", b"proc", 0, None)
     if place.own_tmp:
+        hidden = ROOT.is_relative_to("/tmp")
+        if hidden:
+            libc.mount(str(ROOT).encode(), b"/mnt", None, _MS_BIND, None)
         libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None)
+        if hidden:
+            ROOT.mkdir(parents=True)
+            libc.mount(b"/mnt", str(ROOT).encode(), None, _MS_BIND, None)
     for local, reply in enumerate(replies):
         if os.fork() == 0:
             for other in replies:
