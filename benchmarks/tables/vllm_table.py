@@ -23,22 +23,20 @@ def table(run: dict, link: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     model = run.get("model", "llama-3-8b")
     layers = f", {run['layers']} layers" if "layers" in run else ""
-    sentences = [
+    head = (
         f"**{_NAMES.get(model, model)}'s shape{layers} in vLLM, random weights, ms.** {run['gpus']} x "
         f"{run['gpu'].removeprefix('NVIDIA ')}, bfloat16, {versions}, {run['date']}, commit {run['commit']}. "
-        f"Stock vLLM uses FlashInfer's fused all-reduce.",
-        *run.get("notes", ()),
-        *_tokens(run.get("greedy_tokens")),
-        *_started(run.get("startup_s")),
-        f"`{run['command']}`, [all figures]({link}).",
-    ]
+        f"Stock vLLM uses FlashInfer's fused all-reduce."
+    )
+    notes = [*run.get("notes", ()), *_tokens(run.get("greedy_tokens")), *_started(run.get("startup_s"))]
+    source = f"`{run['command']}`, [all figures]({link})."
     lines = ["| | stock | plug-in | faster by |", "|---|---:|---:|---:|"]
     both = {
         key: [case for case in run[key]["stock"] if case in run[key]["plugin"]] for key in ("step_ms", "first_token_ms")
     }
     lines += [_row(f"decode step, batch {batch}", "step", run["step_ms"], batch) for batch in both["step_ms"]]
     lines += [_row(f"first token, {size}", "queue", run["first_token_ms"], size) for size in both["first_token_ms"]]
-    return " ".join(sentences) + "\n\n" + "\n".join(lines)
+    return "\n\n".join([head, *([" ".join(notes)] if notes else []), source, "\n".join(lines)])
 
 
 def _tokens(tokens: dict | None) -> list[str]:
