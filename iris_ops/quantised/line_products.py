@@ -51,7 +51,7 @@ def added_to(y, widen: gl.constexpr):
     """Add to the weights what their codes lack, exactly, because both are small integers."""
     result = ()
     for i in gl.static_range(len(y)):
-        result = result + (gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
+        result = result + (gl.inline_asm_elementwise(widen.NUMBER, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
     return result
 
 

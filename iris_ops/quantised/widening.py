@@ -8,6 +8,7 @@ Another format is another `Widening`, its packing (`packing.py`), and its name i
 """
 
 from dataclasses import dataclass
+from math import log2
 import struct
 from typing import Any
 
@@ -50,10 +51,42 @@ class Widening:
         return self.off / _ROWS_SCALED if self.SCALED else 1.0
 
     @property
-    def ADDING(self) -> str:
-        """Return the instructions that add `ADDED` to two bf16 numbers."""
-        bits = struct.unpack("<I", struct.pack("<f", self.ADDED))[0] >> 16
-        return f"{{ .reg .b32 a; mov.b32 a, 0x{bits:04x}{bits:04x}; add.rn.bf16x2 $0, $1, a; }}"
+    def AFTER(self) -> float:
+        """Return the factor that sums are multiplied by afterwards, where scales were multiplied by `later`."""
+        return _ROWS_SCALED if self.SCALED else 1.0
+
+    @property
+    def SHIFT(self) -> int:
+        """Return `later` as a power of two."""
+        return int(log2(self.later))
+
+    @property
+    def NUMBER(self) -> str:
+        """Return the instruction that makes two widened numbers, $1, those which their codes represent, $0, exactly."""
+        return f"{{ .reg .b32 c; mov.b32 c, {self._operand}; {self._finish}.rn.bf16x2 $0, $1, c; }}"
+
+    @property
+    def TIMES(self) -> str:
+        """Return the instructions of such numbers, or, if they are `SCALED`, of $1 itself, times the factors $2."""
+        return f"{{ .reg .b32 n; {self._start} mul.rn.bf16x2 $0, n, $2; }}"
+
+    @property
+    def TIMES_SUM(self) -> str:
+        """Return the instructions of the same times the sums of factors $2 and much smaller factors $3."""
+        return f"{{ .reg .b32 n, t; {self._start} mul.rn.bf16x2 t, n, $3; fma.rn.bf16x2 $0, n, $2, t; }}"
+
+    @property
+    def _start(self) -> str:
+        return "mov.b32 n, $1;" if self.SCALED else self.NUMBER.replace("$0", "n")
+
+    @property
+    def _finish(self) -> str:
+        return "add" if self.ADDED else "mul"
+
+    @property
+    def _operand(self) -> str:
+        bits = struct.unpack("<I", struct.pack("<f", self.ADDED or self.off))[0] >> 16
+        return f"0x{bits:04x}{bits:04x}"
 
     @property
     def cache_key(self) -> str:

@@ -42,6 +42,38 @@ def _side_by_side(parts):
         return gl.reshape(gl.permute(both, (0, 2, 1)), (both.shape[0], 2 * both.shape[1]))
 
 
+# Two numbers of a row at a time, in bf16.
+
+
+@gluon.jit
+def _unscaled(numbers, widen: gl.constexpr):
+    """Return the numbers that widened codes represent."""
+    return gl.inline_asm_elementwise(widen.NUMBER, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _scaled(numbers, factor, widen: gl.constexpr):
+    """Return the same times the scale of each row, divided by `AFTER`. Numbers are rounded once.
+
+    A scale that bf16 cannot hold is the sum of two that it can.
+    """
+    if factor.dtype == gl.uint8:  # an exponent + 127
+        bits = gl.minimum(factor.to(gl.int32) + widen.SHIFT, 255) << 7  # beyond the largest number infinite
+        factor = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    elif widen.SCALED:
+        factor = factor.to(gl.float32) * widen.later
+    large = factor.to(gl.bfloat16)
+    _, larges = gl.broadcast(numbers, large[:, None])
+    if factor.dtype == gl.bfloat16:
+        operands = [numbers, larges]
+        return gl.inline_asm_elementwise(widen.TIMES, "=r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
+    else:
+        rest = factor.to(gl.float32) - large.to(gl.float32)
+        _, rests = gl.broadcast(numbers, rest.to(gl.bfloat16)[:, None])
+        operands = [numbers, larges, rests]
+        return gl.inline_asm_elementwise(widen.TIMES_SUM, "=r,r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
+
+
 @aggregate
 class Codes:
     """A program's weights as codes.
@@ -116,20 +148,10 @@ class WidenedMma:
         words = widen.words(columns.load(OPERAND))
         parts = ()
         for p in gl.static_range(HALF * COUNT, (HALF + 1) * COUNT):
-            numbers = words[p].to(gl.float32)
-            if widen.off != 1.0:
-                numbers = numbers * widen.off
-            if widen.ADDED != 0.0:
-                numbers = numbers + widen.ADDED
-            if self.codes.scales is not None:
-                factor = factors[p * self.codes.GROUPS // widen.PRODUCTS]
-                if factor.dtype == gl.uint8:  # an exponent; 2**-127 is subnormal
-                    bits = factor.to(gl.int32)
-                    factor = gl.where(bits == 0, 1 << 22, bits << 23).to(gl.float32, bitcast=True)
-                else:
-                    factor = factor.to(gl.float32)
-                numbers = numbers * factor[:, None]
-            parts = parts + (numbers.to(gl.bfloat16),)
+            if self.codes.scales is None:
+                parts = parts + (_unscaled(words[p], widen),)
+            else:
+                parts = parts + (_scaled(words[p], factors[p * self.codes.GROUPS // widen.PRODUCTS], widen),)
         return gl.convert_layout(_side_by_side(parts), OPERAND)
 
     @gluon.jit
@@ -156,4 +178,5 @@ class WidenedMma:
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
         sums, _place, _factors, _step = acc
-        return gl.permute(warpgroup_mma_wait(0, deps=(sums,)), (1, 0))
+        sums = gl.permute(warpgroup_mma_wait(0, deps=(sums,)), (1, 0))
+        return sums * self.codes.WIDEN.AFTER if self.codes.scales is not None else sums
