@@ -132,13 +132,12 @@ class FusedConfig:
                 f"{' or '.join(map(str, warps))} warps, 2 stages or more"
             )
         ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        places = 2 if self.algorithm == "one_shot" else 1  # of finished tiles (`lamport_pair.py`)
-        nbytes = 2 * (ring + places * self.block_m * self.block_n)
-        if self.warp_specialised and nbytes > _SHARED_BYTES:
+        nbytes = 2 * (ring + self.finished)
+        if self.warp_specialised and nbytes > SHARED_BYTES:
             raise ArgumentError(
                 f"FusedConfig.warp_specialised is True with blocks of {self.block_m} x {self.block_n} x {self.block_k} "
-                f"in {self.num_stages} stages and {places} finished tile{'s' * (places > 1)}, {nbytes} bytes of "
-                f"shared memory; expected at most {_SHARED_BYTES}"
+                f"in {self.num_stages} stages and finished tiles, {nbytes} bytes of "
+                f"shared memory; expected at most {SHARED_BYTES}"
             )
 
     def validate(self, world_size: int | None = None) -> None:
@@ -169,6 +168,12 @@ class FusedConfig:
         return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property
+    def finished(self) -> int:
+        """Return the elements of the finished tiles that a warp-specialised program has room for."""
+        places = 2 if self.algorithm == "one_shot" else 1  # (`lamport_pair.py`)
+        return places * self.block_m * self.block_n
+
+    @property
     def lamport(self) -> bool:
         """Return whether the algorithm uses Lamport values, which are for few rows."""
         return self.algorithm in ("one_shot", "two_shot")
@@ -181,6 +186,6 @@ class FusedConfig:
 MOST_ELEMENTS = 1 << 20  # of a block, Triton's
 # What warp-specialised programs have on Hopper for operands and a tile; a little more is for what says where they
 # stand.
-_SHARED_BYTES = 226 << 10
+SHARED_BYTES = 226 << 10
 # Of the fields that are numbers, the least that they may be.
 _LEAST = {f.name: 0 if f.name in ("num_programs", "stagger_us") else 1 for f in fields(FusedConfig) if f.type == "int"}

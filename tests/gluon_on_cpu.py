@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 import importlib
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -166,7 +167,7 @@ def _split(x: torch.Tensor) -> tuple[Value, Value]:
 
 def _language() -> ModuleType:
     gl = ModuleType("triton.experimental.gluon.language")
-    for name in ("float32", "int32", "int64", "uint8", "bfloat16"):
+    for name in ("float32", "int16", "int32", "int64", "uint8", "bfloat16"):
         setattr(gl, name, getattr(torch, name))
     for name in _LAYOUTS:
         layout = lambda *given, **named: None  # noqa: E731
@@ -187,8 +188,28 @@ def _language() -> ModuleType:
     gl.convert_layout, gl.expand_dims = (lambda x, layout: x), (lambda x, axis: value(x.unsqueeze(axis)))
     gl.reshape, gl.permute = (lambda x, shape: value(x.reshape(tuple(shape)))), (lambda x, by: value(x.permute(by)))
     gl.join = lambda x, y: value(torch.stack((x, y), -1))
-    gl.allocate_shared_memory = _allocate
+    gl.broadcast = lambda x, y: tuple(map(value, torch.broadcast_tensors(x, y)))
+    gl.allocate_shared_memory, gl.inline_asm_elementwise = _allocate, _assembly
     return gl
+
+
+def _assembly(source: str, constraints: str, operands: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+    """Run instructions on pairs of bf16 numbers."""
+    assert pack == 2 and dtype == torch.bfloat16 and constraints.split(",") == ["=r"] + ["r"] * len(operands)
+    held = {f"${i}": torch.Tensor.to(x, torch.float64) for i, x in enumerate(operands, 1)}
+    for instruction in re.findall(r"(?:mov|add|mul|fma)\.[^;]*", source):
+        name, target, *rest = instruction.replace(",", "").split()
+        read = [held[each] if each in held else _constant(each) for each in rest]
+        kind = name.split(".")[0]
+        result = read[0] * read[1] + read[2] if kind == "fma" else {"mov": lambda x: x, "add": torch.add, "mul": torch.mul}[kind](*read)
+        held[target] = torch.Tensor.to(torch.Tensor.to(result, torch.bfloat16), torch.float64)
+    return value(torch.Tensor.to(held["$0"], torch.bfloat16))
+
+
+def _constant(text: str) -> torch.Tensor:
+    low, high = int(text, 0) & 0xFFFF, int(text, 0) >> 16
+    assert low == high
+    return torch.tensor([low - (low >> 15 << 16)], dtype=torch.int16).view(torch.bfloat16).double()
 
 
 def _allocate(dtype: torch.dtype, shape: list, layout: Any) -> Shared:

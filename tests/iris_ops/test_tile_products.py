@@ -17,14 +17,17 @@ BF16, LINE = torch.bfloat16, 128
 pointer, shared, value = gluon_on_cpu.Pointer.of, gluon_on_cpu.Shared, gluon_on_cpu.value
 
 
-def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int) -> torch.Tensor:
-    """Multiply the blocks `steps` along K: of A, and of B from column `col` on, whose blocks are `deep` elements."""
+def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int, lines: int = 0) -> torch.Tensor:
+    """Multiply the blocks `steps` along K: of A, and of B from column `col` on, whose blocks are `deep` elements, in
+    `lines` lines of codes."""
     acc = mma.begin(col, value(steps.start))
     for step in steps:
-        rows = A[:, LINE * step : LINE * (step + 1)]
+        rows = A[:, mma.BLOCK_K * step : mma.BLOCK_K * (step + 1)]
         columns = torch.zeros(mma.BLOCK_N, deep, dtype=B.dtype)
         found = B[col : col + mma.BLOCK_N, deep * step : deep * (step + 1)]
-        columns[: len(found)] = found
+        columns[: len(found), : found.shape[1]] = found
+        if lines:
+            columns = columns.view(mma.BLOCK_N, lines, -1).transpose(0, 1)
         acc = mma.await_last_but_one(mma.issue(shared(rows), shared(columns), acc))
     return mma.result(acc).as_subclass(torch.Tensor)
 
@@ -60,24 +63,27 @@ def test_blocks_with_scales(high: int, wide: int) -> None:
         assert ((product - exact).abs() <= 1e-5 * bound)[~exact.isnan()].all()
 
 
+@pytest.mark.parametrize("lines", [1, 2])
 @pytest.mark.parametrize("name", [name for name, form in BY_NAME.items() if form.widened_in_tiles])
-def test_codes_widened(name: str) -> None:
-    """To the same numbers as those of a restored weight."""
+def test_codes_widened(name: str, lines: int) -> None:
+    """To the same numbers as those of a restored weight, some lines a step."""
     _, widened_mma = gluon_on_cpu.products()
     form, N, K, col = BY_NAME[name], 200, 608, 90
     (weight, scale), numbers = stored(name, N, K, 7, "cpu")
     codes, policy = weight.view(torch.int32), gluon_on_cpu.Policy(named(form.widening))
     draw = torch.Generator().manual_seed(1)
-    A = torch.zeros(64, 640, dtype=BF16)
+    A = torch.zeros(64, 768, dtype=BF16)
     A[:, :K] = torch.randn(64, K, generator=draw).to(BF16)
     groups = LINE // form.group if form.group else 0
     scales = dict(scales=pointer(scale), stride=scale.stride(0)) if groups else dict(scales=None, stride=None)
-    of_weights = widened_mma.Codes(**scales, cols=N, last=value(4), GROUPS=groups, WIDEN=policy)
-    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=LINE)
-    mma = widened_mma.WidenedMma(SimpleNamespace(dtype=BF16), of_weights, tile, pipeline(8))
-    for steps in (range(5), range(2, 4)):
-        ends = slice(LINE * steps.start, min(K, LINE * steps.stop))
+    deep, count = lines * LINE, -(-5 // lines)
+    of_weights = widened_mma.Codes(**scales, cols=N, last=value(count - 1), GROUPS=groups, WIDEN=policy)
+    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=deep)
+    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[lines, 128, policy.WORDS])
+    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
+    for steps in (range(count), range(1, 2)):
+        ends = slice(deep * steps.start, min(K, deep * steps.stop))
         part = numbers[col : col + 128, ends] if groups else (numbers / scale.double()[:, None])[col : col + 128, ends]
         exact = A.double()[:, ends] @ part.to(BF16).double().t()
-        product = sums(mma, A, codes, col, steps, policy.WORDS)[:, : part.shape[0]]
+        product = sums(mma, A, codes, col, steps, lines * policy.WORDS, lines)[:, : part.shape[0]]
         assert (product - exact).abs().max() <= 1e-5 * exact.abs().max()

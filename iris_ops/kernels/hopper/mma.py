@@ -7,6 +7,7 @@ on the hardware's product:
     registers    how many registers a thread of the mover warps has, beside `warps` MMA warps
     layout       which thread of the MMA warps holds what of the fp32 sums [BLOCK_M, BLOCK_N]
     forms        what a block in shared memory looks like to the product: A [BLOCK_M, BLOCK_K], B [BLOCK_K, BLOCK_N]
+    columns_at   where B's descriptor has a block
     steps        start a tile's sums, issue a product, wait until the one before has read its blocks, take the result
 
 So another architecture is another class with these names, in a folder beside this one. Blackwell's tcgen05 keeps the
@@ -87,6 +88,16 @@ class Mma:
     def begin(self, col, step):
         """Return the sums of a tile before its first product, that of B's columns from `col` on and block `step`."""
         return warpgroup_mma_init(gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, self.LAYOUT))
+
+    @gluon.jit
+    def columns_at(self, col, k):
+        """Return where B's descriptor has the block from column `col` and from `k` along K on."""
+        if self.GATED:
+            return 0, col, k
+        elif self.B_TRANSPOSED:
+            return col, k
+        else:
+            return k, col
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):

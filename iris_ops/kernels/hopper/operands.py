@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
+from iris.errors import ArgumentError
 from iris.machines import machine_of
 from iris.triton_private import GluonDescriptor
 import torch
 from triton.experimental.gluon import language as gl
 
-from ...config import FusedConfig
+from ...config import SHARED_BYTES, FusedConfig
 from ...named import named
 from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
+_SMALL = 128 * 128
+_MOST_STAGES = 8  # of codes
 _GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -104,17 +107,25 @@ def _of_codes(
     """Return the same of B's codes, which the MMA warps widen."""
     assert scale is not None
     widening, codes = named(weights.widening), B.t().view(torch.int32)
+    words = widening.WORDS
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
+    if config.block_m * config.block_n > _SMALL and config.block_m > 128:
+        pipeline |= dict(MOVER_REGISTERS=120, ROWS=pipeline["ROWS"] // 2)
     pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
-    # codes take less room than numbers, so it is enough for more stages
-    room = config.num_stages * A.element_size() * (config.block_m + config.block_n) * LINE
-    stages = room // (A.element_size() * config.block_m * LINE + 4 * config.block_n * widening.WORDS)
+    lines = max(1, config.block_k // LINE)
+    depth = lines * LINE
+    stage = lines * (A.element_size() * config.block_m * LINE + 4 * config.block_n * words)
+    # codes take less room than numbers, so there is room for more stages
+    stages = min(_MOST_STAGES, (SHARED_BYTES - A.element_size() * config.finished) // stage)
+    if stages < 2:
+        raise ArgumentError(f"config has room for {stages} blocks of {config.block_m} x {depth} of A; expected 2 or more")
+    apart = [words, codes.stride(0), 1]
     by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
     return dict(
-        a=described(A, (config.block_m, LINE)),
-        b=described(codes, (config.block_n, widening.WORDS)),
+        a=described(A, (config.block_m, depth)),
+        b=described(codes, (lines, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
         epilogue=TileEpilogue(bias, **by_groups),
-        tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
+        tile=Tile(config.block_m, config.block_n, depth, config.group_m, True),
         pipeline=Pipeline(stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0),
     )
 

@@ -150,13 +150,7 @@ def load_block(ctx, work, shared, stage, row, col, k):
         async_load(work.a, [0, 0, k], loaded, rows)
     else:
         async_load(work.a, [row, k], loaded, rows)
-    if work.mma.GATED:
-        async_load(work.b, [0, col, k], loaded, shared.b_parts.index(stage))
-    elif work.mma.B_TRANSPOSED:
-        k = k // work.mma.BLOCK_K * work.b.block_type.shape[1]  # words of codes are fewer than numbers
-        async_load(work.b, [col, k], loaded, shared.b_parts.index(stage))
-    else:
-        async_load(work.b, [k, col], loaded, shared.b_parts.index(stage))
+    async_load(work.b, work.mma.columns_at(col, k), loaded, shared.b_parts.index(stage))
 
 
 @gluon.jit

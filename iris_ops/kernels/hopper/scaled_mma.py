@@ -118,6 +118,11 @@ class ScaledMma:
         self.TOGETHER = known(pipeline.TOGETHER)
 
     @gluon.jit
+    def columns_at(self, col, k):
+        """Return where B's descriptor has the block from column `col` and from `k` along K on."""
+        return col, k
+
+    @gluon.jit
     def _part(self, col, step):
         ROWS: gl.constexpr = gl.SliceLayout(1, self.LAYOUT)
         c = gl.minimum(col + gl.arange(0, self.HIGH, layout=ROWS), self.cols - 1)

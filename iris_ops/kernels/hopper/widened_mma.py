@@ -1,12 +1,12 @@
 """Products on Hopper by weights that are stored as codes, widened to bf16 in registers on the way to the tensor cores.
 
-The codes of a step's 128 numbers along K come to shared memory as they are stored, a quarter or half of bf16's bytes.
-`wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A thread finds the
+The codes of a step's lines, 128 numbers along K each, come to shared memory as they are stored, a quarter or half of
+bf16's bytes. `wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A thread finds the
 numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between threads. A weight
 is widened once for all rows of a tile, to the same number that `quantised/restoring.py` makes.
 
-Registers of an operand are free once its product has ended. A step has two halves along K: one is widened while the
-tensor cores multiply the other. The class has the names of `mma.Mma`.
+Registers of an operand are free once its product has ended. A line has two halves along K: one is widened while the
+tensor cores multiply the one before. The class has the names of `mma.Mma`.
 """
 
 from iris.triton_private import (
@@ -23,7 +23,8 @@ from triton.experimental.gluon import language as gl
 
 from ..tiles import known
 
-_STEP = gl.constexpr(128)  # numbers along K whose codes make up a line
+HALF_LINE = 64  # numbers along K
+_HALF = gl.constexpr(HALF_LINE)
 
 
 def accumulator(block_m: int, warps: int) -> gl.NVMMADistributedLayout:
@@ -78,7 +79,7 @@ def _scaled(numbers, factor, widen: gl.constexpr):
 class Codes:
     """A program's weights as codes.
 
-    `scales` [columns of B, groups along K], rows `stride` apart, of GROUPS groups a step, or None where they end a
+    `scales` [columns of B, groups along K], rows `stride` apart, of GROUPS groups a line, or None where they end a
     tile. WIDEN: a `quantised.widening.Widening` of runs.
     """
 
@@ -104,7 +105,9 @@ class WidenedMma:
     codes: Codes
     LAYOUT: gl.constexpr
     A_FORM: gl.constexpr
+    B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
+    LINES: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -112,11 +115,13 @@ class WidenedMma:
     B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a, codes, tile, pipeline):
+    def __init__(self, a, b, codes, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         self.codes = codes
         self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
-        self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, tile.BLOCK_K // 2], a.dtype))
+        self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, HALF_LINE], a.dtype))
+        self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
+        self.LINES = known(tile.BLOCK_K // (2 * HALF_LINE))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.GATED, self.B_TRANSPOSED = known(False), known(True)
 
@@ -127,7 +132,7 @@ class WidenedMma:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
         place = gl.minimum(col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, OPERAND)), self.codes.cols - 1)
         if self.codes.scales is not None:
-            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.codes.GROUPS)
+            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.LINES * self.codes.GROUPS)
         return sums, place, self._factors(place), step
 
     @gluon.jit
@@ -135,42 +140,49 @@ class WidenedMma:
         """Load the scales of a step, one tensor for each group."""
         factors = ()
         if self.codes.scales is not None:
-            for g in gl.static_range(self.codes.GROUPS):
+            for g in gl.static_range(self.LINES * self.codes.GROUPS):
                 factors = factors + (gl.load(place + g),)
         return factors
 
     @gluon.jit
-    def _widened(self, columns, factors, HALF: gl.constexpr):
-        """Return the operand [BLOCK_N, 64] of half number `HALF` of a step."""
+    def _widened(self, columns, factors, NUMBER: gl.constexpr):
+        """Return the operand [BLOCK_N, 64] of half line number `NUMBER` of a step."""
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
         widen: gl.constexpr = self.codes.WIDEN
         COUNT: gl.constexpr = widen.PRODUCTS // 2
-        words = widen.words(columns.load(OPERAND))
+        words = widen.words(columns.index(NUMBER // 2).load(OPERAND))
         parts = ()
-        for p in gl.static_range(HALF * COUNT, (HALF + 1) * COUNT):
+        for p in gl.static_range(NUMBER * COUNT, (NUMBER + 1) * COUNT):
             if self.codes.scales is None:
-                parts = parts + (_unscaled(words[p], widen),)
+                parts = parts + (_unscaled(words[p % widen.PRODUCTS], widen),)
             else:
-                parts = parts + (_scaled(words[p], factors[p * self.codes.GROUPS // widen.PRODUCTS], widen),)
+                factor = factors[p * self.codes.GROUPS // widen.PRODUCTS]
+                parts = parts + (_scaled(words[p % widen.PRODUCTS], factor, widen),)
         return gl.convert_layout(_side_by_side(parts), OPERAND)
+
+    @gluon.jit
+    def columns_at(self, col, k):
+        """Return where B's descriptor has the columns from `col` on, of the step from `k` on along K."""
+        return k // (2 * _HALF), col, 0
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         sums, place, factors, step = acc
-        place += gl.where(step < self.codes.last, self.codes.GROUPS, 0)
+        place += gl.where(step < self.codes.last, self.LINES * self.codes.GROUPS, 0)
         coming = self._factors(place)
-        halves = reinterpret(rows, rows.dtype, [2, self.BLOCK_M, self.BLOCK_K // 2], self.A_FORM)
-        first = self._widened(columns, factors, 0)
-        sums = warpgroup_mma(first, halves.index(0).permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,)))
-        second = self._widened(columns, factors, 1)
-        sums = warpgroup_mma(second, halves.index(1).permute((1, 0)), sums, is_async=True)
+        halves = reinterpret(rows, rows.dtype, [2 * self.LINES, self.BLOCK_M, _HALF], self.A_FORM)
+        columns = reinterpret(columns, columns.dtype, [self.LINES, self.BLOCK_N, columns.shape[2]], self.B_FORM)
+        for i in gl.static_range(2 * self.LINES):
+            if i > 0:
+                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,)))
+            weights = self._widened(columns, factors, i)
+            sums = warpgroup_mma(weights, halves.index(i).permute((1, 0)), sums, is_async=True)
         return sums, place, coming, step + 1
 
     @gluon.jit
     def await_last_but_one(self, acc):
-        """Wait until the first half's registers are free."""
+        """Wait until the registers of all but the last half are free."""
         sums, place, factors, step = acc
         return warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,))), place, factors, step
 
