@@ -1,7 +1,6 @@
 """Check and time all-reduces of many rows, quantised weights: `python -m benchmarks.quantised_many --ranks 2`.
 
-Each variant is compared with float64 of the numbers that the codes represent. `converted` is the way before: a weight
-in bf16 is made in each call.
+Each variant is compared with float64 of the numbers that the codes represent.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import time
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.kernels.hopper import scaled_mma
+from iris_ops.kernels.hopper import operands, scaled_mma
 from iris_ops.local import skinny_matmul
 from iris_ops.named import named as function
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights import BY_NAME, format_of
+from iris_ops.quantised import many_rows
 from iris_ops.quantised.packing import PACKINGS
-from iris_ops.quantised.restoring import restored
 from iris_tp.bench.team import Team, launch
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
 
 N, K = 8192, 4096
-FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4", "fp8_block/32"]
+FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4", "fp8_block/32", "int4/128"]
 
 
 def weight_of(name: str, n: int, k: int, seed: int):
@@ -79,49 +78,64 @@ def timed(call, graph_calls: int = 8, seconds: float = 0.12) -> float:
 
 
 HOPPER = partial(FusedConfig, warp_specialised=True)
+ONE = partial(HOPPER, algorithm="one_shot")
 LOW = partial(FusedConfig, algorithm="one_shot", kernel="lamport_matmul", num_warps=4)
+LOCAL = partial(HOPPER, algorithm="copy_gather")
 TILES = {
     "reduce 128x256": HOPPER(128, 256, 64, num_stages=3),
     "reduce 128x128 w4": HOPPER(128, 128, 64, num_warps=4, num_stages=5),
-    "pair 128x128 w4": HOPPER(128, 128, 64, num_warps=4, num_stages=5, algorithm="one_shot"),
-    "widened lowest pair": HOPPER(64, 64, 128, 8, 4, 5, algorithm="one_shot", kernel="hopper.lamport_pair"),
-    "widened reduce": HOPPER(128, 128, 128, num_stages=3),
-    "widened pair": HOPPER(128, 128, 128, num_stages=2, algorithm="one_shot"),
-    "widened low pair": HOPPER(64, 128, 128, num_stages=3, algorithm="one_shot"),
+    "pair 128x128 w4": ONE(128, 128, 64, num_warps=4, num_stages=5),
     "lamport 32x64": LOW(32, 64, 64, num_stages=12),
     "lamport 64x64": LOW(64, 64, 64, num_stages=10),
     "lamport 128x64": LOW(128, 64, 64, num_stages=8),
     "stream": FP8_STREAM,
 }
+# Of codes, by lines a step.
+WIDENED = {
+    "64x64": (64, 64, 4), "64x128": (64, 128, 8), "128x64": (128, 64, 4), "128x128": (128, 128, 8),
+    "256x128": (256, 128, 8),
+}  # fmt: skip
+
+
+def widened(tile: str, lines: int, kind=HOPPER) -> FusedConfig:
+    m, n, warps = WIDENED[tile]
+    kernel = "hopper.lamport_pair" if kind is ONE else ""
+    return kind(m, n, 64 * lines, num_warps=warps, num_stages=2, kernel=kernel)
 
 
 def variants(m: int) -> dict[str, tuple]:
-    """Return by name (format, configuration, whether B is converted, steps of scaled blocks together)."""
-    named = {"bf16": ("bf16", None), "fp8": ("fp8", None)}
+    """Return by name (format, configuration, how: None, "gated" or "local", registers of movers or None, steps of
+    scaled blocks together)."""
+    named = {"bf16": ("bf16", None)}
+    codes = ("int4", "mxfp4")
     if m <= 64:
-        named["fp8_block lamport"] = ("fp8_block", TILES["lamport 32x64" if m <= 32 else "lamport 64x64"])
-        for form in ("int4", "mxfp4"):
+        for form in codes:
             named[f"{form} stream"] = (form, TILES["stream"])
-            named[f"{form} pair 64x64"] = (form, TILES["widened lowest pair"])
-        for form in ("bf16", "fp8_block", "int4", "mxfp4") if m <= 32 else ():
-            named[f"{form} gated"] = (form, None, False, "gated")
-    elif m == 128:
-        named["fp8_block lamport"] = ("fp8_block", TILES["lamport 128x64"])
-        for form in ("int4", "mxfp4"):
-            named[f"{form} pair 64x128"] = (form, TILES["widened low pair"])
-            named[f"{form} pair 64x64"] = (form, TILES["widened lowest pair"])
+            for lines in (1, 2):
+                named[f"{form} pair 64x64 by {lines}"] = (form, widened("64x64", lines, ONE))
+    elif m <= 512:
+        for tile in ("64x128", "128x64", "128x128") if m == 128 else ("64x128", "128x128"):
+            for lines in (1, 2):
+                for form in codes if lines == 2 else codes[:1]:
+                    named[f"{form} pair {tile} by {lines}"] = (form, widened(tile, lines, ONE))
+        if m == 512:
+            named["int4 reduce 128x128 by 2"] = ("int4", widened("128x128", 2))
+            named["int4 reduce 256x128 by 1"] = ("int4", widened("256x128", 1))
     else:
-        for count in (1, 2, 4):
-            for tile in ("reduce 128x256", "reduce 128x128 w4") + (("pair 128x128 w4",) if m <= 2048 else ()):
-                if count == 4 or m == 2048:
-                    config = replace(TILES[tile], comm_programs=20 + count)  # calls of their own
-                    named[f"fp8_block {tile} by {count}"] = ("fp8_block", config, False, count)
-        for form in ("bf16", "fp8", "fp8_block", "int4", "mxfp4") if m > 512 else ():
-            named[f"{form} local"] = (form, None, False, "local")
-        for form in ("int4", "mxfp4", "fp8_block/32"):
-            named[f"{form} reduce 128x128"] = (form, TILES["widened reduce"])
-            if m <= 2048:
-                named[f"{form} pair 128x128"] = (form, TILES["widened pair"])
+        for tile, lines in (("128x128", 1), ("128x128", 2), ("256x128", 1)):
+            for form in (*codes, "int4/128", "fp8_block/32") if m == 2048 else codes:
+                named[f"{form} reduce {tile} by {lines}"] = (form, widened(tile, lines))
+        for tile, lines in (("128x128", 2), ("256x128", 1)):
+            named[f"int4 local {tile} by {lines}"] = ("int4", widened(tile, lines, LOCAL), "local")
+        named["bf16 local"] = ("bf16", None, "local")
+        wide, number = TILES["reduce 128x256"], 20
+        for count, movers in ((1, None), (1, 120), (4, 120)):
+            config = replace(wide, comm_programs=number)  # a call of its own
+            named[f"fp8_block reduce 128x256 by {count}, {movers}"] = ("fp8_block", config, None, movers, count)
+            number += 1
+        config = replace(TILES["reduce 128x128 w4"], comm_programs=number)
+        named["fp8_block reduce 128x128 w4 by 4"] = ("fp8_block", config, None, None, 4)
+        named["fp8"] = ("fp8", None)
     return named
 
 
@@ -134,34 +148,32 @@ def run(team: Team, args: argparse.Namespace) -> None:
         copies = [weight] + [tuple(None if t is None else t.clone() for t in weight) for _ in range(3)]
         weights[name] = copies, exact
 
-    def multiply(out, x, name, config, converted, count, i):
-        if count == "gated":
-            weight, scale = weights[name][0][i % 4]
-            skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
-            return
-        if count == "local":
-            weight, scale = weights[name][0][i % 4]
-            if scale is None:
-                torch.mm(x, weight.t(), out=out)
-            else:
-                function(format_of(weight.t(), scale).product)(x, weight, scale, None, out)
-            return
-        scaled_mma.together = together if count is None else lambda warps: count
+    def multiply(out, x, name, config, how, movers, count, i):
         weight, scale = weights[name][0][i % 4]
-        if converted:
-            weight, scale = restored(weight, scale, K, x.dtype), None
-        ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale, config=config)
+        if how == "gated":
+            skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
+        elif how == "local" and scale is None:
+            torch.mm(x, weight.t(), out=out)
+        elif how == "local" and config is not None:
+            many_rows.multiply(out, x, weight, scale, None, config)
+        elif how == "local":
+            function(format_of(weight.t(), scale).product)(x, weight, scale, None, out)
+        else:
+            operands.MOVER_REGISTERS = {8: movers or 168, 4: 232}
+            operands._HELD = 16 if movers else 32
+            scaled_mma.together = together if count is None else lambda warps: count
+            ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale, config=config)
 
     cases = []
-    for m in (2048, 64, 24, 8192, 128, 512, 48, 32):
+    for m in (2048, 64, 128, 512, 8192, 40, 256):
         draw = torch.Generator("cuda").manual_seed(m + team.rank)
         x = torch.randn(m, K, device="cuda", generator=draw).bfloat16()
         out = ctx.empty(m, N, dtype=x.dtype)
         for label, (name, *more) in variants(m).items():
-            config, converted, count = [*more, None, None, None][:3]
+            config, how, movers, count = [*more, None, None, None, None][:4]
             alone = {"gated": N // 2, "local": N}
-            to = torch.empty(m, alone[count], dtype=x.dtype, device=x.device) if count in alone else out
-            cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, converted, count)))
+            to = torch.empty(m, alone[how], dtype=x.dtype, device=x.device) if how in alone else out
+            cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, how, movers, count)))
     count = compile_ahead(team, [ctx], lambda: [call(0) for *_, call in cases])
     team.say(f"{count} kernels compiled after {time.monotonic() - begin:.0f} s")
     sums: dict = {}

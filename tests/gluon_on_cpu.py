@@ -200,10 +200,14 @@ def _assembly(source: str, constraints: str, operands: list[Value], dtype: Any, 
     for instruction in re.findall(r"(?:mov|add|mul|fma)\.[^;]*", source):
         name, target, *rest = instruction.replace(",", "").split()
         read = [held[each] if each in held else _constant(each) for each in rest]
-        kind = name.split(".")[0]
-        result = read[0] * read[1] + read[2] if kind == "fma" else {"mov": lambda x: x, "add": torch.add, "mul": torch.mul}[kind](*read)
+        result = _INSTRUCTIONS[name.split(".")[0]](*read)
         held[target] = torch.Tensor.to(torch.Tensor.to(result, torch.bfloat16), torch.float64)
     return value(torch.Tensor.to(held["$0"], torch.bfloat16))
+
+
+_INSTRUCTIONS: dict[str, Callable] = {
+    "mov": lambda x: x, "add": torch.add, "mul": torch.mul, "fma": lambda x, y, z: x * y + z,
+}  # fmt: skip
 
 
 def _constant(text: str) -> torch.Tensor:

@@ -94,6 +94,11 @@ class WeightFormat:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return ""
 
+    @property
+    def line_bytes(self) -> int:
+        """Return the bytes of 128 numbers along K of a column, without scales, where they are widened in tiles."""
+        return 0
+
     def unrounded(self, problem: Any) -> str:
         """Return the reason why rows of A are multiplied as they are, or "" where they are rounded if the GPU can."""
         return f"no rows are rounded by a weight {self.name}"

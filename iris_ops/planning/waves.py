@@ -6,10 +6,12 @@ fewer programs.
 
 from __future__ import annotations
 
-from ..config import FusedConfig
+from ..config import SHARED_BYTES, FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Problem, owned_part
+from .needs import LINE, WeightFormat
 
 _L2_BYTES = 50 << 20  # of an H200
+_BF16, _MOST_STAGES = 2, 8  # bytes of a number of A where codes are widened; of such a kernel's ring
 
 
 def programs_of(config: FusedConfig, programs: int) -> int:
@@ -61,7 +63,30 @@ def shared_tiles(problem: Problem, config: FusedConfig, programs: int) -> tuple[
 
 def steps_along_k(problem: Problem, config: FusedConfig) -> int:
     """Return the blocks along K of a tile, one at least."""
-    return max(1, -(-problem.gemm[2] // config.depth(problem.itemsize)))
+    return max(1, -(-problem.gemm[2] // depth_of(problem.weights, config, problem.itemsize)))
+
+
+def depth_of(weights: WeightFormat, config: FusedConfig, itemsize: int) -> int:
+    """Return how many products along K a step of a tile has, by operands of `itemsize` bytes."""
+    return LINE * lines_of(weights, config) if weights.widened_in_tiles else config.depth(itemsize)
+
+
+def lines_of(weights: WeightFormat, config: FusedConfig) -> int:
+    """Return how many lines of codes a step of a tile has: two, for warps wait for each other in each step, or one
+    where shared memory has no room for two such steps."""
+    room = SHARED_BYTES - _BF16 * config.finished
+    return 2 if config.block_k >= LINE and 2 * 2 * line_bytes(weights, config) <= room else 1
+
+
+def line_bytes(weights: WeightFormat, config: FusedConfig) -> int:
+    """Return the bytes of a line of 128 products along K of a tile: rows of A, and codes."""
+    return _BF16 * config.block_m * LINE + config.block_n * weights.line_bytes
+
+
+def code_stages(weights: WeightFormat, config: FusedConfig) -> int:
+    """Return how many steps of codes, and of the rows that they multiply, fit in shared memory."""
+    room = SHARED_BYTES - _BF16 * config.finished
+    return min(_MOST_STAGES, room // (lines_of(weights, config) * line_bytes(weights, config)))
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:

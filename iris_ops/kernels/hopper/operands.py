@@ -16,12 +16,12 @@ from iris.triton_private import GluonDescriptor
 import torch
 from triton.experimental.gluon import language as gl
 
-from ...config import SHARED_BYTES, FusedConfig
+from ...config import FusedConfig
 from ...named import named
 from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
-from ...planning.waves import gemm_tiles, shared_tiles, skew_steps
+from ...planning.waves import code_stages, gemm_tiles, lines_of, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import Problem
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
@@ -41,7 +41,6 @@ MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
 _SMALL = 128 * 128
-_MOST_STAGES = 8  # of codes
 _GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -112,13 +111,11 @@ def _of_codes(
     if config.block_m * config.block_n > _SMALL and config.block_m > 128:
         pipeline |= dict(MOVER_REGISTERS=120, ROWS=pipeline["ROWS"] // 2)
     pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
-    lines = max(1, config.block_k // LINE)
+    lines, stages = lines_of(weights, config), code_stages(weights, config)
     depth = lines * LINE
-    stage = lines * (A.element_size() * config.block_m * LINE + 4 * config.block_n * words)
-    # codes take less room than numbers, so there is room for more stages
-    stages = min(_MOST_STAGES, (SHARED_BYTES - A.element_size() * config.finished) // stage)
     if stages < 2:
-        raise ArgumentError(f"config has room for {stages} blocks of {config.block_m} x {depth} of A; expected 2 or more")
+        block = f"{config.block_m} x {depth}"
+        raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
     apart = [words, codes.stride(0), 1]
     by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
     return dict(

@@ -1,9 +1,9 @@
 """Products on Hopper by weights that are stored as codes, widened to bf16 in registers on the way to the tensor cores.
 
 The codes of a step's lines, 128 numbers along K each, come to shared memory as they are stored, a quarter or half of
-bf16's bytes. `wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A thread finds the
-numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between threads. A weight
-is widened once for all rows of a tile, to the same number that `quantised/restoring.py` makes.
+bf16's bytes. `wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A
+thread finds the numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between
+threads. A weight is widened once for all rows of a tile, two at a time, by bf16's own instructions.
 
 Registers of an operand are free once its product has ended. A line has two halves along K: one is widened while the
 tensor cores multiply the one before. The class has the names of `mma.Mma`.

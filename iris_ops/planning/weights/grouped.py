@@ -49,6 +49,10 @@ class Grouped(WeightFormat):
     def widened_in_tiles(self) -> bool:
         return not self.rounds_rows
 
+    @property
+    def line_bytes(self) -> int:
+        return LINE * self._packing.dtype.itemsize // self._packing.per_element
+
     def depth(self, stored: int, K: int) -> int:
         room = stored * self._packing.per_element
         return K if self._packing.padded(K, self.group or None) == room else room
