@@ -136,6 +136,9 @@ def variants(m: int) -> dict[str, tuple]:
         config = replace(TILES["reduce 128x128 w4"], comm_programs=number)
         named["fp8_block reduce 128x128 w4 by 4"] = ("fp8_block", config, None, None, 4)
         named["fp8"] = ("fp8", None)
+        for form in ("fp8", "bf16"):
+            number += 1
+            named[f"{form} reduce 128x256, 120"] = (form, replace(wide, comm_programs=number), None, 120)
     return named
 
 
