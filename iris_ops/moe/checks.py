@@ -96,9 +96,9 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     if scale is None:
         return PLAIN
     check_kind(op, "scale", scale, device)
-    stored = [each for each in FORMATS if each.dtype == B.dtype]
+    stored = [each for each in FORMATS if each.dtype == B.dtype and each.in_experts]
     if not stored:
-        kinds = quantised_dtypes()
+        kinds = " or ".join(dict.fromkeys(str(each.dtype) for each in FORMATS if each.in_experts))
         raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(

@@ -51,7 +51,7 @@ def added_to(y, widen: gl.constexpr):
     """Add to the weights what their codes lack, exactly, because both are small integers."""
     result = ()
     for i in gl.static_range(len(y)):
-        result = result + (gl.inline_asm_elementwise(widen.NUMBER, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
+        result = result + (gl.inline_asm_elementwise(widen.ADDING, "=r,r", [y[i]], gl.bfloat16, is_pure=True, pack=2),)
     return result
 
 
@@ -64,7 +64,7 @@ def begins_of(
     EACH: gl.constexpr = widen.PRODUCTS // GROUPS
     LINES: gl.constexpr = x[0].shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
-    added = gl.full((LINES, 16 * ACROSS, x[0].shape[1]), widen.ADDED, gl.bfloat16, layout=WEIGHTS)
+    added = gl.full((LINES, 16 * ACROSS, x[0].shape[1]), widen.LACKED, gl.bfloat16, layout=WEIGHTS)
     result = ()
     for g in gl.static_range(GROUPS):
         begin = gl.zeros((LINES, 16 * ACROSS, x[0].shape[2]), gl.float32, layout=MMA)

@@ -5,18 +5,20 @@
     fp8_block   e4m3                    e4m3 [N, Kp]          float32 [N, slots]
     int4        0 to 15, value + 8      int32 [N, Kp / 8]     bfloat16, float16 or float32 [N, slots]; float32 [N]
     mxfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]     uint8 [N, slots], the exponent + 127
+    nvfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]     float32 [N, slots], both factors multiplied
+    int8        0 to 255, value + 128   int8 [N, Kp]          as int4
 
 Kp is K, rounded up to whole lines of 128. A scale belongs to one row and `group` entries along K. `slots` is a row's
 number of scales, rounded up to those of four lines: then rows begin at 16 bytes, as the hardware that copies blocks
 needs it. Padding is zeros in both tensors.
 
 Dim 0 is N in both tensors, so a loader fills rows of a merged weight by `narrow(0, before, size)`. A shard along N may
-begin at any row. A shard along K is packed from its own codes and scales. So it must begin where a group begins: int4
-and mxfp4 at multiples of their group. A shard of fp8_block that begins or ends inside a block of 128 takes groups of
+begin at any row. A shard along K is packed from its own codes and scales. So it must begin where a group begins:
+integers, mxfp4 and nvfp4 at multiples of their group. A shard of fp8_block that begins or ends inside a block of 128 takes groups of
 64 or 32, which repeat the block's scale. Nothing stores fp8_block whose cut is no multiple of 32.
 
 The order inside a line is what `widening.py` reads with the fewest instructions. Bytes of fp8 and of fp8_block in
-groups of 128 lie in K's order. Otherwise a line is cut into 4 products (fp8_block: 32 entries each) or 8 (4 bits: 16
+groups of 128 lie in K's order. Otherwise a line is cut into 4 products (8 bits: 32 entries each) or 8 (4 bits: 16
 entries each). A product's entries share a scale, and entry j of a product lies in word j, or beside the one in word
 j ^ 1. So registers hold whole products, and a scale belongs to a product's sum.
 """
@@ -54,7 +56,7 @@ class Packing:
 
     def padded(self, K: int, group: int | None) -> int:
         """Return how many entries a stored row has room for."""
-        return K if group is None and self.per_element == 1 else -(-K // LINE) * LINE
+        return K if group is None else -(-K // LINE) * LINE
 
     def stored(
         self, N: int, K: int, group: int | None = None, scale_dtype: torch.dtype | None = None
@@ -72,7 +74,7 @@ class Packing:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return (weight, scale) as kernels read them.
 
-        codes: [N, K], e4m3 or uint8 from 0 to 15. scales: float32 [N, ceil(K / group)], or [N] where `group` is None.
+        codes: [N, K], e4m3 or uint8, from 0 to 15 in four bits. scales: float32 [N, ceil(K / group)], or [N] where `group` is None.
         Raises `ArgumentError` where a scale is no number of `scale_dtype`.
         """
         N, K = codes.shape
@@ -227,6 +229,9 @@ class FourBits(Packing):
     FIELDS: ClassVar[tuple] = tuple(((0, 4, 4 * n),) for n in range(4))
     """Of each of four products, in half a word: (first bit of the code, bits, where they lie)."""
 
+    def padded(self, K: int, group: int | None) -> int:
+        return -(-K // LINE) * LINE
+
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         if codes.dtype != torch.uint8:
             raise DtypeError(f"codes have dtype {codes.dtype} for weights in {self.name}; expected {torch.uint8}")
@@ -256,13 +261,13 @@ class FourBits(Packing):
         return codes.view(N, lines * LINE)
 
     def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.float() - 8
+        return codes.float() - self.ZERO
 
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _some((largest / 7.5).to(dtype).float())  # 7 and -8 are as far from the ends of the range
+        return _some((largest / (self.ZERO - 0.5)).to(dtype).float())  # both ends of the range are as far
 
     def _rounded(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return ((weight / scales).round().clamp(-8, 7) + 8).to(torch.uint8)
+        return ((weight / scales).round().clamp(-self.ZERO, self.ZERO - 1) + self.ZERO).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -317,8 +322,43 @@ class E2m1(FourBits):
         return (code + 8 * torch.signbit(weight)).to(torch.uint8)
 
 
-FP8, FP8_BLOCK, INT4, MXFP4 = Packing(), BlockPacking(), FourBits(), E2m1()
-PACKINGS = {each.name: each for each in (FP8, FP8_BLOCK, INT4, MXFP4)}
+@dataclass(frozen=True)
+class Nvfp4(E2m1):
+    """e2m1 with any scale for each 16 entries, which are one product."""
+
+    name: str = "nvfp4"
+    groups: tuple[int | None, ...] = (16,)
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+    def _stored_scales(self, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return Packing._stored_scales(self, scales, dtype)
+
+    def _scale_numbers(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale
+
+    def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _some(largest / _E2M1[-1])
+
+
+@dataclass(frozen=True)
+class Int8(FourBits):
+    """Integers from -128 to 127. Byte i of word j of a line holds entry 32 i + j."""
+
+    name: str = "int8"
+    dtype: torch.dtype = torch.int8
+    per_element: int = 1
+
+    ZERO: ClassVar[int] = 128
+
+    def _arranged(self, codes: torch.Tensor, group: int | None) -> torch.Tensor:
+        return _turned(codes, 4, 32).view(self.dtype)
+
+    def _in_order(self, weight: torch.Tensor, group: int | None) -> torch.Tensor:
+        return _turned(weight, 32, 4).view(torch.uint8)
+
+
+FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8 = Packing(), BlockPacking(), FourBits(), E2m1(), Nvfp4(), Int8()
+PACKINGS = {each.name: each for each in (FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8)}
 
 
 def slots(K: int, group: int) -> int:

@@ -21,13 +21,19 @@ import triton.language as tl
 _ROWS_SCALED = 2.0**64  # of A, in `weight_stream.py`
 
 
+def _pair(number: float) -> str:
+    """Return the bits of two equal bf16 numbers."""
+    bits = struct.unpack("<I", struct.pack("<f", number))[0] >> 16
+    return f"0x{bits:04x}{bits:04x}"
+
+
 @dataclass(frozen=True)
 class Widening:
     """A format's policy.
 
     `words`: a device function from int32 words to a tuple of `PRODUCTS` bf16 tensors like them. `off`: by what factor
-    these are too small; where that is not 1, A must be scaled by 2**64. `ADDED`: what is to be added to them; a kernel
-    begins sums with that times the sum of A, or adds it to each. `WORDS`: int32 words of a line. `RUNS`: whether
+    these are too small; where that is not 1, A or scales must be scaled by 2**64. `ADDED`: what is then to be added to
+    them; a kernel begins sums with `LACKED` times the sum of A, or adds that to each. `WORDS`: int32 words of a line. `RUNS`: whether
     product i has the run of 128 / PRODUCTS entries that is number i of a line; else it has each fourth entry from i on.
     """
 
@@ -61,32 +67,35 @@ class Widening:
         return int(log2(self.later))
 
     @property
-    def NUMBER(self) -> str:
-        """Return the instruction that makes two widened numbers, $1, those which their codes represent, $0, exactly."""
-        return f"{{ .reg .b32 c; mov.b32 c, {self._operand}; {self._finish}.rn.bf16x2 $0, $1, c; }}"
+    def LACKED(self) -> float:
+        """Return what is to be added to widened numbers before they are multiplied by `off`."""
+        return self.ADDED / self.off
+
+    @property
+    def ADDING(self) -> str:
+        """Return the instructions that add `LACKED` to two bf16 numbers, exactly."""
+        return f"{{ .reg .b32 c; mov.b32 c, {_pair(self.LACKED)}; add.rn.bf16x2 $0, $1, c; }}"
+
+    @property
+    def ALONE(self) -> str:
+        """Return the instructions that add as much, and multiply by `later`."""
+        if not self.SCALED:
+            return self.ADDING
+        return f"{{ .reg .b32 n, f; {self._whole} mov.b32 f, {_pair(self.later)}; mul.rn.bf16x2 $0, n, f; }}"
 
     @property
     def TIMES(self) -> str:
-        """Return the instructions of such numbers, or, if they are `SCALED`, of $1 itself, times the factors $2."""
-        return f"{{ .reg .b32 n; {self._start} mul.rn.bf16x2 $0, n, $2; }}"
+        """Return the instructions that add as much, and multiply by the factors $2."""
+        return f"{{ .reg .b32 n; {self._whole} mul.rn.bf16x2 $0, n, $2; }}"
 
     @property
     def TIMES_SUM(self) -> str:
-        """Return the instructions of the same times the sums of factors $2 and much smaller factors $3."""
-        return f"{{ .reg .b32 n, t; {self._start} mul.rn.bf16x2 t, n, $3; fma.rn.bf16x2 $0, n, $2, t; }}"
+        """Return those that multiply by the sums of factors $2 and much smaller factors $3."""
+        return f"{{ .reg .b32 n, t; {self._whole} mul.rn.bf16x2 t, n, $3; fma.rn.bf16x2 $0, n, $2, t; }}"
 
     @property
-    def _start(self) -> str:
-        return "mov.b32 n, $1;" if self.SCALED else self.NUMBER.replace("$0", "n")
-
-    @property
-    def _finish(self) -> str:
-        return "add" if self.ADDED else "mul"
-
-    @property
-    def _operand(self) -> str:
-        bits = struct.unpack("<I", struct.pack("<f", self.ADDED or self.off))[0] >> 16
-        return f"0x{bits:04x}{bits:04x}"
+    def _whole(self) -> str:
+        return self.ADDING.replace("$0", "n") if self.ADDED else "mov.b32 n, $1;"
 
     @property
     def cache_key(self) -> str:
@@ -187,6 +196,25 @@ def _e2m1(words):
     )  # fmt: skip
 
 
+@gluon.jit
+def _int8(words):
+    """Widen bytes to bf16 times 2**-133: there they are the last bits, which are as linear as integers."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $4, $5, 0x4400;
+        prmt.b32 b, $4, $5, 0x5511;
+        prmt.b32 c, $4, $5, 0x6622;
+        prmt.b32 d, $4, $5, 0x7733;
+        and.b32 $0, a, 0x00ff00ff;
+        and.b32 $1, b, 0x00ff00ff;
+        and.b32 $2, c, 0x00ff00ff;
+        and.b32 $3, d, 0x00ff00ff;
+        }""",
+        "=r,=r,=r,=r,r,r", [words], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 @device_function
 def _e4m3_entry(row, k, mask):
     return tl.load(row + k, mask=mask, other=0.0).to(tl.float32)
@@ -222,7 +250,14 @@ def _e2m1_entry(row, k, mask):
     return tl.where(sign == 1, -halves, halves) * 0.5
 
 
+@device_function
+def _int8_entry(row, k, mask):
+    word = tl.load(row + k // 128 * 32 + k % 32, mask=mask, other=0)
+    return (((word >> (k % 128 // 32 * 8)) & 255) - 128).to(tl.float32)
+
+
 E4M3 = Widening(_e4m3, _e4m3_entry, 2.0**120)
 E4M3_RUNS = Widening(_e4m3, _e4m3_runs_entry, 2.0**120, RUNS=True)
 INT4 = Widening(_int4, _int4_entry, ADDED=-136.0, WORDS=16, PRODUCTS=8, RUNS=True)
 E2M1 = Widening(_e2m1, _e2m1_entry, 2.0**126, WORDS=16, PRODUCTS=8, RUNS=True)
+INT8 = Widening(_int8, _int8_entry, 2.0**133, ADDED=-128.0, RUNS=True)

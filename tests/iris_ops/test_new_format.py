@@ -18,14 +18,14 @@ from tests.harness import run_ranks
 
 
 @dataclass(frozen=True)
-class Int8(WeightFormat):
-    """8-bit integers, a scale for each column."""
+class Int16(WeightFormat):
+    """16-bit integers, a scale for each column."""
 
     def converted(self, problem, machine) -> str:
         return "no kernel widens integers"
 
 
-INT8 = Int8("in integers", dtype=torch.int8, operands="tests.iris_ops.test_new_format:operands")
+INT16 = Int16("in integers", dtype=torch.int16, operands="tests.iris_ops.test_new_format:operands")
 
 
 def operands(rank, problem, config, tensors):
@@ -38,7 +38,7 @@ def operands(rank, problem, config, tensors):
 def multiply(ctx: iris.Iris, M: int, op: str) -> None:
     N, K, w = 48, 64, ctx.num_ranks
     generator = torch.Generator().manual_seed(M)
-    ranks = [torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8) for _ in range(w)]
+    ranks = [torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int16) for _ in range(w)]
     scales = [torch.rand(N, generator=generator) / 100 for _ in range(w)]
     rows = [torch.randn(M, K, generator=generator).bfloat16() for _ in range(w)]
     me = ctx.cur_rank
@@ -53,7 +53,7 @@ def multiply(ctx: iris.Iris, M: int, op: str) -> None:
         expected = rows[0].double() @ (ranks[me].double() * scales[me].double()[:, None]).t()
     out = ctx.zeros(*expected.shape, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "FORMATS", (*weights.FORMATS, INT8))
+        patch.setattr(weights, "FORMATS", (*weights.FORMATS, INT16))
         getattr(ctx.ops, op)(out, A, ranks[me].t(), scale=scales[me])
     lost = (expected - out.double()).abs().max() / expected.abs().max()
     assert lost < 0.02, lost  # of bf16: the weight, the partial sums and the result are rounded
@@ -65,9 +65,9 @@ def test_a_new_format_is_multiplied(op: str) -> None:
 
 
 def refuse(ctx: iris.Iris) -> None:
-    A, B = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int8)
+    A, B = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.int16)
     out = torch.zeros(4, 16, dtype=torch.bfloat16)
-    with pytest.raises(DtypeError, match="B has dtype torch.int8 and there is a scale"):
+    with pytest.raises(DtypeError, match="B has dtype torch.int16 and there is a scale"):
         ctx.ops.matmul_all_reduce(out, A, B.t(), scale=torch.ones(16))
 
 

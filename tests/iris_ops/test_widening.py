@@ -69,7 +69,7 @@ def test_each_code_in_each_place(name: str) -> None:
     packing, group = PACKINGS[form.packing], form.group or None
     fp8 = form.packing == "fp8_block"
     every = torch.arange(256, dtype=torch.uint8)
-    every = every[(every & 127) != 127] if fp8 else every[:16]
+    every = every[(every & 127) != 127] if fp8 else every[: 256 if form.packing == "int8" else 16]
     codes = every[(torch.arange(len(every))[:, None] + torch.arange(LINE)[None, :] * (3 if fp8 else 5)) % len(every)]
     codes = codes.view(torch.float8_e4m3fn) if fp8 else codes
     scales = torch.ones(len(codes), *(() if group is None else (LINE // group,)))
@@ -87,5 +87,5 @@ def test_each_code_in_each_place(name: str) -> None:
 
 
 def test_a_kernel_is_compiled_anew_for_another_policy() -> None:
-    policies = [widening.E4M3, widening.E4M3_RUNS, widening.INT4, widening.E2M1]
+    policies = [widening.E4M3, widening.E4M3_RUNS, widening.INT4, widening.E2M1, widening.INT8]
     assert len({each.cache_key for each in policies}) == len(policies)

@@ -48,13 +48,13 @@ def _side_by_side(parts):
 
 @gluon.jit
 def _unscaled(numbers, widen: gl.constexpr):
-    """Return the numbers that widened codes represent."""
-    return gl.inline_asm_elementwise(widen.NUMBER, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
+    """Return the numbers that widened codes represent, divided by `AFTER`."""
+    return gl.inline_asm_elementwise(widen.ALONE, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _scaled(numbers, factor, widen: gl.constexpr):
-    """Return the same times the scale of each row, divided by `AFTER`. Numbers are rounded once.
+    """Return the same times the scale of each row, rounded once.
 
     A scale that bf16 cannot hold is the sum of two that it can.
     """
@@ -190,5 +190,4 @@ class WidenedMma:
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
         sums, _place, _factors, _step = acc
-        sums = gl.permute(warpgroup_mma_wait(0, deps=(sums,)), (1, 0))
-        return sums * self.codes.WIDEN.AFTER if self.codes.scales is not None else sums
+        return gl.permute(warpgroup_mma_wait(0, deps=(sums,)) * self.codes.WIDEN.AFTER, (1, 0))

@@ -1,4 +1,4 @@
-"""Weights with scales of groups along K: fp8 in blocks, int4 and MXFP4 (`quantised/packing.py`).
+"""Weights with scales of groups along K: fp8 in blocks, int4, int8, MXFP4, NVFP4 (`quantised/packing.py`).
 
 The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
 all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks
@@ -131,9 +131,9 @@ def _blocks(group: int, key: str) -> Grouped:
     return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
-def _int4(group: int, key: str) -> Grouped:
-    name = f"in int4, groups of {group}" if group else "in int4, a scale for each channel"
-    return _format(name, "int4", key, group, "INT4", 32)
+def _integers(packing: str, group: int, key: str, **more: Any) -> Grouped:
+    shared = f"groups of {group}" if group else "a scale for each channel"
+    return _format(f"in {packing}, {shared}", packing, key, group, packing.upper(), 32, **more)
 
 
 # The first of a packing is what its name alone requests.
@@ -141,9 +141,14 @@ GROUPED = {
     "fp8_block": _blocks(128, "fp8_block"),
     "fp8_block/64": _blocks(64, "fp8_block/64"),
     "fp8_block/32": _blocks(32, "fp8_block/32"),
-    "int4": _int4(32, "int4"),
-    "int4/64": _int4(64, "int4/64"),
-    "int4/128": _int4(128, "int4/128"),
-    "int4/channel": _int4(0, "int4/channel"),
+    "int4": _integers("int4", 32, "int4"),
+    "int4/64": _integers("int4", 64, "int4/64"),
+    "int4/128": _integers("int4", 128, "int4/128"),
+    "int4/channel": _integers("int4", 0, "int4/channel"),
     "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
+    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32, in_experts=False),
+    "int8": _integers("int8", 128, "int8", in_experts=False),
+    "int8/64": _integers("int8", 64, "int8/64", in_experts=False),
+    "int8/32": _integers("int8", 32, "int8/32", in_experts=False),
+    "int8/channel": _integers("int8", 0, "int8/channel", in_experts=False),
 }
