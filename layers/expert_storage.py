@@ -18,11 +18,11 @@ from .checkpoint.composed import Concatenation, Stack
 from .formats.coded import coded, coding_of
 from .formats.weight_format import Coding, Turned
 from .shard import Shard, Transposed, fill
-from .weight_storage import ELEMENTS, FORMS, Form, form_in_groups
+from .weight_storage import ELEMENTS, FORMS, Form, form_of
 
 WIDENED = "widened"
 _PIECE = 1 << 21  # numbers that are rounded at a time
-_PACKINGS = {"e4m3": FP8_BLOCK, "int4": INT4, "e2m1": MXFP4}
+_PACKINGS = FP8, FP8_BLOCK, INT4, MXFP4  # that kernels of mixtures read
 
 
 def scale_name(key: str) -> str:
@@ -93,10 +93,10 @@ def form_for(coding: Coding | str, cut: Cut, weights: str | None) -> Form | str:
 
 
 def _form_of_files(coding: Coding, cut: Cut) -> Form | str:
-    packing = _PACKINGS[coding.element]
-    if coding.group >= cut.columns.total and packing is not MXFP4:
-        return Form(FP8 if packing is FP8_BLOCK else packing)
-    return form_in_groups(packing, coding, cut.starts)
+    form = form_of(coding, cut.columns.total, cut.starts)
+    if isinstance(form, Form) and form.packing not in _PACKINGS:
+        return f"kernels of experts read no {form.name}"
+    return form
 
 
 class CodedWeight:

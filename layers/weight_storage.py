@@ -16,7 +16,7 @@ from iris.errors import ArgumentError
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import format_of
 from iris_ops.quantised import linear as quantised
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, LINE, MXFP4, Packing
+from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, INT8, LINE, MXFP4, NVFP4, Packing
 from iris_ops.quantised.scaled_matmul import multiplies_in_fp8
 import torch
 from torch import nn
@@ -31,7 +31,13 @@ Layer = Any  # a `ShardedLinear`, whose module imports this one
 LOCAL = "matmul (local)"
 REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
 STORABLE = LOCAL, REDUCED, SCATTERED, GATHERED  # the ops that read a quantised weight
-ELEMENTS = {FP8.name: "e4m3", FP8_BLOCK.name: "e4m3", INT4.name: "int4", MXFP4.name: "e2m1"}
+ELEMENTS = {
+    FP8.name: "e4m3", FP8_BLOCK.name: "e4m3", INT4.name: "int4", INT8.name: "int8", MXFP4.name: "e2m1",
+    NVFP4.name: "e2m1",
+}  # fmt: skip
+# What holds an element's codes that share a scale in a whole row, and in groups.
+_BY_ROW = {"e4m3": FP8, "int4": INT4, "int8": INT8}
+_IN_GROUPS = {"e4m3": FP8_BLOCK, "int4": INT4, "int8": INT8, "e2m1": MXFP4}
 _PIECE = 1 << 21  # numbers that are rounded at a time
 
 
@@ -57,15 +63,20 @@ class Form:
         return coding.group >= columns if self.group is None else coding.group % self.group == 0
 
 
-def form_in_groups(packing: Packing, coding: Coding, starts: Iterable[int]) -> Form | str:
-    """Return the form for codes whose shards begin at `starts` along K, or why their groups cannot be held."""
+def form_of(coding: Coding, columns: int, starts: Iterable[int]) -> Form | str:
+    """Return the form for codes of a weight with `columns` columns whose shards begin at `starts` along K, or why none
+    can hold their groups."""
+    if coding.group >= columns and coding.element in _BY_ROW:
+        return Form(_BY_ROW[coding.element])
+    nvfp4 = coding.element == "e2m1" and coding.scales == torch.float8_e4m3fn
+    packing = NVFP4 if nvfp4 else _IN_GROUPS[coding.element]
     shared = math.gcd(coding.group, *starts)
     groups = [each for each in packing.groups if each is not None]
     group = next((each for each in groups if shared % each == 0), None)
     if group is None:
         where = "" if coding.group % min(groups) else f", cut at multiples of {shared}"
         return f"groups of {coding.group}{where} are no multiples of {min(groups)}"
-    return Form(packing, group, coding.scales if packing is INT4 and group < LINE else None)
+    return Form(packing, group, coding.scales if packing in (INT4, INT8) and group < LINE else None)
 
 
 FORMS = {

@@ -37,14 +37,12 @@ class GroupedIntegers(WeightFormat):
         return self.group
 
     def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding | str:
-        if self.bits != 4:
-            return f"it has {self.bits} bits"
         if self.ordered:
             return "its entries are ordered by activation"
         return (
             "it has zero points"
             if "zero" in tensors and not self._is_symmetric(tensors["zero"])
-            else Coding("int4", self.group, tensors["scale"].dtype)
+            else Coding(f"int{self.bits}", self.group, tensors["scale"].dtype)
         )
 
     def _is_symmetric(self, stored: StoredTensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.files import StoredTensor
 from .bits import Span
 from .e2m1 import E2m1
-from .weight_format import Index, QuantisedWeight
+from .weight_format import Coding, Index, QuantisedWeight
 
 GROUP = 16
 
@@ -34,8 +34,8 @@ class Nvfp4(E2m1):
     def reads(self, rows: Span, columns: Span) -> dict[str, Index]:
         return super().reads(rows, columns) | {"global": ()}
 
-    def coding(self, tensors: Mapping[str, StoredTensor]) -> str:
-        return "its scales have two factors"
+    def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding:
+        return Coding("e2m1", GROUP, tensors["scale"].dtype)
 
     def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32

@@ -44,18 +44,23 @@ class Packed(GroupedIntegers):
         return index
 
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        return held["packed"] if self.loose else self.within(fields(held["packed"], self.bits), columns, 1)
+        return _unsigned(held["packed"]) if self.loose else self.within(fields(held["packed"], self.bits), columns, 1)
 
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
         if not self.asymmetric:
-            return 0 if self.loose else 1 << (self.bits - 1)
+            return 1 << (self.bits - 1)
         zero = held["zero"]
-        return zero if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
+        return _unsigned(zero) if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
 
     def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         return held["scale"].to(dtype)
+
+
+def _unsigned(integers: torch.Tensor) -> torch.Tensor:
+    """Return int8 numbers + 128, as packed ones are."""
+    return integers.view(torch.uint8) ^ 128
 
 
 def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[int, ...]) -> QuantisedWeight:

@@ -6,7 +6,7 @@ None            in codes and scales of the file, where a form holds them        
 a format        in codes and scales of the file, if they are of that kind       rounded to the format
                 ("fp8" is the kind of "fp8_block"); else rounded to the format
 
-A form holds codes of e4m3, e2m1 and int4 with one scale for a row or for a group of it. Cut along K, a group may become
+A form holds codes of e4m3, e2m1, int4 and int8 with one scale for a row or for a group of it. Cut along K, a group may become
 several smaller ones that repeat its scale. All ranks choose alike: by the whole weight and by every rank's cut.
 """
 
@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
 from torch import nn
 
 from ..formats.weight_format import Coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
-from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_in_groups, unstorable
+from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_of, unstorable
 from .merge import Slice
 
 WIDENED = "widened"
@@ -79,16 +78,10 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
         return "it is one product with weights in another format"
     if layer.stored_transposed:
         return "it is stored transposed"
-    packing = {"e2m1": MXFP4, "int4": INT4}.get(coding.element)
-    by_row = coding.group >= layer.in_features and packing is not MXFP4
-    if by_row and packing is None:
-        return Form(FP8)
     starts = _starts(layer, ctx) if layer.dim == 1 else ()
-    if starts is None:
+    if starts is None and coding.group < layer.in_features:
         return "its inputs are not in even ranges"
-    if by_row:
-        return Form(INT4)
-    return form_in_groups(packing or FP8_BLOCK, coding, starts)
+    return form_of(coding, layer.in_features, starts or ())
 
 
 def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:

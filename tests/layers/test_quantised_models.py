@@ -62,7 +62,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# The packings in which linears keep each format: "fp8" and "int4" where a row has one scale. Others are widened.
+# The packings in which linears keep each format: "fp8" and integers where a row has one scale. Others are widened.
 KEPT: dict[str, set[str]] = {
     **dict.fromkeys(("fp8_block", "fp8_block_bf16", "fp8_block_e8m0", "ct_fp8_block"), {"fp8_block", "fp8"}),
     "fp8_with_fp4_experts": {"fp8_block", "fp8", "mxfp4"},
@@ -70,6 +70,8 @@ KEPT: dict[str, set[str]] = {
     "ct_mxfp8": {"fp8_block"},
     **dict.fromkeys(("fp8_tensor_static", "fbgemm_fp8", "ct_fp8_channel", "ct_fp8_tensor", "modelopt_fp8"), {"fp8"}),
     "ct_mxfp4": {"mxfp4"},
+    **dict.fromkeys(("ct_nvfp4", "modelopt_nvfp4"), {"nvfp4"}),
+    **dict.fromkeys(("ct_int8", "ct_int8_128"), {"int8"}),
     **dict.fromkeys(("ct_int4_32", "ct_int4_channel", "gptq", "awq_symmetric"), {"int4"}),
 }  # fmt: skip
 
