@@ -16,7 +16,18 @@ from iris.errors import ArgumentError
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.weights import format_of
 from iris_ops.quantised import linear as quantised
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, INT8, LINE, MXFP4, NVFP4, Packing
+from iris_ops.quantised.packing import (
+    FP8,
+    FP8_BLOCK,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    INT8_ZEROS,
+    LINE,
+    MXFP4,
+    NVFP4,
+    Packing,
+)
 from iris_ops.quantised.scaled_matmul import multiplies_in_fp8
 import torch
 from torch import nn
@@ -33,11 +44,12 @@ REDUCED, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "al
 STORABLE = LOCAL, REDUCED, SCATTERED, GATHERED  # the ops that read a quantised weight
 ELEMENTS = {
     FP8.name: "e4m3", FP8_BLOCK.name: "e4m3", INT4.name: "int4", INT8.name: "int8", MXFP4.name: "e2m1",
-    NVFP4.name: "e2m1",
+    NVFP4.name: "e2m1", INT4_ZEROS.name: "int4", INT8_ZEROS.name: "int8",
 }  # fmt: skip
 # What holds an element's codes that share a scale in a whole row, and in groups.
 _BY_ROW = {"e4m3": FP8, "int4": INT4, "int8": INT8}
 _IN_GROUPS = {"e4m3": FP8_BLOCK, "int4": INT4, "int8": INT8, "e2m1": MXFP4}
+_WITH_ZEROS = {"int4": INT4_ZEROS, "int8": INT8_ZEROS}
 _PIECE = 1 << 21  # numbers that are rounded at a time
 
 
@@ -56,7 +68,7 @@ class Form:
 
     def holds(self, coding: Coding, columns: int) -> bool:
         """Return whether codes of a weight with `columns` columns can be stored without another rounding."""
-        if coding.element != ELEMENTS[self.packing.name]:
+        if coding.element != ELEMENTS[self.packing.name] or coding.zeros != self.packing.zeros:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
@@ -66,17 +78,18 @@ class Form:
 def form_of(coding: Coding, columns: int, starts: Iterable[int]) -> Form | str:
     """Return the form for codes of a weight with `columns` columns whose shards begin at `starts` along K, or why none
     can hold their groups."""
-    if coding.group >= columns and coding.element in _BY_ROW:
+    if coding.group >= columns and coding.element in _BY_ROW and not coding.zeros:
         return Form(_BY_ROW[coding.element])
     nvfp4 = coding.element == "e2m1" and coding.scales == torch.float8_e4m3fn
-    packing = NVFP4 if nvfp4 else _IN_GROUPS[coding.element]
+    packing = NVFP4 if nvfp4 else (_WITH_ZEROS if coding.zeros else _IN_GROUPS)[coding.element]
     shared = math.gcd(coding.group, *starts)
     groups = [each for each in packing.groups if each is not None]
     group = next((each for each in groups if shared % each == 0), None)
     if group is None:
         where = "" if coding.group % min(groups) else f", cut at multiples of {shared}"
         return f"groups of {coding.group}{where} are no multiples of {min(groups)}"
-    return Form(packing, group, coding.scales if packing in (INT4, INT8) and group < LINE else None)
+    as_stored = packing in (INT4, INT8) and group < LINE or coding.zeros
+    return Form(packing, group, coding.scales if as_stored else None)
 
 
 FORMS = {

@@ -393,7 +393,8 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
 STREAMED = {
     "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
     "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
-    "mxfp4": (packing.MXFP4, 32),
+    "mxfp4": (packing.MXFP4, 32), "nvfp4": (packing.NVFP4, 16), "int8_128": (packing.INT8, 128),
+    "int4_zeros_128": (packing.INT4_ZEROS, 128), "int8_zeros_32": (packing.INT8_ZEROS, 32),
 }  # fmt: skip
 STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
 LOCAL_ROWS = 32, 64  # of products without ranks

@@ -179,7 +179,7 @@ class StreamForm:
 
     BLOCK_M rows are loaded, and BLOCKS blocks of ROWS rows multiplied. COLUMN_WARPS: of the WARPS, those that divide a
     tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. BRANCHES: whether
-    loads beyond the last are skipped by a branch. LATER: what sums are multiplied by. TAKE: which thread takes what of
+    loads beyond the last are skipped by a branch. LATER: what sums are multiplied by. ZEROS: whether a zero point follows each scale. TAKE: which thread takes what of
     [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of the sums of squares, a power of
     two at least as many.
     """
@@ -192,6 +192,7 @@ class StreamForm:
     WARPS: int = 4
     COLUMN_WARPS: int = 1
     GROUPS: int = 0
+    ZEROS: bool = False
     TAKE: Any = None
     GATED: bool = False
     SPANS: int = 1
@@ -205,7 +206,7 @@ class Pipeline:
 
     STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
     thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
-    TOGETHER: see `hopper/scaled_mma.py`. WIDENING: of B's codes, with GROUPS scales a step (`hopper/widened_mma.py`).
+    TOGETHER: see `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS: of B's codes (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -219,6 +220,7 @@ class Pipeline:
     TOGETHER: int = 1
     WIDENING: Any = None
     GROUPS: int = 0
+    ZEROS: bool = False
 
 
 class SharedTiles(NamedTuple):

@@ -77,6 +77,11 @@ class WeightFormat:
         return self.operand_bytes > 0
 
     @property
+    def zeros(self) -> bool:
+        """Return whether a scale comes with a zero point."""
+        return False
+
+    @property
     def scales_blocks(self) -> bool:
         """Return whether scales of groups along K multiply sums of rounded rows."""
         return self.rounds_rows and self.group > 0

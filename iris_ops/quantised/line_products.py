@@ -86,15 +86,21 @@ def _repeated(x, TIMES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr):
-    """Add a line's products to `acc`: sum each group anew, then add that sum, if `SCALED` times the group's scale."""
+def add_groups(acc, y, x, begins, scales, SCALED: gl.constexpr, ZERO: gl.constexpr = 0.0):
+    """Add a line's products to `acc`: sum each group anew, then add that sum, if `SCALED` times the group's scale.
+
+    If ZERO is not 0, a zero point follows each scale; `begins` times ZERO are the sums that it scales.
+    """
     GROUPS: gl.constexpr = len(begins)
     EACH: gl.constexpr = len(y) // GROUPS
     for g in gl.static_range(GROUPS):
         fresh = begins[g]
         for i in gl.static_range(EACH):
             fresh = mma_v2(y[g * EACH + i], x[g * EACH + i], fresh)
-        if SCALED:
+        if ZERO != 0.0:
+            fresh += begins[g] * gl.expand_dims(scales[2 * g + 1] * ZERO, 2)
+            acc += fresh * gl.expand_dims(scales[2 * g], 2)
+        elif SCALED:
             acc += fresh * gl.expand_dims(scales[g], 2)
         else:
             acc += fresh

@@ -7,10 +7,12 @@
     mxfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]     uint8 [N, slots], the exponent + 127
     nvfp4       0 to 15, bits of e2m1   uint8 [N, Kp / 2]     float32 [N, slots], both factors multiplied
     int8        0 to 255, value + 128   int8 [N, Kp]          as int4
+    int4_zeros  as int4                 int32 [N, Kp / 8]     bfloat16, float16 or float32 [N, slots, 2]
+    int8_zeros  as int8                 int8 [N, Kp]          as int4_zeros
 
 Kp is K, rounded up to whole lines of 128. A scale belongs to one row and `group` entries along K. `slots` is a row's
 number of scales, rounded up to those of four lines: then rows begin at 16 bytes, as the hardware that copies blocks
-needs it. Padding is zeros in both tensors.
+needs it. Padding is zeros in both tensors. A scale with a zero point is a pair, (scale, zero): it scales value - zero.
 
 Dim 0 is N in both tensors, so a loader fills rows of a merged weight by `narrow(0, before, size)`. A shard along N may
 begin at any row. A shard along K is packed from its own codes and scales. So it must begin where a group begins:
@@ -53,6 +55,8 @@ class Packing:
     """How many entries along K may share a scale. None: all of a row."""
     scale_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     """Of scales of groups below 128, the default first. A line's scales fill words of four bytes at least."""
+    zeros: bool = False
+    """Whether each scale has a zero point."""
 
     def padded(self, K: int, group: int | None) -> int:
         """Return how many entries a stored row has room for."""
@@ -66,7 +70,7 @@ class Packing:
         weight = (N, self.padded(K, group) // self.per_element), self.dtype
         if group is None:
             return weight, ((N,), torch.float32)
-        return weight, ((N, slots(K, group)), self._scale_dtype(scale_dtype, group))
+        return weight, ((N, slots(K, group), *self._pair), self._scale_dtype(scale_dtype, group))
 
     def pack(
         self, codes: torch.Tensor, scales: torch.Tensor, group: int | None = None,
@@ -79,13 +83,14 @@ class Packing:
         """
         N, K = codes.shape
         self._check(K, group)
-        expected = (N,) if group is None else (N, -(-K // group))
+        expected = (N,) if group is None else (N, -(-K // group), *self._pair)
         if tuple(scales.shape) != expected:
             raise ShapeError(f"scales are {tuple(scales.shape)}; expected {expected} for codes {(N, K)} in {self.name}")
         weight = self._arranged(self._filled(codes, self.padded(K, group)), group)
         if group is None:
             return weight, scales.float().contiguous()
-        scale = torch.zeros(N, slots(K, group), dtype=self._scale_dtype(scale_dtype, group), device=scales.device)
+        (_, _), (shape, dtype) = self.stored(N, K, group, scale_dtype)
+        scale = torch.zeros(shape, dtype=dtype, device=scales.device)
         scale[:, : scales.shape[1]] = self._stored_scales(scales, scale.dtype)
         return weight, scale
 
@@ -98,8 +103,10 @@ class Packing:
         numbers = self._numbers(self._in_order(weight, group)[:, :K]).to(precision)
         if group is None:
             return (numbers * scale[:, None]).to(dtype)
-        by_group = self._scale_numbers(scale).to(precision)[:, : -(-K // group)]
-        return (numbers * by_group.repeat_interleave(group, 1)[:, :K]).to(dtype)
+        by_group = self._scale_numbers(scale).to(precision)[:, : -(-K // group)].repeat_interleave(group, 1)[:, :K]
+        if self.zeros:
+            return ((numbers - by_group[..., 1]) * by_group[..., 0]).to(dtype)
+        return (numbers * by_group).to(dtype)
 
     def codes(self, weight: torch.Tensor, scale: torch.Tensor, K: int) -> torch.Tensor:
         """Return the codes [N, K] that were packed."""
@@ -116,7 +123,8 @@ class Packing:
             return self._rounded(weight.float(), scales[:, None]), scales
         whole = torch.nn.functional.pad(weight.float(), (0, -K % group)).view(N, -1, group)
         scales = self._scales_for(whole.abs().amax(2), self._scale_dtype(scale_dtype, group))
-        return self._rounded(weight.float(), scales.repeat_interleave(group, 1)[:, :K]), scales
+        codes = self._rounded(weight.float(), scales.repeat_interleave(group, 1)[:, :K])
+        return codes, torch.stack((scales, torch.zeros_like(scales)), 2) if self.zeros else scales
 
     def group_of(self, weight: torch.Tensor, scale: torch.Tensor) -> int | None:
         """Return how many entries along K share a scale, from the stored tensors' shapes; None for a whole row."""
@@ -132,9 +140,13 @@ class Packing:
         fitting = ", ".join(str(slots(K, group)) for group in self.groups if group is not None)
         raise ShapeError(f"scale has {stored_slots} columns for rows of {K} entries; expected {fitting or 'none'}")
 
+    @property
+    def _pair(self) -> tuple[int, ...]:
+        return (2,) if self.zeros else ()
+
     def scales_in(self, group: int | None) -> tuple[torch.dtype, ...]:
         """Return which dtypes scales may have, the default first."""
-        return self.scale_dtypes if group is not None and group < LINE else (torch.float32,)
+        return self.scale_dtypes if group is not None and (group < LINE or self.zeros) else (torch.float32,)
 
     def _check(self, K: int, group: int | None) -> None:
         if group not in self.groups:
@@ -358,7 +370,9 @@ class Int8(FourBits):
 
 
 FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8 = Packing(), BlockPacking(), FourBits(), E2m1(), Nvfp4(), Int8()
-PACKINGS = {each.name: each for each in (FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8)}
+INT4_ZEROS = FourBits("int4_zeros", groups=GROUPS[::-1], zeros=True)
+INT8_ZEROS = Int8("int8_zeros", groups=GROUPS[::-1], zeros=True)
+PACKINGS = {each.name: each for each in (FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8, INT4_ZEROS, INT8_ZEROS)}
 
 
 def slots(K: int, group: int) -> int:

@@ -25,11 +25,12 @@ _BLOCK = 1024  # entries of a program
 
 @triton.jit
 def restore_kernel(
-    weight, scale, out, K, stride_w, stride_s, ENTRY: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):
+    weight, scale, out, K, stride_w, stride_s, ENTRY: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Restore out [rows, K] from a stored weight and its scales.
 
-    `ENTRY` is the entry of a `Widening`. GROUP is 0 if each row has one scale.
+    `ENTRY` is the entry of a `Widening`. GROUP is 0 if each row has one scale. ZEROS: whether each has a zero point.
     """
     arch.follow()
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -37,7 +38,10 @@ def restore_kernel(
     if GROUP == 0:
         factor = tl.load(scale + row)
     else:
-        stored = tl.load(scale + row * stride_s + k // GROUP, mask=k < K, other=0)
+        place = scale + row * stride_s + k // GROUP * (1 + ZEROS)
+        stored = tl.load(place, mask=k < K, other=0)
+        if ZEROS:
+            number -= tl.load(place + 1, mask=k < K, other=0).to(tl.float32)
         if stored.dtype == tl.uint8:  # an exponent; 2**-127 is subnormal
             bits = stored.to(tl.int32)
             factor = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
@@ -62,7 +66,8 @@ def restored_by_kernel(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype:
     words = weight if weight.dtype.is_floating_point else weight.view(torch.int32)
     if out.numel():
         restore_kernel[(weight.shape[0], triton.cdiv(K, _BLOCK))](
-            words, scale, out, K, words.stride(0), scale.stride(0), ENTRY=policy.entry, GROUP=form.group, BLOCK=_BLOCK,
+            words, scale, out, K, words.stride(0), scale.stride(0), ENTRY=policy.entry, GROUP=form.group,
+            ZEROS=form.zeros, BLOCK=_BLOCK,
             num_warps=4, **platform.launch_options(weight.device),
         )  # fmt: skip
     return out

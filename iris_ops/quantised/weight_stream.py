@@ -65,7 +65,7 @@ class Stream:
     scales: of groups [columns, scales], or None. T tiles of weights at a time, which with `GATED` are T/2 of the first
     N columns and the T/2 that lie N further. WIDTH: columns that they make of the result. LATER: of a
     `widening.Widening`. BLOCKS of ROWS rows each are multiplied by what a warp has widened once; `ACROSS` warps divide
-    the columns. GROUPS: scales of a line.
+    the columns. GROUPS: scales of a line; ZEROS: whether each is followed by its zero point.
     """
 
     a: base_value
@@ -87,19 +87,21 @@ class Stream:
     ROWS: gl.constexpr
     BLOCKS: gl.constexpr
     GROUPS: gl.constexpr
+    ZEROS: gl.constexpr
     ACROSS: gl.constexpr
 
     @triton.constexpr_function
     def __init__(
         self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER, BRANCHES,
-        ROWS, BLOCKS, GROUPS, ACROSS,
+        ROWS, BLOCKS, GROUPS, ZEROS, ACROSS,
     ):  # fmt: skip
         self.a, self.b, self.rows, self.ring = a, b, rows, ring
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.loaded, self.sums, self.N, self.steps = loaded, sums, known(N), known(steps)
         self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
         self.LATER, self.BRANCHES = gl.constexpr(LATER), known(BRANCHES)
-        self.ROWS, self.BLOCKS, self.GROUPS, self.ACROSS = known(ROWS), known(BLOCKS), known(GROUPS), known(ACROSS)
+        self.ROWS, self.BLOCKS, self.ACROSS = known(ROWS), known(BLOCKS), known(ACROSS)
+        self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
 
     @gluon.jit
     def load(self, stage, group, step):
@@ -121,7 +123,8 @@ class Stream:
         async_load(self.a, [step * self.rows.shape[1], 0, 0], loaded, self.rows.index(stage), pred=exists)
         vector = 0
         if self.scales is not None:  # from a whole vector of 16 bytes on: the hardware faults between two
-            STEPS: gl.constexpr = self.factors.shape[2] // (self.ring.shape[1] * self.GROUPS)
+            EACH: gl.constexpr = 2 if self.ZEROS else 1
+            STEPS: gl.constexpr = self.factors.shape[2] // (self.ring.shape[1] * self.GROUPS * EACH)
             vector = step // STEPS * self.factors.shape[2]
         for t in gl.static_range(self.T):
             col = group * self.WIDTH + (t * COLUMNS) % self.WIDTH + (t * COLUMNS) // self.WIDTH * self.N
@@ -157,7 +160,7 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
     steps = gl.cdiv(K, _LINE * LINES)
     stream = Stream(
         a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER, form.BRANCHES,
-        form.ROWS, form.BLOCKS, form.GROUPS, form.COLUMN_WARPS,
+        form.ROWS, form.BLOCKS, form.GROUPS, form.ZEROS, form.COLUMN_WARPS,
     )  # fmt: skip
     group, step = gl.program_id(0), 0
     for i in gl.static_range(STAGES):
@@ -225,11 +228,14 @@ def _add_lines(
     PRODUCTS: gl.constexpr = widen.PRODUCTS
     SCALED: gl.constexpr = stream.scales is not None
     GROUPS: gl.constexpr = stream.GROUPS if SCALED else 1
-    ADDS: gl.constexpr = widen.ADDED != 0 and BLOCKS == 1  # for more rows, adding to each weight takes less
+    # for more rows, adding to each weight takes less; zero points take the sums of A in any case
+    ADDS: gl.constexpr = widen.ADDED != 0 and (BLOCKS == 1 or stream.ZEROS)
+    EACH: gl.constexpr = 2 if stream.ZEROS else 1
     if BLOCKS == 1:
         x = products_of_rows(_lines_of_rows(stream, stage, turn, 0, SLICES), widen, stream.ROWS, stream.ACROSS, MMA)
         if SUMS == 1:
             begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
+    ZERO: gl.constexpr = -1.0 / widen.ADDED if stream.ZEROS else 0.0
     so_far = ()
     for t in gl.static_range(stream.T):
         words = stream.ring.index(stage * stream.T + t)
@@ -241,7 +247,7 @@ def _add_lines(
         scales = ()
         if SCALED:
             factors = stream.factors.index(stage * stream.T + t)
-            scales = scales_of(factors, step, turn, LINES // SLICES, GROUPS, SLICES, stream.ACROSS, MMA)
+            scales = scales_of(factors, step, turn, LINES // SLICES, GROUPS * EACH, SLICES, stream.ACROSS, MMA)
         for i in gl.static_range(BLOCKS):
             if BLOCKS > 1:
                 rows = _lines_of_rows(stream, stage, turn, i, SLICES)
@@ -249,7 +255,7 @@ def _add_lines(
                 if SUMS == 1:
                     begins = begins_of(x, widen, GROUPS, COLUMNS, stream.ACROSS, ADDS, MMA)
             if SUMS == 1:
-                so_far = so_far + (add_groups(accs[len(so_far)], y, x, begins, scales, SCALED),)
+                so_far = so_far + (add_groups(accs[len(so_far)], y, x, begins, scales, SCALED, ZERO),)
             else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[len(so_far)], accs[len(so_far) + 1]
                 for p in gl.static_range(0, PRODUCTS, 2):
@@ -313,7 +319,7 @@ def supports(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor | None = None
         return f"it is for up to {most} rows and for K a multiple of {granule}, not for {tuple(A.shape)}"
     if not (of_whole_vectors(A) and of_whole_vectors(B.t())):
         return "rows of A or columns of B begin between vectors of 16 bytes"
-    if scale is not None and scale.ndim == 2 and not of_whole_vectors(scale):
+    if scale is not None and scale.ndim > 1 and not of_whole_vectors(scale.flatten(1)):
         return "rows of scales begin between vectors of 16 bytes"
     return None
 
@@ -340,10 +346,11 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     N, M = B.shape[1] // (1 + gated), A.shape[0]
     rows = loaded_rows(M, widen.RUNS)
     multiplied = max(8, rows)
-    groups, nbytes = 0, 0
-    if scale.ndim == 2:
+    groups, nbytes, zeros = 0, 0, scale.ndim == 3
+    if scale.ndim > 1:
         groups = scale.shape[1] // (triton.cdiv(B.shape[0] * B.element_size(), 16 * widen.WORDS) * 4)  # as packed
-        nbytes = groups * scale.itemsize
+        scale = scale.flatten(1)
+        nbytes = groups * scale.itemsize * (1 + zeros)
     if widen is E4M3 and not groups:
         T = 2 if gated else tiles_at_once(N, programs)
         grid, stages = grid_and_stages(N, M, T, programs, gated)
@@ -366,7 +373,7 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
     blocks = triton.cdiv(M, MULTIPLIED_ROWS) if rows > MULTIPLIED_ROWS else 1
     form = StreamForm(
         multiplied, T, stages, min(multiplied, MULTIPLIED_ROWS), blocks, chosen.WARPS, chosen.COLUMN_WARPS, groups,
-        LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
+        zeros, LATER=widen.later, BRANCHES=chosen.BRANCHES, **more,
     )  # fmt: skip
     return Launch(grid, form, dict(a=a, b=b, scales=scales, widen=widen))
 

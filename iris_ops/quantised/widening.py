@@ -77,25 +77,14 @@ class Widening:
         return f"{{ .reg .b32 c; mov.b32 c, {_pair(self.LACKED)}; add.rn.bf16x2 $0, $1, c; }}"
 
     @property
-    def ALONE(self) -> str:
-        """Return the instructions that add as much, and multiply by `later`."""
-        if not self.SCALED:
-            return self.ADDING
-        return f"{{ .reg .b32 n, f; {self._whole} mov.b32 f, {_pair(self.later)}; mul.rn.bf16x2 $0, n, f; }}"
+    def TIMES_LATER(self) -> str:
+        """Return the instructions that multiply two bf16 numbers by `later`."""
+        return f"{{ .reg .b32 c; mov.b32 c, {_pair(self.later)}; mul.rn.bf16x2 $0, $1, c; }}"
 
     @property
-    def TIMES(self) -> str:
-        """Return the instructions that add as much, and multiply by the factors $2."""
-        return f"{{ .reg .b32 n; {self._whole} mul.rn.bf16x2 $0, n, $2; }}"
-
-    @property
-    def TIMES_SUM(self) -> str:
-        """Return those that multiply by the sums of factors $2 and much smaller factors $3."""
-        return f"{{ .reg .b32 n, t; {self._whole} mul.rn.bf16x2 t, n, $3; fma.rn.bf16x2 $0, n, $2, t; }}"
-
-    @property
-    def _whole(self) -> str:
-        return self.ADDING.replace("$0", "n") if self.ADDED else "mov.b32 n, $1;"
+    def UNIT(self) -> float:
+        """Return which widened number, without what is added, represents 1."""
+        return 1 / self.off
 
     @property
     def cache_key(self) -> str:

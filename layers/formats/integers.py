@@ -39,11 +39,13 @@ class GroupedIntegers(WeightFormat):
     def coding(self, tensors: Mapping[str, StoredTensor]) -> Coding | str:
         if self.ordered:
             return "its entries are ordered by activation"
-        return (
-            "it has zero points"
-            if "zero" in tensors and not self._is_symmetric(tensors["zero"])
-            else Coding(f"int{self.bits}", self.group, tensors["scale"].dtype)
-        )
+        zeros = "zero" in tensors and not self._is_symmetric(tensors["zero"])
+        return Coding(f"int{self.bits}", self.group, tensors["scale"].dtype, zeros)
+
+    def pairs(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        scale, zero = self.scales(held, rows, columns), self.zeros(held, rows)
+        assert isinstance(zero, torch.Tensor)
+        return torch.stack((scale, zero.float() - (1 << (self.bits - 1))), 2)
 
     def _is_symmetric(self, stored: StoredTensor) -> bool:
         """Return whether all zero points in `stored` are the middle one. Reads them, of all ranks."""

@@ -33,12 +33,14 @@ class Coding:
 
     `element`: "e4m3"; "e2m1", codes 0 to 15; "int4", codes 0 to 15 that mean -8 to 7; or "int8", codes 0 to 255 that mean
     -128 to 127. `group` consecutive entries of
-    a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them.
+    a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them. `zeros`: whether a
+    zero point comes with each scale, which is subtracted before.
     """
 
     element: str
     group: int
     scales: torch.dtype
+    zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class WeightFormat(ABC):
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return the scales [rows, groups that `columns` touch] from the parts that `reads` names, in `dtype`."""
+
+    def pairs(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
+        """Return scales and zero points, as a `Coding` counts, in float32 [rows, groups that `columns` touch, 2]."""
+        raise NotImplementedError
 
     def numbers(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return what `codes` mean before they are scaled."""
@@ -138,7 +144,8 @@ class QuantisedWeight:
         return coding if isinstance(coding, str) else replace(coding, group=min(coding.group, self.shape[1]))
 
     def coded(self, index: Index, group: int) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
-        """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group].
+        """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group],
+        with zero points as pairs [n, k / group, 2].
 
         Scales are exact in float32, or, of two factors, rounded to it. Entry j of a row of `self[index]` has scale j // group. A stored group may have
         several of these. A piece starts at a multiple of 128. Raises `ValueError` where a stored group does not have
@@ -155,7 +162,11 @@ class QuantisedWeight:
             some = at, min(at + step, along[1])
             rows, columns = ((first, last), some) if by_columns else (some, (start, stop))
             held = self._read(rows, columns)
-            scales = self.format.scales(held, rows, columns, torch.float32)
+            assert isinstance(self.coding, Coding)
+            if self.coding.zeros:
+                scales = self.format.pairs(held, rows, columns)
+            else:
+                scales = self.format.scales(held, rows, columns, torch.float32)
             of = block_of(columns, own, scales.device, group)
             codes = self.format.codes(held, rows, columns)
             yield _from((first, last), rows), _from((start, stop), columns), codes, scales.index_select(1, of)

@@ -49,12 +49,16 @@ def stored(name: str, N: int, K: int, seed: int, device: torch.device | str) -> 
         codes = torch.randn(N, K, generator=draw).mul_(40).to(torch.float8_e4m3fn)
         numbers = codes.double()
     else:
-        count = 256 if form.packing == "int8" else 16
+        count = 256 if form.packing.startswith("int8") else 16
         codes = torch.randint(0, count, (N, K), generator=draw, dtype=torch.uint8)
         e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
         table = e2m1 if name in ("mxfp4", "nvfp4") else range(-count // 2, count // 2)
         numbers = torch.tensor(list(table), dtype=torch.float64)[codes.long()]
     by_entry = scales[:, None] if group is None else scales.repeat_interleave(group, 1)[:, :K]
+    if form.zeros:
+        half = count // 2
+        zeros = torch.randint(-half, half + 1, scales.shape, generator=draw)  # GPTQ has one more than there are codes
+        scales, numbers = torch.stack((scales, zeros), 2), numbers - zeros.repeat_interleave(group, 1)[:, :K]
     pair = tuple(t.to(device) for t in packing.pack(codes, scales, group))
     return pair, (numbers * by_entry.double()).to(device)
 

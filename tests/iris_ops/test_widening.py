@@ -69,10 +69,11 @@ def test_each_code_in_each_place(name: str) -> None:
     packing, group = PACKINGS[form.packing], form.group or None
     fp8 = form.packing == "fp8_block"
     every = torch.arange(256, dtype=torch.uint8)
-    every = every[(every & 127) != 127] if fp8 else every[: 256 if form.packing == "int8" else 16]
+    every = every[(every & 127) != 127] if fp8 else every[: 256 if form.packing.startswith("int8") else 16]
     codes = every[(torch.arange(len(every))[:, None] + torch.arange(LINE)[None, :] * (3 if fp8 else 5)) % len(every)]
     codes = codes.view(torch.float8_e4m3fn) if fp8 else codes
     scales = torch.ones(len(codes), *(() if group is None else (LINE // group,)))
+    scales = torch.stack((scales, 0 * scales), 2) if form.zeros else scales
     weight, scale = packing.pack(codes, scales, group)
     exact = packing.unpack(weight, scale, LINE, torch.float64)
     words = weight.contiguous().view(torch.int32).numpy().astype(np.int64).astype(np.uint32)

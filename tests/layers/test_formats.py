@@ -101,10 +101,11 @@ CODINGS: dict[str, tuple[str, int | str]] = {
                     ("e4m3", "K")),
     "ct_mxfp8": ("e4m3", 32), "ct_mxfp4": ("e2m1", 32), "ct_int4_32": ("int4", 32), "ct_int4_channel": ("int4", "K"),
     "gptq": ("int4", 32), "awq_symmetric": ("int4", 32), "ct_nvfp4": ("e2m1", 16), "modelopt_nvfp4": ("e2m1", 16),
-    "ct_int8_128": ("int8", 128), "ct_int8": ("int8", "K"),
+    "ct_int8_128": ("int8", 128), "ct_int8": ("int8", "K"), "ct_int4_zeros": ("int4", 64), "awq": ("int4", 32),
+    "gptq_v2": ("int8", 64),
 }  # fmt: skip
 UNCODED = {
-    "ct_int4_zeros": "zero points", "awq": "zero points", "gptq_v2": "zero points", "gptq_ordered": "ordered",
+    "gptq_ordered": "ordered",
 }  # fmt: skip
 
 
@@ -112,9 +113,10 @@ def coded_numbers(source: Any, rows: tuple[int, int], columns: tuple[int, int], 
     """The numbers of a part, from its codes and scales by the definitions in this file."""
     out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), torch.nan, dtype=torch.float64)
     for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group):
-        assert codes.shape == (b - a, d - c) and scales.shape == (b - a, -(-(d - c) // group)) and c % 128 == 0
+        assert codes.shape == (b - a, d - c) and scales.shape[:2] == (b - a, -(-(d - c) // group)) and c % 128 == 0
         by_entry = scales.double().repeat_interleave(group, 1)[:, : d - c]
-        out[a:b, c:d] = MEANINGS[source.coding.element](codes) * by_entry
+        zeros, by_entry = by_entry.unbind(2)[::-1] if source.coding.zeros else (0, by_entry)
+        out[a:b, c:d] = (MEANINGS[source.coding.element](codes) - zeros) * by_entry
     return out
 
 
@@ -127,7 +129,8 @@ def test_codes_and_scales_of_every_cut_are_the_stored_ones(tmp_path: Path, monke
     source, exact = opened(tmp_path, name, weight)
     element, group = CODINGS[name]
     group = columns if group == "K" else group
-    assert source.coding == Coding(element, group, source.tensors["scale"].dtype)
+    zeros = name in ("ct_int4_zeros", "awq", "gptq_v2")
+    assert source.coding == Coding(element, group, source.tensors["scale"].dtype, zeros)
     for world in range(1, 5):
         for rank in range(world):
             cut = in_units(columns, world, rank, 16).ranges[0]

@@ -72,6 +72,7 @@ KEPT: dict[str, set[str]] = {
     "ct_mxfp4": {"mxfp4"},
     **dict.fromkeys(("ct_nvfp4", "modelopt_nvfp4"), {"nvfp4"}),
     **dict.fromkeys(("ct_int8", "ct_int8_128"), {"int8"}),
+    **dict.fromkeys(("ct_int4_zeros", "awq"), {"int4_zeros"}), "gptq_v2": {"int8_zeros"},
     **dict.fromkeys(("ct_int4_32", "ct_int4_channel", "gptq", "awq_symmetric"), {"int4"}),
 }  # fmt: skip
 

@@ -123,7 +123,10 @@ def _of_codes(
         b=described(codes, (lines, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
         epilogue=TileEpilogue(bias, **by_groups),
         tile=Tile(config.block_m, config.block_n, depth, config.group_m, True),
-        pipeline=Pipeline(stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0),
+        pipeline=Pipeline(
+            stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0,
+            ZEROS=weights.zeros,
+        ),
     )
 
 

@@ -47,13 +47,32 @@ def _side_by_side(parts):
 
 
 @gluon.jit
-def _unscaled(numbers, widen: gl.constexpr):
-    """Return the numbers that widened codes represent, divided by `AFTER`."""
-    return gl.inline_asm_elementwise(widen.ALONE, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
+def _whole(numbers, zero, widen: gl.constexpr):
+    """Add what widened numbers lack to be those of their codes, and subtract the zero point of each row, exactly."""
+    if zero is not None:
+        lacked = widen.LACKED - zero.to(gl.float32) * widen.UNIT
+        _, each = gl.broadcast(numbers, lacked.to(gl.bfloat16)[:, None])
+        return gl.inline_asm_elementwise(
+            "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, each], gl.bfloat16, is_pure=True, pack=2
+        )
+    elif widen.ADDED != 0.0:
+        return gl.inline_asm_elementwise(widen.ADDING, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return numbers
 
 
 @gluon.jit
-def _scaled(numbers, factor, widen: gl.constexpr):
+def _unscaled(numbers, widen: gl.constexpr):
+    """Return the numbers that codes represent, divided by `AFTER`."""
+    numbers = _whole(numbers, None, widen)
+    if widen.SCALED:
+        return gl.inline_asm_elementwise(widen.TIMES_LATER, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return numbers
+
+
+@gluon.jit
+def _scaled(numbers, factor, zero, widen: gl.constexpr):
     """Return the same times the scale of each row, rounded once.
 
     A scale that bf16 cannot hold is the sum of two that it can.
@@ -62,17 +81,21 @@ def _scaled(numbers, factor, widen: gl.constexpr):
         bits = gl.minimum(factor.to(gl.int32) + widen.SHIFT, 255) << 7  # beyond the largest number infinite
         factor = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
     elif widen.SCALED:
-        factor = factor.to(gl.float32) * widen.later
+        factor = (factor.to(gl.float32) * widen.later).to(factor.dtype)  # a power of two, which is exact
+    numbers = _whole(numbers, zero, widen)
     large = factor.to(gl.bfloat16)
     _, larges = gl.broadcast(numbers, large[:, None])
     if factor.dtype == gl.bfloat16:
-        operands = [numbers, larges]
-        return gl.inline_asm_elementwise(widen.TIMES, "=r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
+        return gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, larges], gl.bfloat16, is_pure=True, pack=2
+        )
     else:
         rest = factor.to(gl.float32) - large.to(gl.float32)
         _, rests = gl.broadcast(numbers, rest.to(gl.bfloat16)[:, None])
-        operands = [numbers, larges, rests]
-        return gl.inline_asm_elementwise(widen.TIMES_SUM, "=r,r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }", "=r,r,r,r",
+            [numbers, larges, rests], gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @aggregate
@@ -80,7 +103,7 @@ class Codes:
     """A program's weights as codes.
 
     `scales` [columns of B, groups along K], rows `stride` apart, of GROUPS groups a line, or None where they end a
-    tile. WIDEN: a `quantised.widening.Widening` of runs.
+    tile. ZEROS: whether each is followed by its zero point. WIDEN: a `quantised.widening.Widening` of runs.
     """
 
     scales: base_value
@@ -88,14 +111,16 @@ class Codes:
     cols: base_value
     last: base_value
     GROUPS: gl.constexpr
+    ZEROS: gl.constexpr
     WIDEN: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, scales, stride, cols, last, GROUPS, WIDEN):
+    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN):
         self.scales = gl.constexpr(None) if scales is None else scales
         self.stride = gl.constexpr(0) if stride is None else known(stride)
         self.cols, self.last = known(cols), last
-        self.GROUPS, self.WIDEN = known(GROUPS), gl.constexpr(getattr(WIDEN, "value", WIDEN))
+        self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
+        self.WIDEN = gl.constexpr(getattr(WIDEN, "value", WIDEN))
 
 
 @aggregate
@@ -108,6 +133,7 @@ class WidenedMma:
     B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
     LINES: gl.constexpr
+    OF_STEP: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -121,7 +147,9 @@ class WidenedMma:
         self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, HALF_LINE], a.dtype))
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
-        self.LINES = known(tile.BLOCK_K // (2 * HALF_LINE))
+        lines = tile.BLOCK_K // (2 * HALF_LINE)
+        groups, zeros = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS))
+        self.LINES, self.OF_STEP = known(lines), known(lines * groups * (1 + zeros))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.GATED, self.B_TRANSPOSED = known(False), known(True)
 
@@ -132,15 +160,15 @@ class WidenedMma:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
         place = gl.minimum(col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, OPERAND)), self.codes.cols - 1)
         if self.codes.scales is not None:
-            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.LINES * self.codes.GROUPS)
+            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.OF_STEP)
         return sums, place, self._factors(place), step
 
     @gluon.jit
     def _factors(self, place):
-        """Load the scales of a step, one tensor for each group."""
+        """Load the scales of a step, and zero points after each, one tensor for each group."""
         factors = ()
         if self.codes.scales is not None:
-            for g in gl.static_range(self.LINES * self.codes.GROUPS):
+            for g in gl.static_range(self.OF_STEP):
                 factors = factors + (gl.load(place + g),)
         return factors
 
@@ -153,12 +181,18 @@ class WidenedMma:
         words = widen.words(columns.index(NUMBER // 2).load(OPERAND))
         parts = ()
         for p in gl.static_range(NUMBER * COUNT, (NUMBER + 1) * COUNT):
-            if self.codes.scales is None:
-                parts = parts + (_unscaled(words[p % widen.PRODUCTS], widen),)
-            else:
-                factor = factors[p * self.codes.GROUPS // widen.PRODUCTS]
-                parts = parts + (_scaled(words[p % widen.PRODUCTS], factor, widen),)
+            parts = parts + (self._scaled(words[p % widen.PRODUCTS], factors, p * self.codes.GROUPS // widen.PRODUCTS),)
         return gl.convert_layout(_side_by_side(parts), OPERAND)
+
+    @gluon.jit
+    def _scaled(self, numbers, factors, NUMBER: gl.constexpr):
+        """Return the numbers of codes that the scale number `NUMBER` of a step scales."""
+        if self.codes.scales is None:
+            return _unscaled(numbers, self.codes.WIDEN)
+        elif self.codes.ZEROS:
+            return _scaled(numbers, factors[2 * NUMBER], factors[2 * NUMBER + 1], self.codes.WIDEN)
+        else:
+            return _scaled(numbers, factors[NUMBER], None, self.codes.WIDEN)
 
     @gluon.jit
     def columns_at(self, col, k):
@@ -169,7 +203,7 @@ class WidenedMma:
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         sums, place, factors, step = acc
-        place += gl.where(step < self.codes.last, self.LINES * self.codes.GROUPS, 0)
+        place += gl.where(step < self.codes.last, self.OF_STEP, 0)
         coming = self._factors(place)
         halves = reinterpret(rows, rows.dtype, [2 * self.LINES, self.BLOCK_M, _HALF], self.A_FORM)
         columns = reinterpret(columns, columns.dtype, [self.LINES, self.BLOCK_N, columns.shape[2]], self.B_FORM)

@@ -10,6 +10,7 @@ unsplit weight, so scales do not depend on the number of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ class Grouped(WeightFormat):
     def matches(self, B: torch.Tensor, scale: torch.Tensor | None) -> bool:
         if B.dtype != self.dtype or scale is None:
             return False
-        if not self.group or scale.ndim != 2:
+        if not self.group or scale.ndim != 2 + self.zeros:
             return scale.ndim == 1 and not self.group
         stored = B.shape[0] if B.ndim == 2 else 0
         return scale.shape[1] == self.scale_of(0, stored)[0][1]
@@ -48,6 +49,10 @@ class Grouped(WeightFormat):
     @property
     def widened_in_tiles(self) -> bool:
         return not self.rounds_rows
+
+    @property
+    def zeros(self) -> bool:
+        return self._packing.zeros
 
     @property
     def line_bytes(self) -> int:
@@ -63,7 +68,7 @@ class Grouped(WeightFormat):
 
     def nbytes(self, N: int, K: int) -> int:
         stored = self._packing.stored(N, K, self.group or None)
-        return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize for shape, dtype in stored)
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in stored)
 
     def converted(self, problem: Any, machine: Machine) -> str:
         if streamed(problem, machine) or self._tiled(problem, machine):
@@ -132,8 +137,9 @@ def _blocks(group: int, key: str) -> Grouped:
 
 
 def _integers(packing: str, group: int, key: str, **more: Any) -> Grouped:
-    shared = f"groups of {group}" if group else "a scale for each channel"
-    return _format(f"in {packing}, {shared}", packing, key, group, packing.upper(), 32, **more)
+    kind, *zeros = packing.split("_")
+    shared = (f"groups of {group}" if group else "a scale for each channel") + (", zero points" if zeros else "")
+    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32, **more)
 
 
 # The first of a packing is what its name alone requests.
@@ -151,4 +157,9 @@ GROUPED = {
     "int8/64": _integers("int8", 64, "int8/64", in_experts=False),
     "int8/32": _integers("int8", 32, "int8/32", in_experts=False),
     "int8/channel": _integers("int8", 0, "int8/channel", in_experts=False),
+    **{
+        key: _integers(packing, group, key, in_experts=False)
+        for packing in ("int4_zeros", "int8_zeros")
+        for key, group in ((packing, 128), (f"{packing}/64", 64), (f"{packing}/32", 32))
+    },
 }
