@@ -4,6 +4,8 @@ First every format multiplies small sizes, with and without a bias and a gate, a
 weights that its codes represent. Outputs hold NaN before. Then layers of published models are timed as a rank of two
 has them, each by `matmul_all_reduce` and without an exchange by `skinny_matmul`, in CUDA graphs. Weights rotate, so
 that none is in the L2 cache. `bound` is the time in which their bytes come at the rate of a copy, and 4 us.
+
+`--rivals` adds vLLM's kernels (`rivals/of_vllm_quantised.py`); our own all-reduce follows their products.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from torch.nn import functional as F
 
 from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
+from benchmarks.rivals import of_vllm_quantised
+from benchmarks.rivals.of_vllm_quantised import RIVALS
 
 LAYERS = {  # name: (outputs, inputs of a rank)
     "70B o": (8192, 4096),
@@ -164,23 +168,44 @@ class Run:
             x = torch.randn(m, k, generator=draw, device=self.team.device).to(torch.bfloat16)
             out, own = self.ctx.empty(m, n, dtype=x.dtype), torch.empty(m, n, dtype=x.dtype, device=x.device)
             for kind, call, result in (("sum", self.fused, out), ("local", self.local, own)):
-                calls = {form: partial(_rotated, call, result, x, weights) for form, weights in stored.items()}
+                calls = {
+                    form: partial(
+                        _rotated, partial(self.rival, form, kind) if form in RIVALS else call, result, x, weights
+                    )
+                    for form, weights in stored.items()
+                }
                 if kind == "local" and self.args.variants:
                     calls |= self.varied(call, result, x, stored)
                 if kind in self.args.kinds:
                     cases.append((m, kind, x, result, calls))
         if self.team.cuda:
-            compile_ahead(self.team, [self.ctx], lambda: [call(0) for *_, calls in cases for call in calls.values()])
+            ours = [call for *_, calls in cases for form, call in calls.items() if form not in RIVALS]
+            compile_ahead(self.team, [self.ctx], lambda: [call(0) for call in ours])
         return [self.timed(name, n, k, case, stored, exact, copy_gbs) for case in cases]
 
     def weights(self, n: int, k: int) -> tuple[dict[str, list[Weight]], dict[str, torch.Tensor]]:
         """Return by format a layer's weights, which rotate, and the numbers of each."""
         stored, exact = {}, {}
-        for form in ["bf16", *self.args.formats]:
-            weight, exact[form] = weight_of(form, n, k, 1 + self.team.rank, self.team.device)
+        for form in ["bf16", *self.args.formats, *self.args.rivals]:
+            if form in RIVALS:
+                made, reason = self.team.attempt(partial(RIVALS[form].prepared, exact["bf16"]))
+                if made is None:
+                    self.team.say(f"no {form}: {reason}"[:300])
+                    continue
+                weight, exact[form] = made
+            else:
+                weight, exact[form] = weight_of(form, n, k, 1 + self.team.rank, self.team.device)
             copies = max(2, min(16, ROTATED_BYTES // _nbytes(weight))) if self.team.cuda else 2
             stored[form] = [weight] + [tuple(t if t is None else t.clone() for t in weight) for _ in range(copies - 1)]
         return stored, exact
+
+    def rival(self, form: str, kind: str, out: torch.Tensor, x: torch.Tensor, weight: tuple) -> torch.Tensor:
+        """Multiply by a kernel of vLLM; of a sum, all-reduce the product by ours."""
+        product = RIVALS[form].multiply(x, weight)
+        if kind == "sum":
+            self.ctx.ccl.all_reduce(out, product)
+            return out
+        return product
 
     def varied(self, call: Callable, result: torch.Tensor, x: torch.Tensor, stored: dict) -> dict[str, Callable]:
         """Return calls in which programs divide the work otherwise, of formats with scales of groups."""
@@ -194,7 +219,7 @@ class Run:
 
         calls, rows = {}, stream_form.loaded_rows(x.shape[0])
         for form, weights in stored.items():
-            if form in ("bf16", "fp8"):
+            if form in ("bf16", "fp8", *RIVALS):
                 continue
             weight, scale = weights[0]
             words = weight_stream.widening_of(weight.t(), scale).WORDS
@@ -203,6 +228,12 @@ class Run:
                 if choice.stages(rows, 1, words, nbytes, 1) >= 2:
                     calls[f"{form} {name}"] = partial(of, choice, weights)
         return calls
+
+    def allowed(self, form: str, rows: int) -> float:
+        """Return the error allowed: more where rows are rounded to fp8."""
+        rival, own = RIVALS.get(form), BY_NAME.get(form.split()[0])
+        rounds = rival.rounds_rows if rival else own is not None and own.rounds_rows and rows > own.unrounded_rows
+        return ROUNDED if rounds else ALLOWED
 
     def timed(self, name: str, n: int, k: int, case: tuple, stored: dict, exact: dict, copy_gbs: float) -> dict:
         """Return the row of a case: each call is checked, then all are timed in turns."""
@@ -219,7 +250,7 @@ class Run:
         inputs = max(map(len, stored.values()))
         row |= compare.compare(self.team, calls, error, inputs, compare.budget_of(self.team, self.args.quick))
         row["bound"] = {form: _nbytes(weights[0]) / copy_gbs / 1e3 + 4 for form, weights in stored.items()}
-        row["wrong"] = [form for form, e in row["errors"].items() if not e <= ALLOWED]
+        row["wrong"] = [form for form, e in row["errors"].items() if not e <= self.allowed(form, m)]
         self.wrong += [f"{name} {kind} {m} {form}: {row['errors'][form]:.3g}" for form in row["wrong"]]
         self.wrong += [f"{name} {kind} {m} {form}: {reason}" for form, reason in row["failed"].items()]
         self.team.say(line(row))
@@ -257,9 +288,13 @@ def copy_rate(team: Team) -> float:
 
 def run(team: Team, args: argparse.Namespace) -> None:
     begin, rows = time.monotonic(), []
+    if args.rivals and (reason := of_vllm_quantised.load()):
+        team.say(f"no rivals: {reason}")
+        args.rivals = []
     work = Run(team, args)
     with torch.no_grad():
-        work.check()
+        if not args.unchecked:
+            work.check()
         for each in work.wrong:
             team.say(f"WRONG {each}")
         gbs = -team.slowest([-copy_rate(team)])[0]
@@ -284,6 +319,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", type=report.some_of(BY_NAME), default=FORMATS)
     parser.add_argument("--kinds", type=report.some_of(["sum", "local"]), default=["sum", "local"])
     parser.add_argument("--variants", action="store_true", help="of products without ranks, how programs divide them")
+    parser.add_argument("--rivals", type=report.some_of(RIVALS), default=[], help="vLLM's kernels, where installed")
+    parser.add_argument("--unchecked", action="store_true", help="without the small sizes")
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     args = parser.parse_args(argv)
     report.settle(args, argv, "quantised")

@@ -77,7 +77,9 @@ def test_codes_widened(name: str, lines: int) -> None:
     groups = LINE // form.group if form.group else 0
     scales = dict(scales=pointer(scale), stride=scale.stride(0)) if groups else dict(scales=None, stride=None)
     deep, count = lines * LINE, -(-5 // lines)
-    of_weights = widened_mma.Codes(**scales, cols=N, last=value(count - 1), GROUPS=groups, ZEROS=form.zeros, WIDEN=policy)
+    of_weights = widened_mma.Codes(
+        **scales, cols=N, last=value(count - 1), GROUPS=groups, ZEROS=form.zeros, WIDEN=policy
+    )
     tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=deep)
     described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[lines, 128, policy.WORDS])
     mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))

@@ -124,7 +124,10 @@ def _of_codes(
         epilogue=TileEpilogue(bias, **by_groups),
         tile=Tile(config.block_m, config.block_n, depth, config.group_m, True),
         pipeline=Pipeline(
-            stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0,
+            stages,
+            **pipeline,
+            WIDENING=widening,
+            GROUPS=LINE // weights.group if weights.group else 0,
             ZEROS=weights.zeros,
         ),
     )
