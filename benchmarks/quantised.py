@@ -168,12 +168,10 @@ class Run:
             x = torch.randn(m, k, generator=draw, device=self.team.device).to(torch.bfloat16)
             out, own = self.ctx.empty(m, n, dtype=x.dtype), torch.empty(m, n, dtype=x.dtype, device=x.device)
             for kind, call, result in (("sum", self.fused, out), ("local", self.local, own)):
-                calls = {
-                    form: partial(
-                        _rotated, partial(self.rival, form, kind) if form in RIVALS else call, result, x, weights
-                    )
-                    for form, weights in stored.items()
-                }
+                calls = {}
+                for form, weights in stored.items():
+                    own_or_rival = partial(self.rival, form, kind) if form in RIVALS else call
+                    calls[form] = partial(_rotated, own_or_rival, result, x, weights)
                 if kind == "local" and self.args.variants:
                     calls |= self.varied(call, result, x, stored)
                 if kind in self.args.kinds:

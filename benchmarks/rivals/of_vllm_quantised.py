@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Rival:
-    """A kernel: `prepared(exact)` makes tensors of a weight [N, K] and their numbers, `multiply` gives x @ weight.t()."""
+    """A kernel. `prepared(exact)` returns tensors of a weight [N, K] and their numbers; `multiply` x @ weight.t()."""
 
     prepared: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
     multiply: Callable[[torch.Tensor, Tensors], torch.Tensor]

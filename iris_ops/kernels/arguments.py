@@ -178,10 +178,10 @@ class StreamForm:
     """How a program streams the weights that it widens (`quantised/weight_stream.py`), T tiles at a time.
 
     BLOCK_M rows are loaded, and BLOCKS blocks of ROWS rows multiplied. COLUMN_WARPS: of the WARPS, those that divide a
-    tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. BRANCHES: whether
-    loads beyond the last are skipped by a branch. LATER: what sums are multiplied by. ZEROS: whether a zero point follows each scale. TAKE: which thread takes what of
-    [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the gate. SPANS: of the sums of squares, a power of
-    two at least as many.
+    tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. ZEROS: whether a
+    zero point follows each. BRANCHES: whether loads beyond the last are skipped by a branch. LATER: what sums are
+    multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the
+    gate. SPANS: of the sums of squares, a power of two at least as many.
     """
 
     BLOCK_M: int

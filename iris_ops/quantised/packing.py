@@ -16,8 +16,8 @@ needs it. Padding is zeros in both tensors. A scale with a zero point is a pair,
 
 Dim 0 is N in both tensors, so a loader fills rows of a merged weight by `narrow(0, before, size)`. A shard along N may
 begin at any row. A shard along K is packed from its own codes and scales. So it must begin where a group begins:
-integers, mxfp4 and nvfp4 at multiples of their group. A shard of fp8_block that begins or ends inside a block of 128 takes groups of
-64 or 32, which repeat the block's scale. Nothing stores fp8_block whose cut is no multiple of 32.
+integers, mxfp4 and nvfp4 at multiples of their group. A shard of fp8_block that begins or ends inside a block of 128
+takes groups of 64 or 32, which repeat the block's scale. Nothing stores fp8_block whose cut is no multiple of 32.
 
 The order inside a line is what `widening.py` reads with the fewest instructions. Bytes of fp8 and of fp8_block in
 groups of 128 lie in K's order. Otherwise a line is cut into 4 products (8 bits: 32 entries each) or 8 (4 bits: 16
@@ -78,7 +78,8 @@ class Packing:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return (weight, scale) as kernels read them.
 
-        codes: [N, K], e4m3 or uint8, from 0 to 15 in four bits. scales: float32 [N, ceil(K / group)], or [N] where `group` is None.
+        codes: [N, K], e4m3 or uint8, from 0 to 15 in four bits. scales: float32 [N, ceil(K / group)], or [N] where
+        `group` is None; with zero points [N, ceil(K / group), 2].
         Raises `ArgumentError` where a scale is no number of `scale_dtype`.
         """
         N, K = codes.shape

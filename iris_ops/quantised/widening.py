@@ -33,8 +33,9 @@ class Widening:
 
     `words`: a device function from int32 words to a tuple of `PRODUCTS` bf16 tensors like them. `off`: by what factor
     these are too small; where that is not 1, A or scales must be scaled by 2**64. `ADDED`: what is then to be added to
-    them; a kernel begins sums with `LACKED` times the sum of A, or adds that to each. `WORDS`: int32 words of a line. `RUNS`: whether
-    product i has the run of 128 / PRODUCTS entries that is number i of a line; else it has each fourth entry from i on.
+    them; a kernel begins sums with `LACKED` times the sum of A, or adds that to each. `WORDS`: int32 words of a line.
+    `RUNS`: whether product i has the run of 128 / PRODUCTS entries that is number i of a line; else it has each fourth
+    entry from i on.
     """
 
     words: triton.JITFunction

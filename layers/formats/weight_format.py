@@ -31,10 +31,9 @@ _PIECE = 1 << 21  # numbers that are widened at a time
 class Coding:
     """The meaning of a weight's codes, independent of the layout of its file.
 
-    `element`: "e4m3"; "e2m1", codes 0 to 15; "int4", codes 0 to 15 that mean -8 to 7; or "int8", codes 0 to 255 that mean
-    -128 to 127. `group` consecutive entries of
-    a row have one scale, the last group maybe fewer; `scales` is the dtype in which files have them. `zeros`: whether a
-    zero point comes with each scale, which is subtracted before.
+    `element`: "e4m3"; "e2m1", codes 0 to 15; "int4", codes 0 to 15 that mean -8 to 7; or "int8", codes 0 to 255 that
+    mean -128 to 127. `group` consecutive entries of a row have one scale, the last group maybe fewer; `scales` is the
+    dtype in which files have them. `zeros`: whether a zero point comes with each scale, which is subtracted before.
     """
 
     element: str
@@ -147,9 +146,9 @@ class QuantisedWeight:
         """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group],
         with zero points as pairs [n, k / group, 2].
 
-        Scales are exact in float32, or, of two factors, rounded to it. Entry j of a row of `self[index]` has scale j // group. A stored group may have
-        several of these. A piece starts at a multiple of 128. Raises `ValueError` where a stored group does not have
-        whole ones.
+        Scales are exact in float32; those of two factors are rounded to it. Entry j of a row of `self[index]` has scale
+        j // group. A stored group may have several of these. A piece starts at a multiple of 128. Raises `ValueError`
+        where a stored group does not have whole ones.
         """
         (first, last), (start, stop) = self._spans(index)
         own = self.format.per_scale

@@ -6,8 +6,9 @@ None            in codes and scales of the file, where a form holds them        
 a format        in codes and scales of the file, if they are of that kind       rounded to the format
                 ("fp8" is the kind of "fp8_block"); else rounded to the format
 
-A form holds codes of e4m3, e2m1, int4 and int8 with one scale for a row or for a group of it. Cut along K, a group may become
-several smaller ones that repeat its scale. All ranks choose alike: by the whole weight and by every rank's cut.
+A form holds codes of e4m3, e2m1, int4 and int8 with one scale for a row or for a group of it, and zero points of
+integers. Cut along K, a group may become several smaller ones that repeat its scale. All ranks choose alike: by the
+whole weight and by every rank's cut.
 """
 
 from __future__ import annotations
