@@ -7,7 +7,7 @@ import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.quantised import stream_form
-from iris_ops.quantised.packing import INT4, LINE
+from iris_ops.quantised.packing import INT4, INT8, LINE
 import pytest
 
 from tests.assembly import (
@@ -162,12 +162,13 @@ def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
         kernels[f"skinny_{name}_{rows}"] = rows, 16384, STREAMED[name]
     for name, (rows, N, (form, group)) in kernels.items():
         kernel, bits = compiled("sm_90")[name], 4 if form.per_element > 1 else 8
-        scales = 0 if group is None else LINE // group * form.stored(1, LINE, group)[1][1].itemsize
+        groups = 0 if group is None else LINE // group
+        scales = groups * form.stored(1, LINE, group)[1][1].itemsize * (1 + form.zeros)
         tile, loaded = stream_form.choice(4 * bits, scales, rows, N, 132), stream_form.loaded_rows(rows, bits == 4)
         slices, columns = tile.WARPS // tile.COLUMN_WARPS, tile.COLUMNS // tile.COLUMN_WARPS
         blocks, turns = max(1, loaded // 8), tile.LINES // slices
         # products of what a group's sum begins with, for all columns; of many rows it is added to each weight
-        offsets = 8 if form is INT4 and rows <= 16 else 0
+        offsets = 8 if form in (INT4, INT8) and rows <= 16 or form.zeros else 0
         products = (8 * columns // 16 + offsets) * blocks * turns
         assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == products, name
         stage = stream_form.stage_bytes(
@@ -184,8 +185,7 @@ def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
         assert not kernel.count(r"cvt\S*\.(e4m3|e2m1)"), name
         if name.startswith("skinny"):
             assert not kernel.count(r"shfl\.(?!sync\.idx)"), name  # but of which warp it is
-            # fused: a group's sum, times its scale, on those before
-            groups = 0 if group is None else LINE // group
-            fused = kernel.count(r"fma\.rn\.f32") - 4 * groups * blocks * turns * columns // 16
+            # fused: a group's sum, times its scale, on those before; and its zero point
+            fused = kernel.count(r"fma\.rn\.f32") - 4 * groups * (1 + form.zeros) * blocks * turns * columns // 16
             assert 0 <= fused <= 16, name  # and the bias
         assert registers(kernel) <= 255, name

@@ -7,6 +7,7 @@ from typing import Any
 
 from iris_ops.named import named
 from iris_ops.planning.weights import BY_NAME
+from iris_ops.quantised.packing import PACKINGS
 import pytest
 import torch
 
@@ -89,3 +90,29 @@ def test_codes_widened(name: str, lines: int) -> None:
         exact = A.double()[:, ends] @ part.to(BF16).double().t()
         product = sums(mma, A, codes, col, steps, lines * policy.WORDS, lines)[:, : part.shape[0]]
         assert (product - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["int4/128", "fp8_block/64", "nvfp4", "int8_zeros"])
+def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str) -> None:
+    """The error is that of weights rounded to bf16 once."""
+    _, widened_mma = gluon_on_cpu.products()
+    form, N, K = BY_NAME[name], 128, 512
+    packing, policy = PACKINGS[form.packing], gluon_on_cpu.Policy(named(form.widening))
+    draw = torch.Generator().manual_seed(3)
+    codes, scales = packing.quantise(torch.randn(N, K, generator=draw), form.group, torch.float32)
+    (scales[..., 0] if form.zeros else scales).mul_(torch.rand(N, K // form.group, generator=draw) + 0.5)
+    if form.zeros:
+        scales[..., 1] = torch.randint(-9, 9, (N, K // form.group), generator=draw)
+    weight, scale = packing.pack(codes, scales, form.group, torch.float32)
+    exact = packing.unpack(weight, scale, K, torch.float64)
+    A = torch.randn(64, K, generator=draw).to(BF16)
+    constants = dict(GROUPS=LINE // form.group, ZEROS=form.zeros, WIDEN=policy)
+    rows = scale.flatten(1)
+    of_weights = widened_mma.Codes(pointer(rows), rows.stride(0), cols=N, last=value(3), **constants)
+    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=N, BLOCK_K=LINE)
+    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, N, policy.WORDS])
+    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
+    product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS, 1).double()
+    true = A.double() @ exact.t()
+    rounded = A.double() @ exact.to(BF16).double().t()
+    assert (product - true).norm() <= 1.05 * (rounded - true).norm()
