@@ -35,15 +35,11 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, rows, 32])
 
 
+TOGETHER = 4  # steps that have no drain between, by measurement
+
+
 # In assembly that keeps its place: compilers move other arithmetic between instructions of products under way, and then
 # let these run one after the other.
-
-
-def together(warps: int) -> int:
-    """Return how many steps have no drain between, by measurement: two warp groups fill each other's drains."""
-    return 4 if warps == 4 else 1
-
-
 @gluon.jit
 def _times(sums, factors):
     """Return `sums` times the factor of each row."""
@@ -164,7 +160,7 @@ class ScaledMma:
         return Part(sums, part.place, part.applied, part.coming, part.largest)
 
     @gluon.jit
-    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
+    def issue(self, rows, columns, acc, turn, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         first, second, step = acc
         if NUMBER == 0:  # a product that is under way across a branch must end before any sums are touched
