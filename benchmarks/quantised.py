@@ -82,7 +82,10 @@ def weight_of(name: str, N: int, K: int, seed: int, device: torch.device) -> tup
         return (exact, None), exact.double()
     form = BY_NAME[name]
     packing, group = PACKINGS[form.packing], form.group or None
-    stored = packing.pack(*packing.quantise(exact, group), group)
+    codes, scales = packing.quantise(exact, group)
+    if packing.zeros:
+        scales[..., 1] = torch.randint(-8, 9, scales.shape[:2], generator=draw, device=device)
+    stored = packing.pack(codes, scales, group)
     return stored, packing.unpack(*stored, K, torch.float64)
 
 

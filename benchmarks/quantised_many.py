@@ -6,7 +6,6 @@ Each variant is compared with float64 of the numbers that the codes represent.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 import json
 import sys
@@ -14,7 +13,6 @@ import time
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.kernels.hopper import operands, scaled_mma
 from iris_ops.local import skinny_matmul
 from iris_ops.named import named as function
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
@@ -29,7 +27,10 @@ from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
 
 N, K = 8192, 4096
-FORMATS = ["bf16", "fp8", "fp8_block", "int4", "mxfp4", "fp8_block/32", "int4/128"]
+FORMATS = [
+    "bf16", "fp8", "fp8_block", "int4", "mxfp4", "fp8_block/32", "int4/128", "nvfp4", "int8", "int4_zeros",
+    "int8_zeros/32",
+]  # fmt: skip
 
 
 def weight_of(name: str, n: int, k: int, seed: int):
@@ -43,7 +44,10 @@ def weight_of(name: str, n: int, k: int, seed: int):
         return (exact, None), exact
     form = BY_NAME[name]
     packing, group = PACKINGS[form.packing], form.group or None
-    stored = packing.pack(*packing.quantise(exact, group), group)
+    codes, scales = packing.quantise(exact, group)
+    if packing.zeros:
+        scales[..., 1] = torch.randint(-8, 9, scales.shape[:2], generator=draw, device="cuda")
+    stored = packing.pack(codes, scales, group)
     return stored, packing.unpack(*stored, k)
 
 
@@ -78,72 +82,44 @@ def timed(call, graph_calls: int = 8, seconds: float = 0.12) -> float:
 
 
 HOPPER = partial(FusedConfig, warp_specialised=True)
-ONE = partial(HOPPER, algorithm="one_shot")
-LOW = partial(FusedConfig, algorithm="one_shot", kernel="lamport_matmul", num_warps=4)
-LOCAL = partial(HOPPER, algorithm="copy_gather")
-TILES = {
-    "reduce 128x256": HOPPER(128, 256, 64, num_stages=3),
-    "reduce 128x128 w4": HOPPER(128, 128, 64, num_warps=4, num_stages=5),
-    "pair 128x128 w4": ONE(128, 128, 64, num_warps=4, num_stages=5),
-    "lamport 32x64": LOW(32, 64, 64, num_stages=12),
-    "lamport 64x64": LOW(64, 64, 64, num_stages=10),
-    "lamport 128x64": LOW(128, 64, 64, num_stages=8),
-    "stream": FP8_STREAM,
-}
-# Of codes, by lines a step.
-WIDENED = {
-    "64x64": (64, 64, 4), "64x128": (64, 128, 8), "128x64": (128, 64, 4), "128x128": (128, 128, 8),
-    "256x128": (256, 128, 8),
-}  # fmt: skip
+TILES = {"64x64": (64, 64, 4), "64x128": (64, 128, 8), "128x64": (128, 64, 4), "128x128": (128, 128, 8)}
+KINDS = {"pair": "one_shot", "reduce": "overlapped", "local": "copy_gather"}
 
 
-def widened(tile: str, lines: int, kind=HOPPER) -> FusedConfig:
-    m, n, warps = WIDENED[tile]
-    kernel = "hopper.lamport_pair" if kind is ONE else ""
-    return kind(m, n, 64 * lines, num_warps=warps, num_stages=2, kernel=kernel)
+def widened(tile: str, kind: str) -> FusedConfig:
+    """Return a configuration that widens codes in such tiles."""
+    m, n, warps = TILES[tile]
+    kernel = {"pair": "hopper.lamport_pair", "reduce": "hopper.matmul_reduce"}.get(kind, "")
+    return HOPPER(m, n, 128, num_warps=warps, num_stages=2, algorithm=KINDS[kind], kernel=kernel)
 
 
-def variants(m: int) -> dict[str, tuple]:
-    """Return by name (format, configuration, how: None, "gated" or "local", registers of movers or None, steps of
-    scaled blocks together)."""
-    named = {"bf16": ("bf16", None)}
-    codes = ("int4", "mxfp4")
+def variants(m: int, world: int) -> dict[str, tuple]:
+    """Return by name (format, configuration, how: None, "gated" or "local")."""
+    named = {"bf16": ("bf16", None), "bf16 local": ("bf16", None, "local")}
+    codes, others = ("int4", "mxfp4"), ("int4/128", "nvfp4", "int8", "int4_zeros", "int8_zeros/32", "fp8_block/32")
     if m <= 64:
-        for form in codes:
-            named[f"{form} stream"] = (form, TILES["stream"])
-            for lines in (1, 2):
-                named[f"{form} pair 64x64 by {lines}"] = (form, widened("64x64", lines, ONE))
-    elif m <= 512:
-        for tile in ("64x128", "128x64", "128x128") if m == 128 else ("64x128", "128x128"):
-            for lines in (1, 2):
-                for form in codes if lines == 2 else codes[:1]:
-                    named[f"{form} pair {tile} by {lines}"] = (form, widened(tile, lines, ONE))
-        if m == 512:
-            named["int4 reduce 128x128 by 2"] = ("int4", widened("128x128", 2))
-            named["int4 reduce 256x128 by 1"] = ("int4", widened("256x128", 1))
+        for form in (*codes, *others[:-1]) if m in (16, 64) else codes[:1]:
+            named[f"{form} stream"] = (form, FP8_STREAM)
+        tiles = ("64x64",)
+    elif m == 128:
+        tiles = ("64x128", "128x64", "128x128")
     else:
-        for tile, lines in (("128x128", 1), ("128x128", 2), ("256x128", 1)):
-            for form in (*codes, "int4/128", "fp8_block/32") if m == 2048 else codes:
-                named[f"{form} reduce {tile} by {lines}"] = (form, widened(tile, lines))
-        for tile, lines in (("128x128", 2), ("256x128", 1)):
-            named[f"int4 local {tile} by {lines}"] = ("int4", widened(tile, lines, LOCAL), "local")
-        named["bf16 local"] = ("bf16", None, "local")
-        wide, number = TILES["reduce 128x256"], 20
-        for count, movers in ((1, None), (1, 120), (4, 120)):
-            config = replace(wide, comm_programs=number)  # a call of its own
-            named[f"fp8_block reduce 128x256 by {count}, {movers}"] = ("fp8_block", config, None, movers, count)
-            number += 1
-        config = replace(TILES["reduce 128x128 w4"], comm_programs=number)
-        named["fp8_block reduce 128x128 w4 by 4"] = ("fp8_block", config, None, None, 4)
-        named["fp8"] = ("fp8", None)
-        for form in ("fp8", "bf16"):
-            number += 1
-            named[f"{form} reduce 128x256, 120"] = (form, replace(wide, comm_programs=number), None, 120)
+        tiles = ("64x128", "128x128") if m <= 512 else ("128x128",)
+    for tile in tiles:
+        for form in (*codes, *others) if m == 2048 else codes[:1] if m in (40, 256) else codes:
+            named[f"{form} local {tile}"] = (form, widened(tile, "local"), "local")
+            if world == 2 and m <= 2048:
+                named[f"{form} pair {tile}"] = (form, widened(tile, "pair"))
+            if m > 256:
+                named[f"{form} reduce {tile}"] = (form, widened(tile, "reduce"))
+    if m > 512:
+        named |= {form: (form, None) for form in ("fp8", "fp8_block", *codes)}
+        named |= {f"{form} local": (form, None, "local") for form in ("fp8", "fp8_block", "int4")}
     return named
 
 
 def run(team: Team, args: argparse.Namespace) -> None:
-    begin, rows, together = time.monotonic(), [], scaled_mma.together
+    begin, rows = time.monotonic(), []
     ctx = iris.iris(heap_size=3 << 30)
     weights = {}
     for name in FORMATS:
@@ -151,7 +127,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         copies = [weight] + [tuple(None if t is None else t.clone() for t in weight) for _ in range(3)]
         weights[name] = copies, exact
 
-    def multiply(out, x, name, config, how, movers, count, i):
+    def multiply(out, x, name, config, how, i):
         weight, scale = weights[name][0][i % 4]
         if how == "gated":
             skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
@@ -162,21 +138,18 @@ def run(team: Team, args: argparse.Namespace) -> None:
         elif how == "local":
             function(format_of(weight.t(), scale).product)(x, weight, scale, None, out)
         else:
-            operands.MOVER_REGISTERS = {8: movers or 168, 4: 232}
-            operands._HELD = 16 if movers else 32
-            scaled_mma.together = together if count is None else lambda warps: count
             ctx.ops.matmul_all_reduce(out, x, weight.t(), scale=scale, config=config)
 
     cases = []
-    for m in (2048, 64, 128, 512, 8192, 40, 256):
+    for m in (2048, 64, 128, 512, 8192, 16, 256, 40):
         draw = torch.Generator("cuda").manual_seed(m + team.rank)
         x = torch.randn(m, K, device="cuda", generator=draw).bfloat16()
         out = ctx.empty(m, N, dtype=x.dtype)
-        for label, (name, *more) in variants(m).items():
-            config, how, movers, count = [*more, None, None, None, None][:4]
+        for label, (name, *more) in variants(m, team.world).items():
+            config, how = [*more, None, None][:2]
             alone = {"gated": N // 2, "local": N}
             to = torch.empty(m, alone[how], dtype=x.dtype, device=x.device) if how in alone else out
-            cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, how, movers, count)))
+            cases.append((m, label, name, to, x, partial(multiply, to, x, name, config, how)))
     count = compile_ahead(team, [ctx], lambda: [call(0) for *_, call in cases])
     team.say(f"{count} kernels compiled after {time.monotonic() - begin:.0f} s")
     sums: dict = {}

@@ -43,6 +43,7 @@ MOVER_WARPS = 4  # mover warps
 _HELD = 32
 # Where mover warps need no more: of what a thread holds at a time, half.
 _FEWER_REGISTERS = dict(MOVER_REGISTERS=120)
+_BESIDE_WIDENING = {8: 120, 4: 168}  # registers of a thread of the mover warps and of the widening warps
 _GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -114,8 +115,7 @@ def _of_codes(
         block = f"{config.block_m} x {LINE}"
         raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
-    if config.num_warps == MMA_WARPS:
-        pipeline |= _FEWER_REGISTERS | dict(ROWS=pipeline["ROWS"] // 2)
+    pipeline |= dict(ROWS=pipeline["ROWS"] // 2, MOVER_REGISTERS=_BESIDE_WIDENING[config.num_warps])
     by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
     return dict(
         a=described(A, (config.block_m, LINE)),
