@@ -94,7 +94,7 @@ def arguments(
         pipeline |= _FEWER_REGISTERS | dict(ROWS=pipeline["ROWS"] // 2)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
-        pipeline["TOGETHER"] = scaled_mma.TOGETHER
+        pipeline["TOGETHER"] = scaled_mma.together(config.block_n, config.num_warps)
     return dict(
         a=(rows_described if folds else described)(A, (config.block_m, depth)),
         b=described(stored, block_b),

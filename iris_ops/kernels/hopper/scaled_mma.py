@@ -35,7 +35,10 @@ def accumulator(block_m: int, block_n: int, warps: int) -> gl.NVMMADistributedLa
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, rows, 32])
 
 
-TOGETHER = 4  # steps that have no drain between, by measurement
+def together(block_n: int, warps: int) -> int:
+    """Return how many steps have no drain between, by measurement: two warp groups with small tiles fill each other's
+    drains."""
+    return 4 if warps == 4 or block_n == 256 else 1
 
 
 # In assembly that keeps its place: compilers move other arithmetic between instructions of products under way, and then
@@ -96,7 +99,6 @@ class ScaledMma:
     HIGH: gl.constexpr
     WIDE: gl.constexpr
     GATED: gl.constexpr
-    B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
     def __init__(self, a, b, scales, stride, cols, last, tile, pipeline):
@@ -110,7 +112,7 @@ class ScaledMma:
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([high, k], b.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
-        self.GATED, self.B_TRANSPOSED = known(False), known(True)
+        self.GATED = known(False)
         self.TOGETHER = known(pipeline.TOGETHER)
 
     @gluon.jit
