@@ -38,7 +38,7 @@ try:
     TensorDescriptor, GluonDescriptor = _tensor_descriptor.TensorDescriptor, _hopper_host.TensorDescriptor
     mma_v2, mbarrier, _tma = _ampere.mma_v2, _hopper.mbarrier, _hopper.tma
     warpgroup_mma, warpgroup_mma_init = _hopper.warpgroup_mma, _hopper.warpgroup_mma_init
-    warpgroup_mma_wait, fence_async_shared = _hopper.warpgroup_mma_wait, _hopper.fence_async_shared
+    warpgroup_mma_wait = _hopper.warpgroup_mma_wait
     # Renamed: in 3.7; in 3.8, the old name raises in 3.9; in 3.9.
     program_barrier = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
     async_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared

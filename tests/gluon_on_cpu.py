@@ -124,12 +124,6 @@ class Barriers:
     MBarrierLayout = staticmethod(lambda: None)
 
 
-class _Passed(Barriers):
-    """Barriers between warps whose work runs in turn here."""
-
-    wait = arrive = staticmethod(lambda barrier, phase=None, count=1: None)
-
-
 def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared) -> None:
     block = torch.zeros_like(place.data)
     at = [int(each) for each in at]
@@ -301,7 +295,6 @@ def products() -> tuple[ModuleType, ModuleType]:
     """Return `scaled_mma` and `widened_mma` of `iris_ops.kernels.hopper`."""
     names = "kernels.hopper.scaled_mma", "kernels.hopper.widened_mma"
     waiting = dict(warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=lambda left, deps: deps[0])
-    waiting |= dict(mbarrier=_Passed, fence_async_shared=lambda: None)
     private = mock.patch.multiple(
         triton_private, warpgroup_mma=_multiplied, reinterpret=_reinterpreted, **waiting
     )  # fmt: skip

@@ -7,7 +7,7 @@ import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.quantised import stream_form
-from iris_ops.quantised.packing import INT4, INT8, LINE
+from iris_ops.quantised.packing import INT4, INT8, INT8_ZEROS, LINE
 import pytest
 
 from tests.assembly import (
@@ -171,6 +171,8 @@ def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
         offsets = 8 if form in (INT4, INT8) and rows <= 16 or form.zeros else 0
         products = (8 * columns // 16 + offsets) * blocks * turns
         assert kernel.count(r"mma\.sync\S*m16n8k16\S*\.bf16\.bf16") == products, name
+        if form in (INT8, INT8_ZEROS):  # two of the least of bf16's numbers, below 0: it is no zero
+            assert kernel.count("-2139062144") == 1, name
         stage = stream_form.stage_bytes(
             loaded, tile.COLUMNS, 4 * bits, stream_form.scale_bytes(tile.LINES, scales), tile.LINES
         )

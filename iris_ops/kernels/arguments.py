@@ -206,7 +206,7 @@ class Pipeline:
 
     STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
     thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
-    TOGETHER: see `hopper/scaled_mma.py`. WIDENING, and what follows: of B's codes (`hopper/widened_mma.py`).
+    TOGETHER: see `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS: of B's codes (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -221,8 +221,6 @@ class Pipeline:
     WIDENING: Any = None
     GROUPS: int = 0
     ZEROS: bool = False
-    WIDE: Any = None
-    WIDENING_WARPS: int = 0
 
 
 class SharedTiles(NamedTuple):

@@ -68,13 +68,25 @@ def steps_along_k(problem: Problem, config: FusedConfig) -> int:
 
 def depth_of(weights: WeightFormat, config: FusedConfig, itemsize: int) -> int:
     """Return how many products along K a step of a tile has, by operands of `itemsize` bytes."""
-    return LINE if weights.widened_in_tiles else config.depth(itemsize)
+    return LINE * lines_of(weights, config) if weights.widened_in_tiles else config.depth(itemsize)
+
+
+def lines_of(weights: WeightFormat, config: FusedConfig) -> int:
+    """Return how many lines of codes a step of a tile has: two, for warps wait for each other in each step, or one
+    where shared memory has no room for four such steps. Two steps were measured to be too few."""
+    room = SHARED_BYTES - _BF16 * config.finished
+    return 2 if config.block_k >= LINE and 4 * 2 * line_bytes(weights, config) <= room else 1
+
+
+def line_bytes(weights: WeightFormat, config: FusedConfig) -> int:
+    """Return the bytes of a line of 128 products along K of a tile: rows of A, and codes."""
+    return _BF16 * config.block_m * LINE + config.block_n * weights.line_bytes
 
 
 def code_stages(weights: WeightFormat, config: FusedConfig) -> int:
     """Return how many steps of codes, and of the rows that they multiply, fit in shared memory."""
-    room = SHARED_BYTES - _BF16 * (config.finished + config.block_n * LINE)  # finished tiles, a widened line
-    return min(_MOST_STAGES, room // (_BF16 * config.block_m * LINE + config.block_n * weights.line_bytes))
+    room = SHARED_BYTES - _BF16 * config.finished
+    return min(_MOST_STAGES, room // (lines_of(weights, config) * line_bytes(weights, config)))
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:

@@ -64,7 +64,9 @@ def begins_of(
     EACH: gl.constexpr = widen.PRODUCTS // GROUPS
     LINES: gl.constexpr = x[0].shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
-    added = gl.full((LINES, 16 * ACROSS, x[0].shape[1]), widen.LACKED, gl.bfloat16, layout=WEIGHTS)
+    # as bits: the compiler takes the least of bf16's numbers for 0
+    bits = gl.full((LINES, 16 * ACROSS, x[0].shape[1]), widen.LACKED_BITS, gl.int16, layout=WEIGHTS)
+    added = bits.to(gl.bfloat16, bitcast=True)
     result = ()
     for g in gl.static_range(GROUPS):
         begin = gl.zeros((LINES, 16 * ACROSS, x[0].shape[2]), gl.float32, layout=MMA)

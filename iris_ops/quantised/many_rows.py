@@ -1,7 +1,7 @@
 """Products of many rows without ranks by weights with scales of groups, on NVIDIA Hopper.
 
 It is the warp-specialised kernel of `kernels/hopper/gather_matmul.py` with one rank. Rows are rounded to fp8 for
-weights in fp8 blocks, whose scales multiply sums block by block (`scaled_mma.py`). Warps of their own widen other codes
+weights in fp8 blocks, whose scales multiply sums block by block (`scaled_mma.py`). Other codes are widened in registers
 (`widened_mma.py`), and rows stay as they are.
 """
 

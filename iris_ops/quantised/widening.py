@@ -23,8 +23,12 @@ _ROWS_SCALED = 2.0**64  # of A, in `weight_stream.py`
 
 def _pair(number: float) -> str:
     """Return the bits of two equal bf16 numbers."""
-    bits = struct.unpack("<I", struct.pack("<f", number))[0] >> 16
-    return f"0x{bits:04x}{bits:04x}"
+    return f"0x{_bits(number):04x}{_bits(number):04x}"
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a bf16 number."""
+    return struct.unpack("<I", struct.pack("<f", number))[0] >> 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,17 @@ class Widening:
         return self.ADDED / self.off
 
     @property
+    def LACKED_BITS(self) -> int:
+        """Return the same as the bits of a bf16 number, a signed integer."""
+        bits = _bits(self.LACKED)
+        return bits - (bits >> 15 << 16)
+
+    @property
+    def ADDING_EACH(self) -> str:
+        """Return the instructions that add the integers $2, as widened codes are, to two bf16 numbers, exactly."""
+        return f"{{ .reg .b32 c; mov.b32 c, {_pair(1 / self.off)}; fma.rn.bf16x2 $0, $2, c, $1; }}"
+
+    @property
     def ADDING(self) -> str:
         """Return the instructions that add `LACKED` to two bf16 numbers, exactly."""
         return f"{{ .reg .b32 c; mov.b32 c, {_pair(self.LACKED)}; add.rn.bf16x2 $0, $1, c; }}"
@@ -81,11 +96,6 @@ class Widening:
     def TIMES_LATER(self) -> str:
         """Return the instructions that multiply two bf16 numbers by `later`."""
         return f"{{ .reg .b32 c; mov.b32 c, {_pair(self.later)}; mul.rn.bf16x2 $0, $1, c; }}"
-
-    @property
-    def UNIT(self) -> float:
-        """Return which widened number, without what is added, represents 1."""
-        return 1 / self.off
 
     @property
     def cache_key(self) -> str:

@@ -18,37 +18,19 @@ BF16, LINE = torch.bfloat16, 128
 pointer, shared, value = gluon_on_cpu.Pointer.of, gluon_on_cpu.Shared, gluon_on_cpu.value
 
 
-def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int) -> torch.Tensor:
-    """Multiply the blocks `steps` along K: of A, and of B from column `col` on, whose blocks are `deep` elements.
-
-    Codes are widened before, as the widening warps do it, and the MMA warps multiply both halves of a line.
-    """
+def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int, lines: int = 0) -> torch.Tensor:
+    """Multiply the blocks `steps` along K: of A, and of B from column `col` on, whose blocks are `deep` elements, in
+    `lines` lines of codes."""
     acc = mma.begin(col, value(steps.start))
-    widens = hasattr(mma, "widen")
-    places = mma.scales_at(col, steps.start) if widens else ()
     for step in steps:
-        rows = A[:, LINE * step : LINE * (step + 1)]
+        rows = A[:, mma.BLOCK_K * step : mma.BLOCK_K * (step + 1)]
         columns = torch.zeros(mma.BLOCK_N, deep, dtype=B.dtype)
         found = B[col : col + mma.BLOCK_N, deep * step : deep * (step + 1)]
         columns[: len(found), : found.shape[1]] = found
-        if widens:
-            mma.widen(shared(columns), mma.load_scales(places), step & 1)
-            places = mma.after(places, step)
-        acc = mma.await_last_but_one(mma.issue(shared(rows), shared(columns), acc, step & 1))
+        if lines:
+            columns = columns.view(mma.BLOCK_N, lines, -1).transpose(0, 1)
+        acc = mma.await_last_but_one(mma.issue(shared(rows), shared(columns), acc))
     return mma.result(acc).as_subclass(torch.Tensor)
-
-
-def widened(policy: Any, scale: torch.Tensor, form: Any, N: int, high: int) -> Any:
-    """Return the products of tiles of `high` rows by 128 of N columns in codes, with these scales."""
-    _, widened_mma = gluon_on_cpu.products()
-    groups, rows = LINE // form.group if form.group else 0, scale.flatten(1) if form.group else None
-    scales = dict(scales=None, stride=None) if rows is None else dict(scales=pointer(rows), stride=rows.stride(0))
-    last = value(scale.shape[1] * (form.group or 0) // LINE - 1 if groups else 0)
-    codes = widened_mma.Codes(**scales, cols=N, last=last, GROUPS=groups, ZEROS=form.zeros, WIDEN=policy)
-    barriers = shared(torch.zeros(2, 3, dtype=torch.int64)), shared(torch.zeros(2, 3, dtype=torch.int64))
-    tile = SimpleNamespace(BLOCK_M=high, BLOCK_N=128, BLOCK_K=LINE)
-    wide = shared(torch.full((2, 128, LINE // 2), torch.nan, dtype=BF16))
-    return widened_mma.WidenedMma(SimpleNamespace(dtype=BF16), codes, wide, *barriers, tile, pipeline(8))
 
 
 def pipeline(warps: int, **more: Any) -> SimpleNamespace:
@@ -82,29 +64,38 @@ def test_blocks_with_scales(high: int, wide: int) -> None:
         assert ((product - exact).abs() <= 1e-5 * bound)[~exact.isnan()].all()
 
 
+@pytest.mark.parametrize("lines", [1, 2])
 @pytest.mark.parametrize("name", [name for name, form in BY_NAME.items() if form.widened_in_tiles])
-def test_codes_widened(name: str) -> None:
-    """To the same numbers as those of a restored weight."""
+def test_codes_widened(name: str, lines: int) -> None:
+    """To the same numbers as those of a restored weight, some lines a step."""
+    _, widened_mma = gluon_on_cpu.products()
     form, N, K, col = BY_NAME[name], 200, 608, 90
     (weight, scale), numbers = stored(name, N, K, 7, "cpu")
-    policy = gluon_on_cpu.Policy(named(form.widening))
+    codes, policy = weight.view(torch.int32), gluon_on_cpu.Policy(named(form.widening))
     draw = torch.Generator().manual_seed(1)
-    A = torch.zeros(64, 640, dtype=BF16)
+    A = torch.zeros(64, 768, dtype=BF16)
     A[:, :K] = torch.randn(64, K, generator=draw).to(BF16)
-    mma = widened(policy, scale, form, N, 64)
-    for steps in (range(5), range(2, 4)):
-        ends = slice(LINE * steps.start, min(K, LINE * steps.stop))
-        part = (
-            numbers[col : col + 128, ends] if form.group else (numbers / scale.double()[:, None])[col : col + 128, ends]
-        )
+    groups = LINE // form.group if form.group else 0
+    scales = dict(scales=pointer(scale), stride=scale.stride(0)) if groups else dict(scales=None, stride=None)
+    deep, count = lines * LINE, -(-5 // lines)
+    of_weights = widened_mma.Codes(
+        **scales, cols=N, last=value(count - 1), GROUPS=groups, ZEROS=form.zeros, WIDEN=policy
+    )
+    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=deep)
+    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[lines, 128, policy.WORDS])
+    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
+    for steps in (range(count), range(1, 2)):
+        ends = slice(deep * steps.start, min(K, deep * steps.stop))
+        part = numbers[col : col + 128, ends] if groups else (numbers / scale.double()[:, None])[col : col + 128, ends]
         exact = A.double()[:, ends] @ part.to(BF16).double().t()
-        product = sums(mma, A, weight.view(torch.int32), col, steps, policy.WORDS)[:, : part.shape[0]]
+        product = sums(mma, A, codes, col, steps, lines * policy.WORDS, lines)[:, : part.shape[0]]
         assert (product - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("name", ["int4/128", "fp8_block/64", "nvfp4", "int8_zeros"])
 def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str) -> None:
     """The error is that of weights rounded to bf16 once."""
+    _, widened_mma = gluon_on_cpu.products()
     form, N, K = BY_NAME[name], 128, 512
     packing, policy = PACKINGS[form.packing], gluon_on_cpu.Policy(named(form.widening))
     draw = torch.Generator().manual_seed(3)
@@ -115,8 +106,13 @@ def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str) -> None:
     weight, scale = packing.pack(codes, scales, form.group, torch.float32)
     exact = packing.unpack(weight, scale, K, torch.float64)
     A = torch.randn(64, K, generator=draw).to(BF16)
-    mma = widened(policy, scale, form, N, 64)
-    product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS).double()
+    constants = dict(GROUPS=LINE // form.group, ZEROS=form.zeros, WIDEN=policy)
+    rows = scale.flatten(1)
+    of_weights = widened_mma.Codes(pointer(rows), rows.stride(0), cols=N, last=value(3), **constants)
+    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=N, BLOCK_K=LINE)
+    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, N, policy.WORDS])
+    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
+    product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS, 1).double()
     true = A.double() @ exact.t()
     rounded = A.double() @ exact.to(BF16).double().t()
     assert (product - true).norm() <= 1.05 * (rounded - true).norm()

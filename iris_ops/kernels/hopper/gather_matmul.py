@@ -38,7 +38,6 @@ from ..tiles import Matrix, first_row, known
 from . import operands
 from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
 from .policies import mma_of
-from .widened_mma import widen_tiles
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -155,25 +154,14 @@ def hopper_gather_matmul_kernel(
     work = Work(a, b, others, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
-    if pipeline.WIDENING is None:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
-                (_store_tiles, (shared, work, C, GATED, MOVE)),
-            ],
-            [pipeline.MOVER_WARPS],
-            [pipeline.MOVER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
-                (_store_tiles, (shared, work, C, GATED, MOVE)),
-                (widen_tiles, (work, shared)),
-            ],
-            [pipeline.MOVER_WARPS, pipeline.WIDENING_WARPS],
-            [pipeline.MOVER_REGISTERS, pipeline.MOVER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
+            (_store_tiles, (shared, work, C, GATED, MOVE)),
+        ],
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 class Rows(NamedTuple):

@@ -58,7 +58,6 @@ from .pipeline import (
     rows_of,
 )
 from .policies import mma_of
-from .widened_mma import widen_tiles
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -269,69 +268,20 @@ def _specialise(
     if LEAVES > 1:
         leaves = Leaves(first_leaf, blocks)
     shared = allocate(work.a, work.b, C.data.dtype.element_ty, tile, pipeline)
-    if pipeline.WIDENING is None:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ctx, work, shared, Unshared(C.data), epilogue, C, epoch, False, WAITER, leaves, LEAVES)),
+            (
+                _move_tiles,
                 (
-                    multiply_tiles,
-                    (ctx, work, shared, Unshared(C.data), epilogue, C, epoch, False, WAITER, leaves, LEAVES),
+                    ctx, work, shared, C, epilogue.bias, half, sync, part_rows, lamport.ld, epoch, spread, MOVED,
+                    LEAVES, MOVE, WAITER,
                 ),
-                (
-                    _move_tiles,
-                    (
-                        ctx,
-                        work,
-                        shared,
-                        C,
-                        epilogue.bias,
-                        half,
-                        sync,
-                        part_rows,
-                        lamport.ld,
-                        epoch,
-                        spread,
-                        MOVED,
-                        LEAVES,
-                        MOVE,
-                        WAITER,
-                    ),
-                ),
-            ],
-            [pipeline.MOVER_WARPS],
-            [pipeline.MOVER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    multiply_tiles,
-                    (ctx, work, shared, Unshared(C.data), epilogue, C, epoch, False, WAITER, leaves, LEAVES),
-                ),
-                (
-                    _move_tiles,
-                    (
-                        ctx,
-                        work,
-                        shared,
-                        C,
-                        epilogue.bias,
-                        half,
-                        sync,
-                        part_rows,
-                        lamport.ld,
-                        epoch,
-                        spread,
-                        MOVED,
-                        LEAVES,
-                        MOVE,
-                        WAITER,
-                    ),
-                ),
-                (widen_tiles, (work, shared)),
-            ],
-            [pipeline.MOVER_WARPS, pipeline.WIDENING_WARPS],
-            [pipeline.MOVER_REGISTERS, pipeline.MOVER_REGISTERS],
-        )
+            ),
+        ],
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "part_rows", "spread", "stagger"])

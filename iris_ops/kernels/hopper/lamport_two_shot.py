@@ -32,19 +32,8 @@ from ..tile_orders import PartTiles, by_columns
 from ..tiles import Matrix, known
 from .mma import MMA_WARPS
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
-from .pipeline import (
-    NOWHERE,
-    Unshared,
-    Work,
-    allocate,
-    await_tile,
-    multiply_tiles,
-    pace,
-    places_of,
-    rows_of,
-)
+from .pipeline import NOWHERE, Unshared, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
-from .widened_mma import widen_tiles
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -224,25 +213,14 @@ def lamport_two_shot_kernel(
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, world.WAITER)
-    if pipeline.WIDENING is None:
-        gl.warp_specialize(
-            [
-                (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
-                (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
-            ],
-            [pipeline.MOVER_WARPS],
-            [pipeline.MOVER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
-                (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
-                (widen_tiles, (work, shared)),
-            ],
-            [pipeline.MOVER_WARPS, pipeline.WIDENING_WARPS],
-            [pipeline.MOVER_REGISTERS, pipeline.MOVER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
+            (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
+        ],
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:

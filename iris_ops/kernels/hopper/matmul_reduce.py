@@ -23,7 +23,6 @@ from ..tiles import Matrix
 from .operands import specialised_arguments
 from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
-from .widened_mma import widen_tiles
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -209,25 +208,20 @@ def hopper_matmul_reduce_kernel(
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
-    if pipeline.WIDENING is None:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
-                (_move_tiles, (ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE, WAITER)),
-            ],
-            [pipeline.MOVER_WARPS],
-            [pipeline.MOVER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
-                (_move_tiles, (ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE, WAITER)),
-                (widen_tiles, (work, shared)),
-            ],
-            [pipeline.MOVER_WARPS, pipeline.WIDENING_WARPS],
-            [pipeline.MOVER_REGISTERS, pipeline.MOVER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
+            (
+                _move_tiles,
+                (
+                    ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE,
+                    WAITER,
+                ),
+            ),
+        ],
+        [pipeline.MOVER_WARPS],
+        [pipeline.MOVER_REGISTERS],
+    )  # fmt: skip
 
 
 def launcher(

@@ -100,7 +100,7 @@ class Mma:
             return k, col
 
     @gluon.jit
-    def issue(self, rows, columns, acc, turn, NUMBER: gl.constexpr = 0):
+    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks, which lie in shared memory as they were loaded."""
         if self.FOLDED:
             rows = reinterpret(rows, rows.dtype, [self.BLOCK_M, self.BLOCK_K], self.A_FORM)

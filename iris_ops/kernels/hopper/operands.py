@@ -21,16 +21,15 @@ from ...named import named
 from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
-from ...planning.waves import code_stages, gemm_tiles, shared_tiles, skew_steps
+from ...planning.waves import code_stages, gemm_tiles, lines_of, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import Problem
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
 from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
-from . import scaled_mma
+from . import scaled_mma, widened_mma
 from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
-from .widened_mma import WIDENING_WARPS
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 MOVER_WARPS = 4  # mover warps
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
-# Where mover warps need no more: of what a thread holds at a time, half.
-_FEWER_REGISTERS = dict(MOVER_REGISTERS=120)
-_BESIDE_WIDENING = {8: 120, 4: 168}  # registers of a thread of the mover warps and of the widening warps
 _GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -91,7 +87,7 @@ def arguments(
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
     if config.block_n == 256 and A.element_size() == 1:
-        pipeline |= _FEWER_REGISTERS | dict(ROWS=pipeline["ROWS"] // 2)
+        pipeline |= _more_registers(pipeline)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
         pipeline["TOGETHER"] = scaled_mma.together(config.block_n, config.num_warps)
@@ -108,26 +104,39 @@ def _of_codes(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, weights: WeightFormat,
     scale: torch.Tensor | None,
 ) -> dict:  # fmt: skip
-    """Return the same of B's codes, which warps of their own widen."""
+    """Return the same of B's codes, which the MMA warps widen."""
     assert scale is not None
-    widening, codes, stages = named(weights.widening), B.t().view(torch.int32), code_stages(weights, config)
-    if stages < 2:
-        block = f"{config.block_m} x {LINE}"
-        raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
+    widening, codes = named(weights.widening), B.t().view(torch.int32)
+    words = widening.WORDS
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
-    pipeline |= dict(ROWS=pipeline["ROWS"] // 2, MOVER_REGISTERS=_BESIDE_WIDENING[config.num_warps])
+    if config.block_m * config.block_n > 128 * 128:
+        pipeline |= _more_registers(pipeline)
+    pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
+    lines, stages = lines_of(weights, config), code_stages(weights, config)
+    depth = lines * LINE
+    if stages < 2:
+        block = f"{config.block_m} x {depth}"
+        raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
+    apart = [words, codes.stride(0), 1]
     by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
     return dict(
-        a=described(A, (config.block_m, LINE)),
-        b=described(codes, (config.block_n, widening.WORDS)),
+        a=described(A, (config.block_m, depth)),
+        b=described(codes, (lines, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
         epilogue=TileEpilogue(bias, **by_groups),
-        tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
+        tile=Tile(config.block_m, config.block_n, depth, config.group_m, True),
         pipeline=Pipeline(
-            stages, **pipeline, WIDENING=widening, GROUPS=LINE // weights.group if weights.group else 0,
-            ZEROS=weights.zeros, WIDENING_WARPS=WIDENING_WARPS,
-            WIDE=gl.NVMMASharedLayout.get_default_for([config.block_n, LINE // 2], _GLUON_TYPES[A.dtype]),
+            stages,
+            **pipeline,
+            WIDENING=widening,
+            GROUPS=LINE // weights.group if weights.group else 0,
+            ZEROS=weights.zeros,
         ),
-    )  # fmt: skip
+    )
+
+
+def _more_registers(pipeline: dict) -> dict:
+    """Return what gives MMA warps more registers: mover warps hold half as much at a time, and have fewer."""
+    return dict(MOVER_REGISTERS=120, ROWS=pipeline["ROWS"] // 2)
 
 
 def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:

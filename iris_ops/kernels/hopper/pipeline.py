@@ -246,8 +246,7 @@ def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phas
 def _multiply_step(ctx, work, shared, count, acc, at, stage, phase, NUMBER: gl.constexpr, WAITER: gl.constexpr):
     """Add the next block along K, number NUMBER of those without a branch between."""
     mbarrier.wait(shared.loaded.index(stage), phase)
-    turn = (stage + phase * shared.STAGES) & 1  # whether an odd number of steps came before
-    acc = work.mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc, turn, NUMBER)
+    acc = work.mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc, NUMBER)
     acc = work.mma.await_last_but_one(acc)
     if at[0] < count:
         program_barrier()  # all warps have multiplied the step before, whose place is free now

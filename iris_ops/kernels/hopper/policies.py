@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from .mma import Mma
 from .scaled_mma import ScaledMma
-from .widened_mma import Codes, widened_mma
+from .widened_mma import Codes, WidenedMma
 
 
 @gluon.jit
@@ -15,7 +15,7 @@ def mma_of(a, b, epilogue, tile: gl.constexpr, pipeline: gl.constexpr, N, K):
     if pipeline.WIDENING is not None:
         scales, stride = epilogue.block_scales, epilogue.block_stride
         codes = Codes(scales, stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING)
-        return widened_mma(a, codes, tile, pipeline)
+        return WidenedMma(a, b, codes, tile, pipeline)
     elif epilogue.block_scales is not None:
         return ScaledMma(a, b, epilogue.block_scales, epilogue.block_stride, N, last, tile, pipeline)
     else:

@@ -162,7 +162,7 @@ class ScaledMma:
         return Part(sums, part.place, part.applied, part.coming, part.largest)
 
     @gluon.jit
-    def issue(self, rows, columns, acc, turn, NUMBER: gl.constexpr = 0):
+    def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
         first, second, step = acc
         if NUMBER == 0:  # a product that is under way across a branch must end before any sums are touched
