@@ -14,7 +14,7 @@ import torch
 from tests import gluon_on_cpu
 from tests.iris_ops.test_quantised import stored
 
-BF16, LINE = torch.bfloat16, 128
+BF16, FP16, FP32, LINE = torch.bfloat16, torch.float16, torch.float32, 128
 pointer, shared, value = gluon_on_cpu.Pointer.of, gluon_on_cpu.Shared, gluon_on_cpu.value
 
 
@@ -92,18 +92,24 @@ def test_codes_widened(name: str, lines: int) -> None:
         assert (product - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("name", ["int4/128", "fp8_block/64", "nvfp4", "int8_zeros"])
-def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("int4/128", FP32), ("int4", FP16), ("fp8_block/64", FP32), ("nvfp4", FP32), ("int8/64", FP16),
+        ("int8_zeros", FP32), ("int8_zeros", FP16), ("int4_zeros", BF16), ("int8_zeros/32", BF16),
+    ],
+)  # fmt: skip
+def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str, dtype: torch.dtype) -> None:
     """The error is that of weights rounded to bf16 once."""
     _, widened_mma = gluon_on_cpu.products()
     form, N, K = BY_NAME[name], 128, 512
     packing, policy = PACKINGS[form.packing], gluon_on_cpu.Policy(named(form.widening))
     draw = torch.Generator().manual_seed(3)
-    codes, scales = packing.quantise(torch.randn(N, K, generator=draw), form.group, torch.float32)
+    codes, scales = packing.quantise(torch.randn(N, K, generator=draw), form.group, dtype)
     (scales[..., 0] if form.zeros else scales).mul_(torch.rand(N, K // form.group, generator=draw) + 0.5)
     if form.zeros:
         scales[..., 1] = torch.randint(-9, 9, (N, K // form.group), generator=draw)
-    weight, scale = packing.pack(codes, scales, form.group, torch.float32)
+    weight, scale = packing.pack(codes, scales.to(dtype).float(), form.group, dtype)
     exact = packing.unpack(weight, scale, K, torch.float64)
     A = torch.randn(64, K, generator=draw).to(BF16)
     constants = dict(GROUPS=LINE // form.group, ZEROS=form.zeros, WIDEN=policy)

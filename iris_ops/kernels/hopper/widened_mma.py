@@ -80,7 +80,8 @@ def _scaled(numbers, factor, zero, widen: gl.constexpr):
         bits = gl.minimum(factor.to(gl.int32) + widen.SHIFT, 255) << 7  # beyond the largest number infinite
         factor = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
     elif widen.SCALED:
-        factor = (factor.to(gl.float32) * widen.later).to(factor.dtype)  # a power of two, which is exact
+        exact = factor.to(gl.float32) * widen.later  # which float16 may not hold, and bf16 does
+        factor = exact.to(gl.bfloat16) if factor.dtype == gl.bfloat16 else exact
     numbers = _whole(numbers, zero, widen)
     large = factor.to(gl.bfloat16)
     _, larges = gl.broadcast(numbers, large[:, None])
