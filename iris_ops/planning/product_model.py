@@ -18,7 +18,7 @@ from .candidates import copy_gather_configs
 from .needs import Epilogue, WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
-from .weights.grouped import MOST_WIDENED
+from .weights.grouped import LEAST_WIDENED, MOST_WIDENED
 from .weights.streams import launch_us
 
 _VECTOR = 16  # numbers of which rows of A, rounded or not, are whole vectors
@@ -69,8 +69,11 @@ def stream_launches(weights: WeightFormat, rows: int, k: int, n: int, machine: M
 def quantised_tile(weights: WeightFormat, rows: int, k: int, n: int, machine: Machine) -> FusedConfig | None:
     """Return the tile by which many rows of bf16 are multiplied without ranks; None where B is converted instead."""
     problem = replace(local_problem(rows, n, k, torch.bfloat16), weights=weights)
-    many = weights.local_rows < rows and machine.warp_specialised
-    many &= weights.scales_blocks or rows <= MOST_WIDENED
+    if weights.scales_blocks:
+        many = weights.local_rows < rows
+    else:
+        many = LEAST_WIDENED <= rows <= MOST_WIDENED
+    many &= machine.warp_specialised
     if not many or k % _VECTOR or n % _VECTOR or not (weights.scales_blocks or weights.widened_in_tiles):
         return None
     configs = copy_gather_configs(machine, weights)

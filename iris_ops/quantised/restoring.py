@@ -85,15 +85,15 @@ def product(
     Some hundred rows are multiplied by launches of the stream of weights, where these take less than a weight made
     in x's dtype.
     """
+    if config := many_rows.tile_for(x, weight, scale):
+        result = x.new_empty(x.shape[0], weight.shape[0]) if out is None or not out.is_contiguous() else out
+        many_rows.multiply(result, x, weight, scale, bias, config)
+        return result if out is None or result is out else out.copy_(result)
     if count := _stream_launches(x, weight, scale):
         result = x.new_empty(x.shape[0], weight.shape[0]) if out is None or not out.is_contiguous() else out
         epilogue = TileEpilogue(None if bias is None else bias.contiguous())
         for part, rows in zip(result.tensor_split(count), x.tensor_split(count), strict=True):
             skinny_stream.multiply(part, rows, weight, scale, epilogue)
-        return result if out is None or result is out else out.copy_(result)
-    if config := many_rows.tile_for(x, weight, scale):
-        result = x.new_empty(x.shape[0], weight.shape[0]) if out is None or not out.is_contiguous() else out
-        many_rows.multiply(result, x, weight, scale, bias, config)
         return result if out is None or result is out else out.copy_(result)
     result = F.linear(x, restored(weight, scale, x.shape[1], x.dtype), bias)
     return result if out is None else out.copy_(result)
