@@ -67,15 +67,15 @@ def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.de
 
 def _check_scales_of(op: str, B: torch.Tensor, scale: torch.Tensor, stored: list[WeightFormat]) -> None:
     """Raise a typed error for a scale that fits none of the formats that B may be `stored` in."""
-    shapes = {each.scale_of(B.shape[1], B.shape[0])[0]: each for each in stored}
-    fitting = shapes.get(tuple(scale.shape))
-    if fitting is None:
+    format = weights.fitting(stored, B.shape, scale)
+    if format is None:
         of_columns = "one for each column of B"
+        shapes = {each.scale_of(B.shape[1], B.shape[0])[0]: each for each in stored}
         listed = " or ".join(
             f"{shape}, {of_columns if len(shape) == 1 else each.name}" for shape, each in shapes.items()
         )
         raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
-    dtypes = fitting.scale_of(B.shape[1], B.shape[0])[1]
+    dtypes = format.scale_of(B.shape[1], B.shape[0])[1]
     if scale.dtype not in dtypes:
         raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
 

@@ -14,7 +14,7 @@ from ..checks import check_kind
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
 from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
-from ..planning.weights import FORMATS
+from ..planning.weights import FORMATS, fitting
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
@@ -105,9 +105,9 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
     count, elements, columns = B.shape
-    shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
-    format = shapes.get(tuple(scale.shape[1:]))
-    if format is None or scale.shape[0] != count:
+    format = fitting(stored, (elements, columns), scale[0]) if scale.ndim and scale.shape[0] == count else None
+    if format is None:
+        shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
         listed = " or ".join(str((count, *shape)) for shape in shapes)
         raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
     kinds = format.scale_of(columns, elements)[1]
