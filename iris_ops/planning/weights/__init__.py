@@ -35,8 +35,8 @@ def fitting(stored: Sequence[WeightFormat], sizes: tuple[int, int], scale: torch
     Of several, which only a B without rows leaves open, return one whose scales have its dtype, too.
     """
     elements, columns = sizes
-    found = [(each, *each.scale_of(columns, elements)) for each in stored]
-    of_shape = [(each, dtypes) for each, shape, dtypes in found if shape == tuple(scale.shape)]
+    scales = [(each, *each.scale_of(columns, elements)) for each in stored]
+    of_shape = [(each, dtypes) for each, shape, dtypes in scales if shape == tuple(scale.shape)]
     of_both = [each for each, dtypes in of_shape if scale.dtype in dtypes]
     return of_both[0] if of_both else of_shape[0][0] if of_shape else None
 
