@@ -9,8 +9,8 @@ got every part's sum. A sum exists only when all ranks have entered e and consum
 lane.
 
 A rank publishes to its successor where its `out` lies, and compares its predecessor's place before it adds to a partial
-sum. Where places differ, at least two neighbours differ. The second of them publishes the first one's rank instead, with
-all signals that its successor waits for, and so does each rank after it. So every rank knows before it stores a sum.
+sum. Where places differ, at least two neighbours differ. The second of them publishes the first one's rank instead,
+with all signals that its successor waits for, and so does each rank after it: all know before one stores a sum.
 """
 
 from __future__ import annotations
