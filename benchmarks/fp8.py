@@ -96,9 +96,7 @@ def calls_of(
         return out
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        most = (
-            FP8_FORMAT.streamed_rows if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
-        )
+        most = FP8_FORMAT.streamed_rows if scale is not None else skinny_matmul.most_rows(*size[1:], 1, True, x.device)
         if skinny_matmul.has_few_rows(x, most) and (scale is None or skinny_matmul.streams(weight.shape, x.device)):
             return skinny_matmul.skinny_matmul(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else scaled_matmul.product(x, weight, scale, None)

@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import COPY_BACK, Kernel, Several, Step, bias_together, changed, part_of_nothing
+from .steps import COPY_BACK, Kernel, Several, Step, bias_together, changed, finishing, part_of_nothing
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -69,10 +69,11 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         changes.append(bias_together)
     if problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
         changes.append(part_of_nothing)
-    fused, after = epilogue is not None and epilogue in planned.fuses(problem, config), ()
-    if epilogue is not None and not fused:
-        change, *after = named(epilogue.apart)(problem)
-        changes += [change] if change else []
+    fused, after = epilogue in planned.fuses(problem, config), ()
+    if epilogue.separate and not fused:
+        after = (finishing(named(epilogue.separate)),)
+        if epilogue.matrices > 1:
+            changes.append(lambda given: given._replace(out=given.out.new_empty(problem.M, problem.N)))
     for change in changes:
         tensors = change(tensors)
     before: list[Step] = [changed(change) for change in changes]

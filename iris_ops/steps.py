@@ -21,7 +21,6 @@ import torch
 import triton
 
 from .config import FusedConfig
-from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .named import named
 from .operands import Operands
@@ -185,9 +184,9 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def norm_apart(problem: Problem) -> tuple[None, Do]:
-    """Return the first half of a norm, with the residual, after a product without it, which writes `out` as it is."""
-    return None, Do(lambda run: rmsnorm_epilogue.finish(run.out, *(run.epilogue or ())))
+def finishing(epilogue: Callable[..., None]) -> Do:
+    """Return the step that launches an epilogue in a separate kernel (`Epilogue.separate`)."""
+    return Do(lambda run: epilogue(run.out, run.tensors.out, *(run.epilogue or ())))
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

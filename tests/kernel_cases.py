@@ -13,9 +13,10 @@ from typing import Any
 from iris import platform
 from iris.ccl import Config
 from iris_ops import FusedConfig, Scoring
+from iris_ops.activation import GPT_OSS
 from iris_ops.local import decode_attention, norm, skinny_matmul
-from iris_ops.moe.activation import GPT_OSS
 from iris_ops.moe.scoring import SIGMOID, SOFTMAX_OF_CHOSEN
+from iris_ops.planning.epilogues import GATE
 from iris_ops.quantised import packing, restoring, scaled_matmul
 from iris_tp.bench.rows import CALLS, Row
 import torch
@@ -165,7 +166,9 @@ def _attend(length: int, dtype: torch.dtype, dim: int, equal_splits: bool, ctx: 
 
 def _skinny(rows: int, outputs: int, gated: bool, spans: int, ctx: Any) -> None:
     squares = new(spans, rows, dtype=FP32) if spans else None
-    skinny_matmul.skinny_matmul(new(rows, 4096), new(outputs, 4096), new(outputs), gated=gated, squares=squares)
+    skinny_matmul.skinny_matmul(
+        new(rows, 4096), new(outputs, 4096), new(outputs), epilogue=GATE.name if gated else "", squares=squares
+    )
 
 
 def mixtures(target: GPUTarget) -> Iterator[Any]:
@@ -413,7 +416,7 @@ def _lamport_stored(
 
 def _skinny_stored(form: packing.Packing, group: int | None, rows: int, gated: bool, ctx: Any) -> None:
     weight, scale = _stored(form, group, 16384, 4096)
-    skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, gated=gated)
+    skinny_matmul.skinny_matmul(new(rows, 4096), weight, new(16384), scale=scale, epilogue=GATE.name if gated else "")
 
 
 def _many_rows(form: packing.Packing, group: int | None, ctx: Any) -> None:

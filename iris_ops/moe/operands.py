@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .activation import activation_of
+from ..activation import activation_of
 from .routing import Routing
 
 

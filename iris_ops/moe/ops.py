@@ -17,9 +17,9 @@ from .scoring import Scoring
 if TYPE_CHECKING:
     from iris.rank import Rank
 
+    from ..activation import Activation
     from ..config import FusedConfig
     from ..workspace import Workspace
-    from .activation import Activation
 
 
 class MixtureOps:

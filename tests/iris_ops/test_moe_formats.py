@@ -9,7 +9,7 @@ from typing import Any
 import iris
 from iris.errors import ArgumentError, DtypeError, IrisError, ShapeError
 from iris_ops import FusedConfig
-from iris_ops.moe.activation import Activation
+from iris_ops.activation import Activation
 from iris_ops.planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
 from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing

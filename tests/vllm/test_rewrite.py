@@ -141,11 +141,11 @@ def plain_torch() -> Iterator[None]:
     def whole_norm(A, weight, residual, norm_weight, eps, group):  # noqa: ANN001, ANN202
         return add_norm(matmul(A, weight, group), residual, norm_weight, eps)
 
-    def skinny(x, weight, bias, scale, gated, squares=None, eps=0.0):  # noqa: ANN001, ANN202
+    def skinny(x, weight, bias, scale, epilogue, squares=None, eps=0.0):  # noqa: ANN001, ANN202
         x = x if squares is None else second_half(x, squares, eps)
         y = x @ weight.t()
         gate, partner = y.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * partner if gated else y
+        return torch.nn.functional.silu(gate) * partner if epilogue else y
 
     scoped = torch.library._scoped_library
     with scoped("iris_vllm", "IMPL") as own, scoped("iris_ops", "IMPL") as ops:

@@ -150,7 +150,7 @@ def load_block(ctx, work, shared, stage, row, col, k):
         async_load(work.a, [0, 0, k], loaded, rows)
     else:
         async_load(work.a, [row, k], loaded, rows)
-    if work.mma.GATED:
+    if work.mma.MATRICES > 1:
         async_load(work.b, [0, col, k], loaded, shared.b_parts.index(stage))
     elif work.mma.B_TRANSPOSED:
         k = k // work.mma.BLOCK_K * work.b.block_type.shape[1]  # words of codes are fewer than numbers
@@ -319,7 +319,7 @@ def multiply_tiles(
                 product = _scaled(product, tiles, tile, epilogue, C, shared.FOLDED)
             if ADDS_BIAS:
                 if epilogue.bias is not None:
-                    product += _bias_of(product, tiles, tile, epilogue.bias, C.cols, work.mma.GATED)
+                    product += _bias_of(product, tiles, tile, epilogue.bias, C.cols, work.mma.MATRICES)
             place = done % shared.PLACES
             mbarrier.wait(shared.free.index(place), done // shared.PLACES & 1 ^ 1)
             finished.index(place).store(product.to(finished.dtype))
@@ -344,15 +344,15 @@ def _scaled(product, tiles, tile, epilogue, C, FOLDED: gl.constexpr):
 
 
 @gluon.jit
-def _bias_of(product, tiles, tile, bias, N, GATED: gl.constexpr):
+def _bias_of(product, tiles, tile, bias, N, MATRICES: gl.constexpr):
     """Return the bias of a tile's columns, in fp32. All kernels add it after the product."""
     BLOCK_N: gl.constexpr = product.shape[1]
     _row, col, _own = tiles.place(tile)
     c = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, product.type.layout))
-    if GATED:
-        second = c // (BLOCK_N // 2)
-        c = col + c % (BLOCK_N // 2)
-        return gl.load(bias + second * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
+    if MATRICES > 1:
+        number = c // (BLOCK_N // MATRICES)
+        c = col + c % (BLOCK_N // MATRICES)
+        return gl.load(bias + number * N + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
     else:
         c += col
         return gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
