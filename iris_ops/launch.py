@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import COPY_BACK, Kernel, Several, Step, bias_together, changed, finishing, part_of_nothing
+from .steps import COPY_BACK, Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -64,19 +64,17 @@ def described(rank: Rank, call: Any) -> Problem:
 
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
-    planned, epilogue, changes = way_for(problem, config), problem.epilogue, []
-    if tensors.bias is not None and tensors.bias.stride(0) != 1:
-        changes.append(bias_together)
-    if problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
-        changes.append(part_of_nothing)
-    fused, after = epilogue in planned.fuses(problem, config), ()
-    if epilogue.separate and not fused:
-        after = (finishing(named(epilogue.separate)),)
-        if epilogue.matrices > 1:
-            changes.append(lambda given: given._replace(out=given.out.new_empty(problem.M, problem.N)))
-    for change in changes:
-        tensors = change(tensors)
-    before: list[Step] = [changed(change) for change in changes]
+    planned, epilogue = way_for(problem, config), problem.epilogue
+    before: list[Step] = []
+    fused = epilogue in planned.fuses(problem, config)
+    after = () if fused or not epilogue.separate else (finishing(named(epilogue.separate)),)
+    change = None
+    if after and epilogue.matrices > 1:
+        change = all_columns(problem)
+    elif problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
+        change = part_of_nothing
+    if change:
+        before, tensors = [changed(change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)

@@ -259,13 +259,10 @@ class Ops(MixtureOps):
         It is `workspace`, the result of an earlier call, or the one that calls use if they are given none.
         """
         self._ctx.check()
-        prepared = self._calls.prepare(Call(op, Operands(out, A, B), config=config))
-        if workspace is not None:
-            self._calls.check_workspace(op, workspace)
-        workspace = workspace or self._calls.own_workspace()
-        if not prepared.problem.empty:
-            self._calls.reserve(workspace, prepared.sizes)
-        return workspace
+        call = Call(op, Operands(out, A, B), config=config, workspace=workspace)
+        prepared = self._calls.prepare(call)
+        self._calls.check_workspace(op, workspace)
+        return self._calls.room(call, prepared)
 
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""
