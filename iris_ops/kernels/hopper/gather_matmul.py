@@ -36,8 +36,9 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
-from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
+from .pipeline import Work, allocate, await_tile, give_back, multiply_tiles, part_of
 from .policies import mma_of
+from .tile_sums import Unshared
 
 if TYPE_CHECKING:
     from iris.rank import Rank
