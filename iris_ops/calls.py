@@ -34,11 +34,6 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-    from .moe.operands import Down, GateUp
-
-# In the order of `Operands`, which a call that is known does not need.
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
 
 class Call(NamedTuple):
     """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
@@ -78,12 +73,12 @@ class Calls:
         self.earlier = relaunch.Calls()
 
     def run(
-        self, op: str, tensors: Tensors | GateUp | Down, epilogue: Epilogue | None = None, async_op: bool = False,
+        self, op: str, tensors: Any, epilogue: Epilogue | None = None, async_op: bool = False,
         config: FusedConfig | None = None, workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
         """Run a call (`Call`): by its launches alone if it is known, else from its checks on.
 
-        `tensors`: in the order of `Operands`, or those of a mixture.
+        `tensors`: a tuple in the order of `Operands`, which a call that is known does not need, or those of a mixture.
         """
         self.ctx.check()
         own = self.workspace if workspace is None else workspace
@@ -162,13 +157,12 @@ class Calls:
     def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
         """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
         heap, workspace = self.ctx.heap, call.workspace
+        used = "the context's own"
+        if workspace is not None and workspace is not self.workspace:
+            used = f"at {heap.offset(workspace.sync)} of the heap"
         facts = BY_NAME[call.op].facts(prepared.problem, prepared.config)
-        there = None if workspace is None or workspace is self.workspace else heap.offset(workspace.sync)
-        facts |= {
-            "async_op": call.async_op,
-            "bias": "none" if call.tensors.bias is None else "given",
-            "workspace": "the context's own" if there is None else f"at {there} of the heap",
-        }
+        facts |= {"async_op": call.async_op, "workspace": used}
+        facts["bias"] = "none" if call.tensors.bias is None else "given"
         if prepared.writes_to_peers:
             place = heap.offset(call.tensors.out) if direct else None
             elsewhere = place is None or self.ctx.hands_out(place)

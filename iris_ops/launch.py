@@ -82,12 +82,12 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
         before += more
         way, chosen = loading(rank, problem, config, tensors)
-    step: Step = Several(way, problem, chosen)
-    if not way.several_launches:
-        # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
-        pieces = -(-problem.M // planned.most_rows(problem, config))
-        step = Kernel(way, problem, chosen, fused, max(1, pieces))
-    return (*before, step, COPY_BACK, *after)
+    if way.several_launches:
+        return *before, Several(way, problem, chosen), COPY_BACK, *after
+    # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
+    pieces = max(1, -(-problem.M // planned.most_rows(problem, config)))
+    launches = (Kernel(way, problem, chosen, fused, piece, pieces) for piece in range(pieces))
+    return *before, *launches, COPY_BACK, *after
 
 
 class _Reported:

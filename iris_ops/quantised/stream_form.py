@@ -66,7 +66,7 @@ class Choice:
 
 # Tiles by the matrices in B and the most rows: their sums and widened weights fit in registers.
 _NARROW = Choice(32, 2, 1, COLUMN_WARPS=2)
-_TILES = {
+_TILES: dict[int, dict[int, tuple[Choice, ...]]] = {
     1: {
         16: (Choice(64, 8, 1), Choice()),
         32: (Choice(64, 4, 1, WARPS=8, COLUMN_WARPS=2), _NARROW),
