@@ -37,7 +37,6 @@ from ..kernels.tiles import Matrix, add_bias, first_row, multiply_transposed, ro
 from ..operators import OPERATORS
 from ..planning.epilogues import EPILOGUES
 from ..planning.weights import format_of
-from ..planning.weights.fp8 import FP8_FORMAT
 from ..quantised import linear as quantised
 from ..quantised import skinny_stream
 from ..recording import row_count
@@ -116,8 +115,8 @@ def is_faster(
 ) -> bool:
     """Return whether `skinny_matmul` is faster than torch for these arguments now.
 
-    x is [..., K], the weight [N, K], and all rows of x count together. With `scale`, the weight is in fp8, on a device
-    that `streams` it. An eager call loads the kernel of its kind, because a driver may refuse that while a graph is
+    x is [..., K], the weight [N, K], and all rows of x count together. With `scale`, the weight is quantised, on a GPU
+    that has its kernels. An eager call loads the kernel of its kind, because a driver may refuse that while a graph is
     captured.
     """
     if not _is_eligible(x, weight, scale, EPILOGUES[epilogue].matrices):
@@ -200,11 +199,6 @@ def _has_room(rows: int, matrices: int, device: torch.device) -> bool:
     return depth(platform.shared_bytes(device), matrices, rows) == RINGS[rows, BLOCK_N, matrices]
 
 
-def streams(shape: torch.Size, device: torch.device) -> bool:
-    """Return whether products of few rows with a weight of `shape` in fp8 may be served here."""
-    return platform.has_warp_specialisation(device) and shape[0] > 0 and FP8_FORMAT.streamable(1, shape[1])
-
-
 def is_eligible(x: torch.Tensor, rows: int) -> bool:
     """Return whether products of `x` may be served here, if those of up to `rows` rows are."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_few_rows(x, rows) and not x.requires_grad
@@ -277,8 +271,8 @@ def skinny_matmul(
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, by `skinny_matmul` where that is faster. With `scale`, the weight is in
-    fp8."""
+    """Compute `torch.nn.functional.linear`, by `skinny_matmul` where that is faster. With `scale`, the weight is
+    quantised."""
     if is_faster(x, weight, bias, scale):
         return called(x, weight, bias, scale)
     return F.linear(x, weight, bias) if scale is None else quantised.linear(x, weight, scale, bias)

@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from ..kernels.activations import activated, joined
 from ..kernels.arguments import World
 from ..planning.ways.touched import COLUMNS, RESIDENT, too_many
-from ..planning.weights import format_of
 from ..quantised import stream_form, weight_stream
 from .arguments import StreamedForm, bias_of, choice_of
 from .routing import report_experts
@@ -129,14 +128,14 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) 
     """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
     A, B, scale = tensors.A, tensors.B, tensors.scale
     assert scale is not None
-    weights, stored = B.transpose(1, 2), format_of(B[0], scale[0])
+    weights = B.transpose(1, 2)
     if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16:
         return "it needs a Hopper GPU and bf16"
     if reason := too_many(problem):
         return reason
     if not weights.is_contiguous() or not scale.is_contiguous():
         return "experts or their scales do not follow each other in memory"
-    word = 8 if stored.group in (0, 128) and stored.packing.startswith("fp8") else 2
+    word = A.itemsize if weight_stream.widening_of(B[0], scale[0]).RUNS else 4 * A.itemsize
     if A.stride(1) != 1 or A.stride(0) * A.itemsize % word or A.data_ptr() % word:
         return "rows of A begin between words of four numbers"
     row, row_of_scales = weights.shape[2] * weights.itemsize, scale.shape[-1] * scale.itemsize

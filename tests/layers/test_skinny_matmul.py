@@ -6,6 +6,7 @@ import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.kernels.rmsnorm_epilogue import first_half
 from iris_ops.local import skinny_matmul
 from iris_ops.planning.epilogues import GATE
+from iris_ops.planning.weights import format_of
 from iris_ops.quantised import scaled_matmul
 import layers
 from layers.hf.gated_mlp import GatedMLP
@@ -120,7 +121,6 @@ def test_fp8_weights(rows: tuple, outputs: int, depth: int, gated: bool) -> None
     odd = torch.randn(*rows, depth + 9, **like)
     for x in (wide[..., :depth], wide[..., 8:].contiguous(), odd[..., 1:-8]):
         for added in (None, bias):
-            assert skinny_matmul.streams(weight.shape, x.device)
             out = skinny_matmul.skinny_matmul(x, weight, added, scale, EPILOGUE[gated])
             expected = reference(x, exact, added, gated, x.dtype)
             assert out.shape == (*rows, outputs)
@@ -136,7 +136,7 @@ def test_fp8_weights(rows: tuple, outputs: int, depth: int, gated: bool) -> None
 def test_fp8_weights_that_are_not_served() -> None:
     x, weight = torch.randn(2, 96, device=DEVICE).bfloat16(), torch.randn(32, 96, device=DEVICE)
     rounded, scale = scaled_matmul.quantised(weight)
-    assert not skinny_matmul.streams(rounded.shape, x.device)
+    assert not format_of(rounded.t(), scale).streamable(*x.shape)
     out, expected = skinny_matmul.linear(x, rounded, None, scale), x.double() @ weight.double().t()
     assert (out.double() - expected).norm() <= 0.06 * expected.norm()
 
