@@ -11,12 +11,11 @@ from iris.heap import check_written
 import torch
 
 from ..activation import activation_of
-from ..checks import check_kind
+from ..checks import check_kind, scaled_format, stored_formats
 from ..planning.epilogues import NO_EPILOGUE, Epilogue
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
 from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
-from ..planning.weights import FORMATS
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
@@ -97,27 +96,16 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     if scale is None:
         return PLAIN
     check_kind(op, "scale", scale, device)
-    stored = [each for each in FORMATS if each.dtype == B.dtype]
-    if not stored:
-        kinds = quantised_dtypes()
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
+    stored_formats(op, B)
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
-    count, elements, columns = B.shape
-    shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
-    format = shapes.get(tuple(scale.shape[1:]))
-    if format is None or scale.shape[0] != count:
-        listed = " or ".join(str((count, *shape)) for shape in shapes)
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
-    kinds = format.scale_of(columns, elements)[1]
-    if scale.dtype not in kinds:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, kinds))}")
+    format = scaled_format(op, B, scale)
     if scale.ndim == 3 and scale.stride(2) != 1:
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
     packing = PACKINGS[format.packing]
-    if elements * packing.per_element != (padded := packing.padded(K, format.group or None)):
+    if B.shape[1] * packing.per_element != (padded := packing.padded(K, format.group or None)):
         raise ShapeError(
             f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
         )

@@ -87,6 +87,11 @@ class WeightFormat:
         return ""
 
     @property
+    def scale_text(self) -> str:
+        """Return what the scales belong to, for messages."""
+        return self.name if self.group else "one for each column of B"
+
+    @property
     def row_text(self) -> str:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return ""
