@@ -16,6 +16,7 @@ import time
 
 import iris
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.weights import BY_NAME
 from iris_ops.quantised import stream_form, weight_stream
 from iris_ops.quantised.packing import PACKINGS
@@ -97,7 +98,9 @@ class Run:
         stored, scale = weight
         few = x.device.type == "cuda" and weight_stream.supports(x, stored.t(), scale) is None
         if few or x.device.type == "cuda" and scale is None:
-            return skinny_matmul.skinny_matmul(x, stored, bias, scale, gated, launch=skinny_matmul.Launch(out=out))
+            return skinny_matmul.skinny_matmul(
+                x, stored, bias, scale, GATE.name if gated else "", launch=skinny_matmul.Launch(out=out)
+            )
         return out.copy_(skinny_matmul.linear(x, stored, bias, scale))
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from iris_ops import FusedConfig
 from iris_ops.kernels.hopper import scaled_mma
 from iris_ops.local import skinny_matmul
 from iris_ops.named import named as function
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights import BY_NAME, format_of
 from iris_ops.quantised.packing import PACKINGS
@@ -137,7 +138,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     def multiply(out, x, name, config, converted, count, i):
         if count == "gated":
             weight, scale = weights[name][0][i % 4]
-            skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
+            skinny_matmul.skinny_matmul(x, weight, None, scale, GATE.name, launch=skinny_matmul.Launch(out=out))
             return
         if count == "local":
             weight, scale = weights[name][0][i % 4]

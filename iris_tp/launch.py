@@ -29,12 +29,12 @@ class RankError(Exception):
     """A rank ended with a typed error: its class and message."""
 
 
-def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
-    """Return the number of GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
+def default_ranks(on_cpu: int = 3) -> int:
+    """Return the number of GPUs, up to 4; without a GPU, and where ranks share GPUs, `on_cpu`."""
     if launchers.adopt():
         return int(os.environ["WORLD_SIZE"])
     exclusive = torch.cuda.is_available() and not platform.sharing_gpus()
-    return min(torch.cuda.device_count(), most) if exclusive else on_cpu
+    return min(torch.cuda.device_count(), 4) if exclusive else on_cpu
 
 
 def check_ranks(ranks: int) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris_ops import torch_ops
+from iris_ops.local import gated_matmul
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -96,7 +96,7 @@ class ColumnParallelLinear(ShardedLinear):
         x = self.rows(input, self.in_features)
         weight, scale, bias = self.terms(x.dtype)
         weight = weight if scale is None else self.numbers(0, self.local_shape[0], x.dtype)
-        out = torch_ops.gated(self.ctx, x, weight.t(), bias)
+        out = gated_matmul.gated(self.ctx, x, weight.t(), bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _check_tokens(self, tokens: int) -> None:

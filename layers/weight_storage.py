@@ -102,7 +102,7 @@ class InDtype:
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
         """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
-        return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), gated, True, layer.weight.device)
+        return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), 1 + gated, True, layer.weight.device)
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [N, K] for a product in `dtype`, another one under torch.autocast, and its scales."""
@@ -196,7 +196,7 @@ class Quantised(InDtype):
         return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return format_of(layer.weight.t(), layer.weight_scale).gated_rows
+        return format_of(layer.weight.t(), layer.weight_scale).joined_rows
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return layer.weight, layer.weight_scale

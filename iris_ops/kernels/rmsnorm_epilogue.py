@@ -123,6 +123,11 @@ def finish(
     )  # fmt: skip
 
 
+def after_product(out: torch.Tensor, product: torch.Tensor, *epilogue: torch.Tensor) -> None:
+    """Compute the same, of a product that was stored in `out`, as the separate kernel of an epilogue."""
+    finish(out, *epilogue)
+
+
 def check(epilogue: Epilogue, out: torch.Tensor) -> None:
     """Raise a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
     M, N = out.shape

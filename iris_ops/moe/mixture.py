@@ -32,16 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grouped:
-    """The launches of an op of a mixture. `repeatable`: whether kernels take all tensors where they are."""
+    """The launches of an op of a mixture."""
 
     way: Way
     problem: Problem
     config: FusedConfig
-    repeatable: bool
+    repeatable = True
 
     def run(self, run: Run) -> None:
-        tensors = run.tensors.ready()
-        tensors = tensors._replace(where=self._sorted(run, tensors.where))
+        tensors = run.tensors._replace(where=self._sorted(run, run.tensors.where))
         named(self.way.launcher)(run, run.workspace, self.problem, self.config, tensors)
 
     def _sorted(self, run: Run, experts: torch.Tensor | Routing) -> torch.Tensor | Routing:
@@ -61,7 +60,7 @@ class Grouped:
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Grouped, ...]:
     """Return the step of a call; none where this rank has no columns."""
     way, config = loading(rank, problem, config, tensors)
-    return (Grouped(way, problem, config, tensors.is_ready),) if problem.N else ()
+    return (Grouped(way, problem, config),) if problem.N else ()
 
 
 def route(run: Run, chosen: torch.Tensor, experts: int) -> Routing:

@@ -17,9 +17,9 @@ from .scoring import Scoring
 if TYPE_CHECKING:
     from iris.rank import Rank
 
+    from ..activation import Activation
     from ..config import FusedConfig
     from ..workspace import Workspace
-    from .activation import Activation
 
 
 class MixtureOps:
@@ -89,7 +89,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
-        return self._calls.run_mixture(GATE_UP, tensors, config, workspace)
+        return self._calls.run(GATE_UP, tensors, config=config, workspace=workspace)
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -116,7 +116,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._calls.run_mixture(DOWN_ALL_REDUCE, tensors, config, workspace)
+        return self._calls.run(DOWN_ALL_REDUCE, tensors, config=config, workspace=workspace)
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -126,4 +126,4 @@ class MixtureOps:
         """Compute this rank's tokens of `moe_down_all_reduce`: out is [T / w, H], with the rows that `torch.chunk`
         gives this rank."""
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._calls.run_mixture(DOWN_REDUCE_SCATTER, tensors, config, workspace)
+        return self._calls.run(DOWN_REDUCE_SCATTER, tensors, config=config, workspace=workspace)

@@ -7,6 +7,7 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris_ops import FusedConfig
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.weights import BY_NAME, GROUPED, format_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.quantised import restoring, scaled_matmul, weight_stream
@@ -246,9 +247,9 @@ def local_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool) 
     check(skinny_matmul.linear(x, weight, bias, scale), product, room_of(name, M, 2))
     if weight_stream.supports(x, weight.t(), scale) is None:
         check(skinny_matmul.skinny_matmul(x, weight, bias, scale), product, ULP)
-        if M <= BY_NAME[name].gated_rows:
+        if M <= BY_NAME[name].joined_rows:
             gate, up = product.to(BF16).double().chunk(2, 1)
-            check(skinny_matmul.skinny_matmul(x, weight, bias, scale, True), F.silu(gate) * up, 4 * ULP)
+            check(skinny_matmul.skinny_matmul(x, weight, bias, scale, GATE.name), F.silu(gate) * up, 4 * ULP)
     else:
         assert not ON_GPU or M > BY_NAME[name].streamed_rows or K % BY_NAME[name].granule
 

@@ -99,7 +99,7 @@ class ScaledMma:
     BLOCK_K: gl.constexpr
     HIGH: gl.constexpr
     WIDE: gl.constexpr
-    GATED: gl.constexpr
+    MATRICES: gl.constexpr
     B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
@@ -114,7 +114,7 @@ class ScaledMma:
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([high, k], b.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
-        self.GATED, self.B_TRANSPOSED = known(False), known(True)
+        self.MATRICES, self.B_TRANSPOSED = known(1), known(True)
         self.TOGETHER = known(pipeline.TOGETHER)
 
     @gluon.jit

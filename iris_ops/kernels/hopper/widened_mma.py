@@ -76,7 +76,7 @@ class WidenedMma:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
-    GATED: gl.constexpr
+    MATRICES: gl.constexpr
     B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
@@ -86,7 +86,7 @@ class WidenedMma:
         self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, tile.BLOCK_K // 2], a.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
-        self.GATED, self.B_TRANSPOSED = known(False), known(True)
+        self.MATRICES, self.B_TRANSPOSED = known(1), known(True)
 
     @gluon.jit
     def begin(self, col, step):

@@ -3,8 +3,6 @@ and what `iris_ops/quantised/` needs for it: a packing, and a policy by which ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from iris.errors import ArgumentError
 import torch
 
@@ -27,18 +25,6 @@ BY_NAME: dict[str, WeightFormat] = {"fp8": FP8_FORMAT, **GROUPED}
 def format_of(B: torch.Tensor, scale: torch.Tensor | None = None) -> WeightFormat:
     """Return the format of B [K, N], the transpose of a stored weight, with its scale; `PLAIN` if none fits."""
     return next((w for w in FORMATS if w.matches(B, scale)), PLAIN)
-
-
-def fitting(stored: Sequence[WeightFormat], sizes: tuple[int, int], scale: torch.Tensor) -> WeightFormat | None:
-    """Return the one of the formats `stored` whose scales have the shape of `scale`, for a B of `sizes` (K, N).
-
-    Of several, which only a B without rows leaves open, return one whose scales have its dtype, too.
-    """
-    elements, columns = sizes
-    scales = [(each, *each.scale_of(columns, elements)) for each in stored]
-    of_shape = [(each, dtypes) for each, shape, dtypes in scales if shape == tuple(scale.shape)]
-    of_both = [each for each, dtypes in of_shape if scale.dtype in dtypes]
-    return of_both[0] if of_both else of_shape[0][0] if of_shape else None
 
 
 def named_format(name: str | None, fp8: bool = False) -> WeightFormat:
