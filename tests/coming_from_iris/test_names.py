@@ -19,7 +19,7 @@ from iris_ops.ops import Ops
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-iris.md"
-ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|AMD's own) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|not provided) \|$", re.MULTILINE)
 ROWS = [(name, given, here) for name, given, here in ROW.findall(PAGE.read_text())]
 ROOTS = {
     "ctx.ccl.": Collectives,
@@ -62,11 +62,11 @@ def test_the_page_has_rows_of_every_part():
 
 
 def _check(name: str, given: str, here: str) -> None:
-    """Raises where the library has a name that the page calls AMD's own, lacks another, or has other parameters."""
+    """Raises where the library has a name that the page calls not provided, lacks another, or has other parameters."""
     found = _found(name)
     owner, _, field = name.rpartition(".")
     config = {"iris.ccl.Config": Config, "iris.ops.FusedConfig": FusedConfig}.get(owner)
-    if here == "AMD's own":
+    if here == "not provided":
         assert found is MISSING
         if config is not None:
             assert field in config.unused
