@@ -19,7 +19,8 @@ from iris_ops.ops import Ops
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-iris.md"
-ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|not provided) \|$", re.MULTILINE)
+HERE = r"same|alias: `[\w.]+`|different: .+|not provided"
+ROW = re.compile(rf"^\| `([\w.]+)(?:\(([^)]*)\))?` \| ({HERE}) \|$", re.MULTILINE)
 ROWS = [(name, given, here) for name, given, here in ROW.findall(PAGE.read_text())]
 ROOTS = {
     "ctx.ccl.": Collectives,

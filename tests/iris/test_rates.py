@@ -76,7 +76,9 @@ def test_the_environment_names_a_file_or_the_data_sheet(cache: Path, monkeypatch
     with pytest.raises(PlatformError, match="IRIS_RATES is 'data-sheet', which ignores measured rates; unset it"):
         rates.check_writable(H200.name)
     monkeypatch.setenv(rates.ENV_RATES, str(cache / "mine.json"))
-    with pytest.raises(PlatformError, match=r"IRIS_RATES is '.*mine.json', which is no file; expected one, or 'data"):
+    with pytest.raises(
+        PlatformError, match=r"IRIS_RATES is '.*mine.json', which is not a file; expected one, or 'data"
+    ):
         calibrated(H200)
     rates.write(table(hbm_gbs=2000.0))
     assert calibrated(H200).hbm_gbs == 2000.0 and (cache / "mine.json").is_file()

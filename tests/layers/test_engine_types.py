@@ -30,7 +30,7 @@ REFUSED = {
     "minimax": "MiniMaxForCausalLM, which keeps its own cache: use its generate()",
     "deepseek_v4": "DeepseekV4ForCausalLM has layers of 'heavily_compressed_attention', .* use the model's generate()",
     "xlm": "XLMWithLMHeadModel, which cannot be run over a static cache .*: use its generate()",
-    "openai-gpt": "OpenAIGPTLMHeadModel keeps nothing in the cache that it is given: use its generate()",
+    "openai-gpt": "OpenAIGPTLMHeadModel stores nothing in the cache that it receives: use its generate()",
 }
 ONE_LENGTH = {
     "recurrent_gemma": "RecurrentGemmaForCausalLM takes padding into its state: expected prompts of one length",

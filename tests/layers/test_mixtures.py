@@ -238,7 +238,7 @@ def experts_body(ctx) -> dict[str, torch.Tensor]:
         parallelize(block, ctx, plan={"experts": "moe_tp_experts"})
     for style, why in {"grouped_gemm": "gives whole experts to ranks", "ep_dispatch_experts": "as uneven as",
                        "sequence_parallel": "attention takes its shape"}.items():  # fmt: skip
-        with pytest.raises(StyleError, match=f"style '{style}' of experts is not served: .*{why}"):
+        with pytest.raises(StyleError, match=f"style '{style}' of experts is not supported: .*{why}"):
             parallelize(block, ctx, plan={"experts": style})
     assert type(block.experts) is Normed and not block.experts._forward_hooks
     return results
