@@ -26,7 +26,7 @@ def calls(ctx: iris.Iris, held: torch.Tensor) -> dict[str, Callable[[], Any]]:
     return {
         "cannot be allocated on the heap": lambda: ctx.zeros(10),
         "empty_ragged": lambda: ctx.empty_ragged(3),
-        r"free\(\) is called": lambda: ctx.free(held),
+        r"free\(\) cannot be called": lambda: ctx.free(held),
         "memory_pool": lambda: ctx.memory_pool().__enter__(),
         r"barrier\(\) waits on the host": lambda: ctx.barrier(),
         "device_barrier": lambda: ctx.device_barrier(),

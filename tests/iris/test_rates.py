@@ -89,8 +89,8 @@ def changed(**fields: object) -> Callable[[dict], object]:
 
 
 MALFORMED = {
-    "no JSON": (lambda content: "{", "it is no JSON"),
-    "empty": (lambda content: "", "it is no JSON"),
+    "no JSON": (lambda content: "{", "it is not JSON"),
+    "empty": (lambda content: "", "it is not JSON"),
     "a list": (lambda content: [content], "it holds list, expected an object"),
     "another format": (changed(format=0), "its format is 0, expected 1: another version wrote it"),
     "no format": (lambda content: {k: v for k, v in content.items() if k != "format"}, "its format is None"),

@@ -229,7 +229,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard is a FIFO": (shard_fifo, "x.safetensors is not a regular file"),
     "the configuration is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
     "the configuration is a device": (link("config.json", "/dev/zero"), "config.json is not a regular file"),
-    "the generation configuration is a FIFO": (fifo("generation_config.json"), "generation_config.json is no regular"),
+    "the generation configuration is a FIFO": (
+        fifo("generation_config.json"),
+        "generation_config.json is not a regular",
+    ),
     "many layers": (
         lambda folder: configure(folder, num_hidden_layers=20_000),
         "num_hidden_layers is 20000, and the files hold 21 tensors",
