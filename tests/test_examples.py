@@ -81,8 +81,8 @@ def test_scatter_runs_in_ranks_that_are_there(name: str) -> None:
 
 
 def test_every_scatter_is_tested() -> None:
-    found = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
-    assert found - {"common", "fused_store_warp"} == set(SCATTERS)
+    names = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
+    assert names - {"common", "fused_store_warp"} == set(SCATTERS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what it says without a GPU")

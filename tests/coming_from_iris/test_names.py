@@ -35,7 +35,7 @@ CONSTRUCTORS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "a
 MISSING = object()
 
 
-def _found(name: str) -> Any:
+def _value(name: str) -> Any:
     for prefix, root in ROOTS.items():
         if name.startswith(prefix):
             return inspect.getattr_static(root, name.removeprefix(prefix), MISSING)
@@ -64,18 +64,18 @@ def test_the_page_has_rows_of_every_part():
 
 def _check(name: str, given: str, here: str) -> None:
     """Raises where the library has a name that the page calls not provided, lacks another, or has other parameters."""
-    found = _found(name)
+    actual = _value(name)
     owner, _, field = name.rpartition(".")
     config = {"iris.ccl.Config": Config, "iris.ops.FusedConfig": FusedConfig}.get(owner)
     if here == "not provided":
-        assert found is MISSING
+        assert actual is MISSING
         if config is not None:
             assert field in config.unused
         elif owner == "iris":
             with pytest.raises(AttributeError, match="expected .* here .docs/guides/coming-from-iris.md"):
                 getattr(iris, field)
         return
-    assert found is not MISSING
+    assert actual is not MISSING
     if config is not None and not given:
         own = config.aliases.get(field, field)
         assert own in config.__dataclass_fields__
@@ -84,7 +84,7 @@ def _check(name: str, given: str, here: str) -> None:
     if owner == "ctx" and field in CONSTRUCTORS:
         return
     if given:
-        assert set(given.split(", ")) <= _parameters(found)
+        assert set(given.split(", ")) <= _parameters(actual)
 
 
 @pytest.mark.parametrize("name, given, here", ROWS, ids=[name for name, _, _ in ROWS])

@@ -229,7 +229,7 @@ REFUSED = {
     ),
     "half of the words": (
         {"lm_head": "colwise"},
-        "lm_head has style 'colwise', by which each rank has",
+        "lm_head has style 'colwise', with which each rank has only its part",
     ),
     "empty": ({}, "the plan is empty: pass plan={name: style}"),
 }
