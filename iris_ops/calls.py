@@ -175,7 +175,7 @@ class Calls:
         problem = named(BY_NAME[call.op].described)(ctx, call)
         if config is not None:
             check_config(call.op, problem, config, machine)
-        chosen = config or self.plan(problem)
+        chosen = config or self.plan(problem.by_mean(call.k_per_rank))
         way, tensors = way_for(problem, chosen), call.by_name
         sizes = workspace_size(problem, chosen, machine.num_programs, way)
         spans = tuple(map(span, tensors.values()))

@@ -77,15 +77,17 @@ def scaled_format(op: str, B: torch.Tensor, scale: torch.Tensor) -> WeightFormat
     Raises a typed error for a scale that fits no format of B's elements.
     """
     *experts, elements, columns = B.shape
-    shapes = {(*experts, *each.scale_of(columns, elements)[0]): each for each in stored_formats(op, B)}
-    fitting = shapes.get(tuple(scale.shape))
-    if fitting is None:
-        listed = " or ".join(f"{shape}, {each.scale_text}" for shape, each in shapes.items())
+    scales = [(each, *each.scale_of(columns, elements)) for each in stored_formats(op, B)]
+    fitting = [(each, dtypes) for each, shape, dtypes in scales if (*experts, *shape) == tuple(scale.shape)]
+    if not fitting:
+        shapes = {(*experts, *shape): each.scale_text for each, shape, _ in scales}
+        listed = " or ".join(f"{shape}, {text}" for shape, text in shapes.items())
         raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
-    dtypes = fitting.scale_of(columns, elements)[1]
-    if scale.dtype not in dtypes:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
-    return fitting
+    for each, dtypes in fitting:  # several only for a B without rows
+        if scale.dtype in dtypes:
+            return each
+    dtypes = dict.fromkeys(str(dtype) for _, dtypes in fitting for dtype in dtypes)
+    raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(dtypes)}")
 
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def described(rank: Rank, call: Any) -> Problem:
     check_tensors(op, out, A, B, bias, scale, rank.device)
     problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)
     problem = rank.level.promise(problem, call.k_per_rank, bias is not None)
-    k_per_rank = problem.sums.k_per_rank
+    k_per_rank = call.k_per_rank
     if k_per_rank and k_per_rank[rank.cur_rank] != problem.K:
         raise ShapeError(
             f"{op}: A is {tuple(A.shape)} on rank {rank.cur_rank}, whose k_per_rank is {k_per_rank}; expected"

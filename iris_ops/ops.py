@@ -70,14 +70,15 @@ class Ops(MixtureOps):
         Args:
             out: [M, N].
             A: [M, K].
-            B: [K, N]; K may differ between ranks. With `scale`, the transpose of a quantised weight, as
-                `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
+            B: [K, N]; K may differ between ranks, with `k_per_rank`. With `scale`, the transpose of a quantised weight,
+                as `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
             bias: [N].
             scale: the scales of a quantised B, each rank's own. On Hopper few rows of bfloat16 are multiplied by the
                 stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
                 float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
                 those. Otherwise each call converts B to A's dtype.
-            k_per_rank: each rank's K, if they differ, in a context that promises the same bits on any number of ranks.
+            k_per_rank: each rank's K, if they differ, by which all choose alike. Ranks that choose by their own K alone
+                may run different exchanges: then a call ends in a time-out, or its result is wrong.
 
         Returns:
             The workspace of the call.

@@ -118,6 +118,12 @@ class Problem:
         """Return the reason why each call converts B to A's dtype; "" if it does not."""
         return "" if self.operation.widens else self.weights.converted(self, machine)
 
+    def by_mean(self, k_per_rank: Sequence[int] | None) -> Problem:
+        """Return the problem by which all ranks plan alike though each has its own K: that of their mean."""
+        if k_per_rank is None or self.sums.k_per_rank or len(set(k_per_rank)) == 1:
+            return self
+        return replace(self, K=-(-sum(k_per_rank) // self.world_size))
+
     @property
     def empty(self) -> bool:
         """Return whether no rank has anything to compute. If N may differ by rank, only M counts."""
@@ -211,7 +217,7 @@ def requested_problem(request: Request, level: Level | None = None) -> Problem:
     request.check_sizes()
     problem = _requested_mixture(request, operation) if operation.mixes else _requested_product(request, operation)
     level = level or level_of(request.invariant)
-    return level.promise(problem, request.k_per_rank)
+    return level.promise(problem, request.k_per_rank).by_mean(request.k_per_rank)
 
 
 def _requested_product(request: Request, operation: Operation) -> Problem:

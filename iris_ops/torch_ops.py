@@ -134,7 +134,7 @@ def _run(
     parts: Parts, scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and not BY_NAME[op].scaled:
-        raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
+        raise ArgumentError(f"{op}: scale is given; expected None, because only {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
     (mean, k_per_rank), config = parts, None

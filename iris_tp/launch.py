@@ -46,7 +46,7 @@ def check_ranks(ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and gpus < ranks and not platform.sharing_gpus():
         raise ValueError(
-            f"{ranks} ranks need {ranks} GPUs and this machine shows {gpus}: ask for at most {gpus}, let them take "
+            f"{ranks} ranks need {ranks} GPUs and this machine has {gpus}: use at most {gpus}, let them take "
             f"turns with {platform.ENV_SHARE_GPUS}=1, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
 

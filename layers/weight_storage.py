@@ -151,7 +151,7 @@ class Quantised(InDtype):
         super().__init__()
         if reason := unstorable(layer):
             raise ArgumentError(
-                f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that is served"
+                f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that supports it"
                 f" by {' or '.join(STORABLE)}, whose inputs are in one part, and sums that may differ by the ranks"
             )
         self.form, self.packing = form, form.packing

@@ -218,6 +218,9 @@ OTHERS: dict[str, Mixture] = {
     "in_steps": Mixture("int4", 23, algorithm="sequential", shared=True),
     "summed": Mixture("fp8_block", 11, algorithm="overlapped", bias=True, block=(16, 64, 128)),
     "none": Mixture("int4", 0),
+    "no_share": Mixture("int4", 3, widths=(34, 0, 16, 0)),
+    "no_share_mxfp4": Mixture("mxfp4", 1, widths=(0, 34, 0, 16), bias=True),
+    "no_share_streamed": Mixture("int4", 12, k=3, hidden=256, widths=(96, 0, 0, 64)),  # on Hopper
     "narrow": Mixture("int4", 3, hidden=2, widths=(2, 2, 4, 2)),
 }
 
