@@ -67,7 +67,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     planned, epilogue = way_for(problem, config), problem.epilogue
     before: list[Step] = []
     fused = epilogue in planned.fuses(problem, config)
-    after = () if fused or not epilogue.separate else (finishing(named(epilogue.separate)),)
+    after = () if fused or not epilogue.separate else (finishing(epilogue),)
     change = None
     if after and epilogue.matrices > 1:
         change = all_columns(problem)

@@ -62,8 +62,8 @@ class Run:
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
     def launch(
-        self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, moving: Sequence[int] = (),
-        follows: bool = True, **options: int,
+        self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, moving: Any = (),
+        follows: int = True, **options: int,
     ) -> None:  # fmt: skip
         """Launch a kernel. `moving`: as of `relaunch.launch`. `follows`: whether it begins by `arch.follow`."""
         if follows:
@@ -176,9 +176,10 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def finishing(epilogue: Callable[..., None]) -> Do:
-    """Return the step that launches an epilogue in a separate kernel (`Epilogue.separate`)."""
-    return Do(lambda run: epilogue(run.out, run.tensors.out, *(run.epilogue or ())))
+def finishing(epilogue: Any) -> Do:
+    """Return the step that launches an epilogue of `planning/epilogues.py` in a separate kernel."""
+    launch = named(epilogue.separate)
+    return Do(lambda run: launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ())))
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

@@ -123,9 +123,9 @@ def finish(
     )  # fmt: skip
 
 
-def after_product(out: torch.Tensor, product: torch.Tensor, *epilogue: torch.Tensor) -> None:
+def after_product(epilogue: object, out: torch.Tensor, product: torch.Tensor, *given: torch.Tensor) -> None:
     """Compute the same, of a product that was stored in `out`, as the separate kernel of an epilogue."""
-    finish(out, *epilogue)
+    finish(out, *given)
 
 
 def check(epilogue: Epilogue, out: torch.Tensor) -> None:

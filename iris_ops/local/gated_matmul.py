@@ -25,7 +25,7 @@ from ..kernels.hopper import gather_matmul, operands
 from ..operands import Operands
 from ..operators import OPERATORS
 from ..planning.candidates import copy_gather_configs
-from ..planning.epilogues import GATE
+from ..planning.epilogues import GATE, Epilogue
 from ..planning.product_model import local_problem
 from ..planning.tile_model import gemm_us
 from ..planning.torch_model import expected_us
@@ -52,7 +52,7 @@ _BLOCK = {"cuda": (4, 1024), "cpu": (64, 256)}
 def gate_kernel(
     both, out, rows, N, stride_bm, stride_om, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, activation: tl.constexpr
 ):
-    """Compute `out` [rows, N] = silu(both[:, :N]) * both[:, N:], whose factors lie side by side."""
+    """Join the columns both[:, :N] and both[:, N:], which lie side by side, as `out` [rows, N]."""
     arch.follow()
     across = tl.cdiv(N, BLOCK_N)
     r = (tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -66,19 +66,19 @@ def gate_kernel(
     tl.store(out + (r * stride_om)[:, None] + c[None, :], values, mask=inside)
 
 
-def gate(out: torch.Tensor, both: torch.Tensor) -> None:
-    """Gate `both` [rows, 2 N], with contiguous rows, into `out` [rows, N]."""
+def gate(epilogue: Epilogue, out: torch.Tensor, both: torch.Tensor) -> None:
+    """Join the halves of `both` [rows, 2 N], with contiguous rows, into `out` [rows, N]."""
     rows, N = out.shape
     if out.stride(1) != 1 and N > 1:
         fresh = out.new_empty(rows, N)
-        gate(fresh, both)
+        gate(epilogue, fresh, both)
         out.copy_(fresh)
     elif out.numel():
         block_m, block_n = _BLOCK[out.device.type]
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(N, block_n),)
         gate_kernel[grid](
             both, out, rows, N, both.stride(0), out.stride(0), BLOCK_M=block_m, BLOCK_N=block_n,
-            activation=GATE.activation, num_warps=8, **platform.launch_options(out.device),
+            activation=epilogue.activation, num_warps=8, **platform.launch_options(out.device),
         )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def multiply(
     if epilogue.matrices > 1 and not whole:
         product = A.new_empty(A.shape[0], B.shape[1])
         multiply(ctx, product, A, B, bias, scale)
-        named(epilogue.separate)(out, product)
+        named(epilogue.separate)(epilogue, out, product)
         return
     if scale is not None:
         restored = named(format_of(B, scale).fixed_product)(A, B.t(), scale, bias, out)

@@ -15,7 +15,7 @@ from ..checks import check_kind, scaled_format, stored_formats
 from ..planning.epilogues import NO_EPILOGUE, Epilogue
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
-from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
+from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER, ROUTE
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
@@ -40,6 +40,14 @@ def check_experts(op: str, chosen: torch.Tensor, device: torch.device) -> None:
         )
     if not chosen.is_contiguous():
         raise ArgumentError(f"{op}: experts has strides {chosen.stride()}; expected a contiguous tensor")
+
+
+def check_route(rank: Rank, chosen: torch.Tensor, experts: int) -> None:
+    """Raise a typed error for arguments that `ctx.ops.moe_route` does not take."""
+    check_experts(ROUTE, chosen, rank.device)
+    check_count(ROUTE, experts)
+    if rank.agreement is not None:
+        check_range(ROUTE, chosen, experts)
 
 
 def check_count(op: str, experts: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from ..calls import Calls
 from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from ..steps import Run
-from . import mixture
+from . import checks, router
 from .operands import Down, GateUp
 from .routing import Routing
 from .scoring import Scoring
@@ -45,7 +45,11 @@ class MixtureOps:
         must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
         with IRIS_DEBUG=1 this one. No ranks are involved.
         """
-        return mixture.route(self._run(), experts, num_experts)
+        run = self._run()
+        checks.check_route(self._ctx, experts, num_experts)
+        routing = Routing.of(experts, num_experts)
+        routing.sort(run)
+        return routing
 
     def moe_choose(
         self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
@@ -59,7 +63,7 @@ class MixtureOps:
         first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
         in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
         """
-        return mixture.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
+        return router.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,

@@ -1,7 +1,8 @@
 """Describe what follows the sum of a product: nothing, a gate, or the first half of a norm.
 
-Each is an object. A problem holds one, and a way lists those that its kernels compute (`Way.fuses`); any other runs in
-a separate kernel. To add one: an object here, its kernels, and its name in the ways that fuse it.
+Each is an object. A problem holds one, and a way says which its kernels compute (`Way.fuses`); any other runs in a
+separate kernel. To add one: an object here, its kernels, and its name in the ways that fuse it. One with another
+activation needs the object alone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ class Epilogue:
 
     name: str = ""
     separate: str = ""
-    """`module:function` below `iris_ops` that launches a separate kernel: (out, product, the call's other tensors)."""
+    """`module:function` below `iris_ops` that launches a separate kernel, given this object, `out`, the product,
+    and the call's other tensors."""
     matrices: int = 1
     """How many matrices of as many columns lie side by side in B. A column of the result joins one column of each."""
     activation: Activation | None = None
     """The function that joins columns of two matrices."""
+
+    @property
+    def of_tiles(self) -> tuple[Epilogue, ...]:
+        """Return this epilogue if a kernel computes it of a tile of each matrix alone, for `Way.fuses`."""
+        return (self,) if self.activation else ()
 
     def us(self, problem: Any, machine: Machine) -> float:
         """Return the microseconds of a separate kernel."""
@@ -50,5 +57,3 @@ NO_EPILOGUE = Epilogue()
 GATE = _Gate("gate", "local.gated_matmul:gate", 2, Activation("silu"))
 NORM = _Norm("norm", "kernels.rmsnorm_epilogue:after_product")
 EPILOGUES = {each.name: each for each in (NO_EPILOGUE, GATE, NORM)}
-JOINING = tuple(each for each in EPILOGUES.values() if each.activation)
-"""Those that a kernel computes of a tile of each matrix alone."""

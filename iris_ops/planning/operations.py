@@ -206,7 +206,8 @@ class Gated(GatherMatmul):
 
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
         rows, n = shapes.out[0], shapes.B[1]
-        return super().sizes(form, shapes._replace(out=(rows, n))) if n == GATE.matrices * shapes.out[1] else None
+        joined = n == self.epilogue.matrices * shapes.out[1]
+        return super().sizes(form, shapes._replace(out=(rows, n))) if joined else None
 
     def columns(self, mean: int) -> int:
         return mean + mean % 2

@@ -17,7 +17,7 @@ def multiply(
     if epilogue.matrices > 1:
         product = A.new_empty(A.shape[0], B.shape[1])
         multiply(product, A, B, bias, scale)
-        named(epilogue.separate)(out, product)
+        named(epilogue.separate)(epilogue, out, product)
         return
     if A.device.type == "cpu":  # with AMX, torch 2.13 multiplies the memory after a row by zero: NaN, where that is
         A = A.contiguous()

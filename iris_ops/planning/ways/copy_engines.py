@@ -10,7 +10,7 @@ from iris.machines import Machine
 from ...config import FusedConfig, Prediction
 from ...problem import GATHER_MATMUL, Problem, part_of
 from ..candidates import copy_gather_configs
-from ..epilogues import JOINING, Epilogue
+from ..epilogues import Epilogue
 from ..needs import PLAIN
 from ..orders import Order, of_library
 from ..overlap_model import specialised_refused
@@ -68,7 +68,7 @@ class Brought(Way):
         return Sizes(staging=max(1, problem.M * problem.K) * problem.dtype.itemsize)
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return JOINING
+        return problem.epilogue.of_tiles
 
 
 class CopyGather(Brought):

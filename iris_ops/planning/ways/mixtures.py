@@ -8,7 +8,7 @@ from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
 from ...problem import Problem
-from ..epilogues import JOINING, Epilogue
+from ..epilogues import Epilogue
 from ..experts import least_k
 from ..moe_ways import (
     DEEP,
@@ -68,7 +68,7 @@ class Mixture(Way):
         return f"config.block_n is {config.block_n}; expected more, for {wide}" if wide else None
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return JOINING
+        return problem.epilogue.of_tiles
 
     def rounds_rows(self, problem: Problem) -> bool:
         return False  # kernels widen experts to the tokens' dtype
