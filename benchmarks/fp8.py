@@ -18,8 +18,7 @@ import time
 
 import iris
 from iris_ops.local import skinny_matmul
-from iris_ops.planning.weights import FP8_FORMAT
-from iris_ops.quantised import scaled_matmul
+from iris_ops.quantised import scaled_matmul, weight_stream
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 from iris_tp.bench.timing import Budget
@@ -96,10 +95,11 @@ def calls_of(
         return out
 
     def local(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        most = (
-            FP8_FORMAT.streamed_rows if scale is not None else skinny_matmul.most_rows(*size[1:], False, True, x.device)
-        )
-        if skinny_matmul.has_few_rows(x, most) and (scale is None or skinny_matmul.streams(weight.shape, x.device)):
+        if scale is not None:
+            few = weight_stream.supports(x, weight.t(), scale) is None
+        else:
+            few = skinny_matmul.has_few_rows(x, skinny_matmul.most_rows(*size[1:], 1, True, x.device))
+        if few:
             return skinny_matmul.skinny_matmul(x, weight, None, scale)
         return F.linear(x, weight) if scale is None else scaled_matmul.product(x, weight, scale, None)
 

@@ -18,6 +18,7 @@ import time
 
 import iris
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.weights import BY_NAME
 from iris_ops.quantised import stream_form, weight_stream
 from iris_ops.quantised.packing import PACKINGS
@@ -106,7 +107,9 @@ class Run:
         if scale is None and bias is None and x.shape[0] > 64:  # as cuBLAS multiplies it
             return torch.mm(x, stored.t(), out=out)
         if few or x.device.type == "cuda" and scale is None:
-            return skinny_matmul.skinny_matmul(x, stored, bias, scale, gated, launch=skinny_matmul.Launch(out=out))
+            return skinny_matmul.skinny_matmul(
+                x, stored, bias, scale, GATE.name if gated else "", launch=skinny_matmul.Launch(out=out)
+            )
         return out.copy_(skinny_matmul.linear(x, stored, bias, scale))
 
     def check(self) -> None:

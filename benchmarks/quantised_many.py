@@ -15,6 +15,7 @@ import iris
 from iris_ops import FusedConfig
 from iris_ops.local import skinny_matmul
 from iris_ops.named import named as function
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.ways.fp8_stream import FP8_STREAM
 from iris_ops.planning.weights import BY_NAME, format_of
 from iris_ops.quantised import many_rows
@@ -137,7 +138,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
     def multiply(out, x, name, config, how, i):
         weight, scale = weights[name][0][i % 4]
         if how == "gated":
-            skinny_matmul.skinny_matmul(x, weight, None, scale, True, launch=skinny_matmul.Launch(out=out))
+            skinny_matmul.skinny_matmul(x, weight, None, scale, GATE.name, launch=skinny_matmul.Launch(out=out))
         elif how == "local" and scale is None:
             torch.mm(x, weight.t(), out=out)
         elif how == "local" and config is not None:

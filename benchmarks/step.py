@@ -17,6 +17,7 @@ import time
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.local.decode_attention import decode_attention
 from iris_ops.local.skinny_matmul import most_rows, skinny_matmul
+from iris_ops.planning.epilogues import GATE
 from iris_tp.bench import compare
 from iris_tp.bench.team import Team, launch
 import torch
@@ -67,7 +68,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
         row = {"kind": kind, "size": list(size), "moved_bytes": moved}
         row |= compare.compare(team, calls, error, inputs, budget)
-        row["used"] = kind == "attention" or size[0] <= most_rows(size[1], kind == "gated", True, team.device)
+        row["used"] = kind == "attention" or size[0] <= most_rows(size[1], 1 + (kind == "gated"), True, team.device)
         row["wrong"] = [name for name, share in row["errors"].items() if not share <= ALLOWED]
         written["rows"].append(row)
         team.say(f"{kind} {size}: " + ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items()))
@@ -114,7 +115,7 @@ def gated_case(device: torch.device, dtype: torch.dtype, M: int, N: int, K: int)
     def torch_s(i: int) -> torch.Tensor:
         return gate(F.linear(x, weights[i]))
 
-    calls = {"ours": lambda i: skinny_matmul(x, weights[i], gated=True), "torch": torch_s}
+    calls = {"ours": lambda i: skinny_matmul(x, weights[i], epilogue=GATE.name), "torch": torch_s}
     exact = gated(x.double() @ weights[0].double().t())
     return calls, exact, inputs, (2 * N * K + M * (N + K)) * dtype.itemsize
 

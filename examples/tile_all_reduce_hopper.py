@@ -16,7 +16,6 @@ from iris_ops.kernels.hopper.mma import MMA_WARPS, Mma
 from iris_ops.kernels.hopper.operands import described, layouts
 from iris_ops.kernels.hopper.pipeline import (
     NOWHERE,
-    Unshared,
     Work,
     allocate,
     await_tile,
@@ -26,6 +25,7 @@ from iris_ops.kernels.hopper.pipeline import (
     places_of,
     rows_of,
 )
+from iris_ops.kernels.hopper.tile_sums import Unshared
 from iris_ops.kernels.stream_k import Units
 from iris_ops.kernels.tile_orders import PartTiles
 from iris_ops.kernels.tiles import Matrix, start_in_turn

@@ -167,6 +167,6 @@ class Channel(Connections):
             if lost == self.rank:
                 self.lost = peer
                 raise PeerLostError(
-                    f"rank {self.rank} comes too late to {what}: rank {peer} has given up on it. {REMEDY}"
+                    f"rank {self.rank} reached {what} too late: rank {peer} had stopped waiting for it. {REMEDY}"
                 )
             raise self.loss(lost, what, reason if "as rank" in reason else f"{reason}, as rank {peer} found")

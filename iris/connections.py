@@ -135,7 +135,7 @@ class Connections:
         except BaseException as error:
             peer.close()
             if isinstance(error, ValueError) and not isinstance(error, PlatformError):  # in an entry that no rank wrote
-                raise PlatformError(f"what rank {rank} wrote about its socket is invalid: {error}") from None
+                raise PlatformError(f"rank {rank}'s entry about its socket is invalid: {error}") from None
             raise
 
     def _accept(self, listener: socket.socket, nonce: str, deadline: float) -> None:

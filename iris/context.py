@@ -211,7 +211,7 @@ class Iris(PeerMethods):
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """Put what torch allocates on the device, inside `with ctx.memory_pool():`, on the heap. Collective.
+        """Make torch allocate device memory on the heap inside `with ctx.memory_pool():`. Collective.
 
         Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
         `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
@@ -231,14 +231,14 @@ class Iris(PeerMethods):
             layouts = self.hosts.all_gather(self._pool.layout(), "the end of memory_pool()")
         if len(set(layouts)) > 1:
             raise NotSymmetricError(
-                "what was allocated in memory_pool() lies at different offsets on different ranks; expected the same "
+                "allocations of memory_pool() lie at different offsets on different ranks; expected the same "
                 "allocations, and the same tensors alive, on every rank at the end of the block"
             )
 
     def trim(self) -> int:
-        """Return memory of the heap without allocations to the system; return how many bytes. Collective.
+        """Return unused memory of the heap to the system; return how many bytes. Collective.
 
-        Allocator "torch", whose memory is one piece, returns 0.
+        With the allocator "torch", whose memory is one piece, the result is 0.
         """
         self.barrier()  # no peer may still use the unmapped memory
         return self.heap.trim()
@@ -259,14 +259,14 @@ class Iris(PeerMethods):
 
     @property
     def tracing(self) -> Tracing:
-        """Return the recorder of what programs do inside kernels, which it writes as a timeline (`iris/tracing.py`)."""
+        """Return the recorder of events inside kernels, which exports a timeline (`iris/tracing.py`)."""
         self.check()
         return self.once(Tracing)
 
     def close(self) -> None:
         """Free the heap. Collective; using the context afterwards raises `ClosedError`. Closing twice is harmless.
 
-        Waits for a `generate` in another thread. Raises `ThreadError` where the context belongs to one that goes on.
+        Waits for a `generate` in another thread. Raises `ThreadError` if the context belongs to another running thread.
         """
         if self._closed:
             return
@@ -301,7 +301,7 @@ class Iris(PeerMethods):
         self._end()
 
     def leave_for(self, error: PeerLostError) -> None:
-        """Make no further call on this rank: later ones raise `error` again, and the other ranks' waits end by it."""
+        """End this rank's calls: later ones raise `error` again, and ranks that wait for this one raise an error."""
         if self._closed or self._record_view[0]:
             return
         self._announce_departure(error)
@@ -343,8 +343,8 @@ class Iris(PeerMethods):
 
     def __reduce__(self) -> Any:
         raise ArgumentError(
-            "a context, or a model split over one, is to be pickled; expected what another process can use: a split "
-            "model's state_dict(), which is this rank's, or its save_pretrained(folder)"
+            "a context, or a model split over one, cannot be pickled; expected what another process can use: a"
+            " split model's state_dict(), which is this rank's, or its save_pretrained(folder)"
         )
 
     def debug(self, message: str) -> None:

@@ -42,7 +42,7 @@ def refusal(heap_size: Any, copy_engine: Any, invariant: Any, across: Any) -> Ir
         )
     if invariant is not None and across is not None and not invariance.refusal(invariant):
         return ArgumentError(
-            f"invariant is {invariant!r} with across: expected None, for the backend orders sums across hosts"
+            f"invariant is {invariant!r} with across: expected None, because the backend orders sums across hosts"
         )
     try:
         agreement.enabled()

@@ -1,8 +1,8 @@
 """Every exception that the library raises for a user.
 
-Each derives from `IrisError` and from the built-in exception that Python users would catch for the same mistake; where
-torch raises a `RuntimeError` for a wrong tensor, from that too. Messages name the argument, what it was, what is
-expected and, where there is one, the remedy.
+Each derives from `IrisError` and from the built-in exception that Python users would catch for the same mistake. If
+torch raises `RuntimeError` for such a mistake, the class derives from that too. A message names the argument, its value
+and the expected value, and a remedy if one exists.
 """
 
 

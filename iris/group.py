@@ -256,7 +256,7 @@ def resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.Pro
             )
         return group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError("group is one without this rank; expected a group that it is in, or None")
+        raise ArgumentError("group does not contain this rank; expected a group that contains it, or None")
     if group is not None:
         raise ArgumentError(f"group is {type(group).__name__}; expected a ProcessGroup or a one-dimensional DeviceMesh")
     if dist.is_available() and dist.is_initialized():

@@ -135,7 +135,9 @@ class Heap:
         that may belong to another tensor by then.
         """
         if platform.is_capturing(self._segment.local.device):
-            raise CaptureError(f"{what} is to be allocated on the heap while a graph is captured; allocate it before")
+            raise CaptureError(
+                f"{what} cannot be allocated on the heap while a CUDA graph is captured; allocate it before the capture"
+            )
         taken, end = rounded(max(nbytes, 1), GRANULE), self._ends[library]
         end.size = self.size - self._ends[not library].used
         offset = end.take(taken, alignment)
@@ -186,7 +188,7 @@ class Heap:
         """Free the blocks that these tensors fill. Raise `ArgumentError` where one fills none, and free nothing."""
         if platform.is_capturing(self._segment.local.device):
             raise CaptureError(
-                "free() is called while a graph is captured, whose replays use the memory; free it after"
+                "free() cannot be called while a CUDA graph is captured, because replays use the memory; call it later"
             )
         offsets = [self.offset(tensor) for tensor in tensors]
         for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):

@@ -94,7 +94,7 @@ def _translate(launcher: _Launcher, variables: dict[str, str], size: str) -> Non
     if not address and not _on_one_host(launcher, known, size):
         raise PlatformError(
             f"{_listed(known)}: {size} ranks, not known to share one host, and no MASTER_ADDR; expected ranks of one "
-            f"host, or MASTER_ADDR and MASTER_PORT where they meet. On one host: {_TORCHRUN}"
+            f"host, or MASTER_ADDR and MASTER_PORT at which they connect. On one host: {_TORCHRUN}"
         )
     os.environ.update(
         RANK=variables[launcher.rank],

@@ -71,7 +71,7 @@ def receive(peer: socket.socket, buffers: dict[int, tuple], rank: int) -> tuple 
             length, descriptors = _HEAD.unpack_from(data)
             if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != descriptors:
                 close_all(fds)
-                raise OSError(errno.EMFILE, f"{descriptors} file descriptors were sent to it and {len(fds)} came")
+                raise OSError(errno.EMFILE, f"{descriptors} file descriptors were sent to it and {len(fds)} arrived")
             buffers[rank] = length, bytearray(data[_HEAD.size :]), list(fds)
         else:
             buffers[rank][1].extend(data)

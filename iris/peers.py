@@ -25,8 +25,9 @@ class PeerMethods(TensorMethods):
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a view of `rank`'s counterpart of `tensor`: the memory at the same offset of that rank's heap.
 
-        To copy from or into; the caller orders it with what that rank does (`device_barrier`). Not to be used once the
-        context is closed. Raises `NotSymmetricError` for a tensor elsewhere, `ArgumentError` for no rank.
+        Copy from it or into it; the caller orders these copies with that rank's work (`device_barrier`). Do not use it
+        after the context is closed. Raises `NotSymmetricError` for a tensor that is not on the heap, and
+        `ArgumentError` for a number that is no rank.
         """
         self.check()
         self._check_symmetric("tensor", tensor)
@@ -42,7 +43,7 @@ class PeerMethods(TensorMethods):
         return self.peer_view(tensor, rank)
 
     def translate(self, ptr: int, from_rank: int, to_rank: int) -> int:
-        """Return the address at which this process finds at `to_rank` what lies at its address `ptr` at `from_rank`."""
+        """Return this process's address of the memory at `to_rank` that corresponds to `ptr` at `from_rank`."""
         self.check()
         self._check_rank("from_rank", from_rank)
         self._check_rank("to_rank", to_rank)
@@ -51,7 +52,7 @@ class PeerMethods(TensorMethods):
     def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
 
-        Functions of kernels take the addresses for `heap_bases`, too: they differ by as much.
+        Functions of kernels also accept these addresses as `heap_bases`, because they have the same differences.
         """
         tensor = self.empty(*size, dtype=dtype)
         addresses = self.heap_bases.new_zeros(HEADER.value + self.num_ranks, dtype=torch.int64)[HEADER.value :]
@@ -67,15 +68,16 @@ class PeerMethods(TensorMethods):
         """Copy `src_tensor` into `dst_tensor` of rank `dst_rank`, in the order of the current stream.
 
         Args:
-            dst_tensor: this rank's tensor on the heap whose copy at `dst_rank` is written, of as many elements and the
-                same dtype. Default: `src_tensor`.
-            wait_flag: int32 of this rank on the heap that must have reached `wait_value` before; `dst_rank` adds to it.
+            dst_tensor: this rank's tensor on the heap whose counterpart at `dst_rank` is written. It has as many
+                elements and the same dtype. Default: `src_tensor`.
+            wait_flag: int32 of this rank on the heap. The copy waits until it has reached `wait_value`; `dst_rank`
+                adds to it.
             signal_flag: int32 on the heap to which `signal_value` is added at `dst_rank` after the copy.
             async_op: the host does not wait; `quiet` does.
             channel: no effect, nor has `use_copy_engine`; for code written for ROCm/iris.
 
-        Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments, and a later call
-        raises `PeerLostError` where the flag is not reached in time.
+        Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments. A later call
+        raises `PeerLostError` if the flag does not reach the value in time.
         """
         self.check()
         target = src_tensor if dst_tensor is None else dst_tensor
@@ -114,7 +116,7 @@ class PeerMethods(TensorMethods):
             self.quiet()
 
     def quiet(self, dst_rank: int | None = None, channel: int = 0) -> None:
-        """Wait until all copies of `put` with `async_op` have arrived; of every rank, whichever `dst_rank` is."""
+        """Wait until all copies of `put` with `async_op` have arrived, at every rank; `dst_rank` has no effect."""
         self.check()
         if dst_rank is not None:
             self._check_rank("dst_rank", dst_rank)
@@ -122,7 +124,7 @@ class PeerMethods(TensorMethods):
         self.check()
 
     def get_copy_engine_ctx(self) -> None:
-        """Return None, as ROCm/iris does where its kernels drive no copy engine."""
+        """Return None, as ROCm/iris does if its kernels cannot use a copy engine."""
 
     def _launch_around_copy(self, kernel: Any, args: dict[str, Any]) -> None:
         args = dict(ctx_ptr=self._context_tensor, **args, WORLD_SIZE=self.num_ranks)

@@ -82,7 +82,7 @@ def read(name: str, num_programs: int) -> tuple[Table, Path] | None:
     except (FileNotFoundError, NotADirectoryError):
         if requested:
             raise PlatformError(
-                f"{ENV_RATES} is {requested!r}, which is no file; expected one, or {DATA_SHEET!r}"
+                f"{ENV_RATES} is {requested!r}, which is not a file; expected one, or {DATA_SHEET!r}"
             ) from None
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def parse(text: str) -> Table:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
+        raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, expected an object")
     if content.get("format") != FORMAT:

@@ -250,7 +250,7 @@ def _store_of_environment(rank: int, limit_s: float) -> Any:
         if reason := lacking(_DESCRIPTORS):
             raise PlatformError(f"rank {rank} cannot reach the store at {address}:{port}: {reason}") from None
         if rank == 0:
-            raise PlatformError(f"no store can be at {address}:{port}: {str(error).splitlines()[0]}") from None
+            raise PlatformError(f"no store can listen at {address}:{port}: {str(error).splitlines()[0]}") from None
         raise PeerLostError(
             f"rank {rank} lost rank 0 before the creation of a context: its store at {address}:{port} did not answer "
             f"within {limit_s:g} s (IRIS_TIMEOUT)"

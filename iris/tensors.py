@@ -37,14 +37,14 @@ class TensorMethods(Rank):
     """Make tensors on the symmetric heap. These are methods of the context.
 
     Every rank makes the same calls in the same order, so a tensor has the same offset on every rank. Sizes may be
-    arguments, one tuple, nested, or absent for a single element. All methods take torch's keywords: `out` (on this
-    heap, with the sizes of the result, or contiguous with as many elements; then a view of it is returned), `dtype`,
-    `layout` (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where torch has
-    them.
+    arguments, one tuple, nested, or absent for a single element. All methods take torch's keywords: `dtype`, `layout`
+    (strided), `device` (the context's), `requires_grad`, and `generator` or `memory_format` where torch has them. `out`
+    lies on this heap and has the sizes of the result; or it is contiguous with as many elements, and the method returns
+    a view of it.
 
-    All methods raise `ArgumentError` or a subclass for bad arguments, and `HeapExhausted` if the heap is full. Nothing
-    is allocated then. Memory is reused once every rank has dropped the tensor and its views, when an allocation finds
-    no other room; the ranks then wait for their devices and for each other.
+    All methods raise `ArgumentError` or a subclass for bad arguments, and `HeapExhausted` if the heap is full; then
+    they allocate nothing. If an allocation finds no room, it reuses memory of tensors that every rank has dropped with
+    all views. The ranks then wait for their devices and for each other.
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ class TensorMethods(Rank):
         dimension.
         """
         if steps is None:
-            raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected how many elements")
+            raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected the number of elements")
         bounds = tuple(map(_single, (start, end, steps)))
         return self._construct(torch.linspace, bounds, {"out": out, "dtype": dtype, **options})
 

@@ -117,9 +117,9 @@ class Tracing:
     def enable(self, max_events: int = 1 << 20) -> None:
         """Begin to record, at most `max_events` (64 bytes each) on this rank; discard earlier events.
 
-        Fused kernels are launched as variants that record from here on until `disable()`; a captured graph stays as it
-        was. Calls whose product is a kernel apart record nothing, nor does `ctx.ccl`: those of "sequential" (on CPUs
-        all-reduces with an fp8 B, too), and of "copy_gather" unless warps are specialised.
+        Until `disable()`, fused kernels are launched as variants that record; a captured graph is unchanged. Calls with
+        a separate product record nothing: those of "sequential", on CPUs all-reduces with an fp8 B, and those of
+        "copy_gather" with torch's product. `ctx.ccl` records nothing either.
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS
@@ -183,8 +183,8 @@ class Tracing:
     def export(self, path: str | Path, merge: bool = False) -> Path:
         """Write Chrome's trace format, for ui.perfetto.dev: a process is a rank, a thread a multiprocessor.
 
-        One file a rank, `trace_rank0.json` and so on for "trace.json", or with `merge` one for all, by rank 0.
-        Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
+        Each rank writes a file, such as `trace_rank0.json` for "trace.json"; with `merge` rank 0 writes one file for
+        all. Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
         """
         clocks = self._measure_clocks()
         aligned, rank = self._aligned(clocks), self._ctx.cur_rank

@@ -34,7 +34,7 @@ def check_plain(call: str, name: str, t: torch.Tensor) -> None:
         return
     hidden = _hidden(t)
     if hidden == "batch":
-        raise ArgumentError(f"{call}: {name} is one of torch.func.vmap's; expected the batch, of any dimensions")
+        raise ArgumentError(f"{call}: {name} is batched by torch.func.vmap; expected the whole batch as one tensor")
     if hidden:
         raise ArgumentError(f"{call}: {name} has a tangent, and this call has no forward-mode derivative")
 

@@ -73,7 +73,7 @@ try:
     _REPLACED += core._unwrap_if_constexpr, core.dtype.to_ir, core.block_type.with_element_ty, core.tensor.__init__
 except (ImportError, AttributeError) as _error:
     raise VersionError(
-        f"triton {triton.__version__} is not as iris knows triton 3.6 to 3.9: {_error}. "
+        f"triton {triton.__version__} lacks internals that iris uses, of triton 3.6 to 3.9: {_error}. "
         f"Install one of those: pip install '{SUPPORTED}'"
     ) from _error
 

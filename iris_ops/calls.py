@@ -34,11 +34,6 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from iris.rank import Rank
 
-    from .moe.operands import Down, GateUp
-
-# In the order of `Operands`, which a call that is known does not need.
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
 
 class Call(NamedTuple):
     """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
@@ -78,57 +73,49 @@ class Calls:
         self.earlier = relaunch.Calls()
 
     def run(
-        self, op: str, tensors: Tensors, epilogue: Epilogue | None = None, async_op: bool = False,
+        self, op: str, tensors: Any, epilogue: Epilogue | None = None, async_op: bool = False,
         config: FusedConfig | None = None, workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
     ) -> Workspace:  # fmt: skip
-        """Run a call (`Call`): by its launches alone if it is known, else from its checks on."""
-        ctx = self.ctx
-        ctx.check()
-        own = self.workspace if workspace is None else workspace
-        if type(k_per_rank) is list:
-            k_per_rank = tuple(k_per_rank)  # a key is hashed
-        operands = tensors if epilogue is None else (*tensors, *epilogue)
-        key = relaunch.key_of(operands, (op, config, k_per_rank), own)
-        if async_op is False and (used := self.earlier.repeat(key, ctx, tensors[0])):
-            return used
-        return self._first(Call(op, Operands._make(tensors), epilogue, async_op, config, workspace, k_per_rank), key)
+        """Run a call (`Call`): by its launches alone if it is known, else from its checks on.
 
-    def run_mixture(
-        self, op: str, tensors: GateUp | Down, config: FusedConfig | None, workspace: Workspace | None
-    ) -> Workspace:  # fmt: skip
-        """Run a call of a mixture's op in the same way."""
+        `tensors`: a tuple in the order of `Operands`, which a call that is known does not need, or those of a mixture.
+        """
         self.ctx.check()
         own = self.workspace if workspace is None else workspace
-        given, rest = tensors.key
-        key = relaunch.key_of(given, (op, *rest, config), own)
-        if used := self.earlier.repeat(key, self.ctx):
+        if type(tensors) is tuple:
+            if type(k_per_rank) is list:
+                k_per_rank = tuple(k_per_rank)  # a key is hashed
+            given, rest = tensors if epilogue is None else (*tensors, *epilogue), k_per_rank
+        else:
+            given, rest = tensors.key
+        key = relaunch.key_of(given, (op, config, rest), own)
+        if async_op is False and (used := self.earlier.repeat(key, self.ctx, tensors[0])):
             return used
-        return self._first(Call(op, tensors, config=config, workspace=workspace), key)
+        named_tensors = Operands._make(tensors) if type(tensors) is tuple else tensors
+        return self._first(Call(op, named_tensors, epilogue, async_op, config, workspace, k_per_rank), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
         """Run a call that `relaunch` cannot repeat."""
-        ctx, calls, out = self.ctx, self.earlier, call.tensors.out
+        ctx, calls, given, out = self.ctx, self.earlier, call.tensors, call.tensors.out
         prepared, addresses = self._checked(call, key)
         problem, operation = prepared.problem, BY_NAME[call.op]
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None and not operation.local:
             ctx.compare(call.op, **self.facts(call, prepared, direct))
-        workspace = call.workspace or self.own_workspace()
+        workspace = self.room(call, prepared)
         if problem.empty:
             return workspace
-        self.reserve(workspace, prepared.sizes)
         staged = None if direct else workspace.results(out.nbytes).view(out.dtype).view(out.shape)
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
-        program = calls.prepared(
-            key, lambda: named(operation.steps)(ctx, problem, prepared.config, call.tensors), place
-        )  # fmt: skip
+        make = named(operation.steps)
+        program = calls.prepared(key, lambda: make(ctx, problem, prepared.config, given.ready()), place)
         came_before = key in calls.known and not call.async_op
-        repeatable = all(step.repeatable for step in program)
+        repeatable = given.is_ready and all(step.repeatable for step in program)
 
         def go() -> None:
             again, launched = calls.moved(key, direct) if repeatable else None, None
             if again is None or not again():
-                tensors = call.tensors if staged is None else call.tensors._replace(out=staged)
+                tensors = given.ready() if staged is None else given.ready()._replace(out=staged)
                 run = steps.Run(
                     ctx, calls.kernels, workspace, tensors, out, staged, addresses, came_before, call.epilogue
                 )  # fmt: skip
@@ -140,12 +127,12 @@ class Calls:
                 calls.keep(key, again and (again, staged, workspace), launched, direct)
 
         if call.async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, *call.tensors)
+            workspace._done = ctx.side.run(go, *given)
         else:
             ctx.side.join()
             go()
             if ctx.agreement is not None and not operation.mixes:
-                warn_of_overflow(ctx, call.op, out, call.tensors.A, call.tensors.B)
+                warn_of_overflow(ctx, call.op, out, given.A, given.B)
         ctx.check()
         return workspace
 
@@ -155,8 +142,7 @@ class Calls:
         try:
             check_async(op, call.async_op)
             prepared = self.earlier.prepared(key, lambda: self.prepare(call))
-            if call.workspace is not None:
-                self.check_workspace(op, call.workspace)
+            self.check_workspace(op, call.workspace)
             addresses = relaunch.addresses_of(key, prepared.names)
             written = ("out",) if call.epilogue is None else WRITTEN
             check_places(op, prepared.names, addresses, prepared.spans, written)
@@ -171,13 +157,12 @@ class Calls:
     def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
         """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
         heap, workspace = self.ctx.heap, call.workspace
+        used = "the context's own"
+        if workspace is not None and workspace is not self.workspace:
+            used = f"at {heap.offset(workspace.sync)} of the heap"
         facts = BY_NAME[call.op].facts(prepared.problem, prepared.config)
-        there = None if workspace is None or workspace is self.workspace else heap.offset(workspace.sync)
-        facts |= {
-            "async_op": call.async_op,
-            "bias": "none" if call.tensors.bias is None else "given",
-            "workspace": "the context's own" if there is None else f"at {there} of the heap",
-        }
+        facts |= {"async_op": call.async_op, "workspace": used}
+        facts["bias"] = "none" if call.tensors.bias is None else "given"
         if prepared.writes_to_peers:
             place = heap.offset(call.tensors.out) if direct else None
             elsewhere = place is None or self.ctx.hands_out(place)
@@ -190,20 +175,21 @@ class Calls:
         problem = named(BY_NAME[call.op].described)(ctx, call)
         if config is not None:
             check_config(call.op, problem, config, machine)
-        chosen = config or self.plan(problem)
+        chosen = config or self.plan(problem.by_mean(call.k_per_rank))
         way, tensors = way_for(problem, chosen), call.by_name
         sizes = workspace_size(problem, chosen, machine.num_programs, way)
         spans = tuple(map(span, tensors.values()))
         return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, tuple(tensors), spans)
 
-    def reserve(self, workspace: Workspace, sizes: Sizes) -> None:
-        """Reserve room in a workspace. Known launches are forgotten where it grows."""
-        grown = True
+    def room(self, call: Call, prepared: Prepared) -> Workspace:
+        """Return the call's workspace, with room for it. Known launches are forgotten where it grows."""
+        workspace, grown = call.workspace or self.own_workspace(), not prepared.problem.empty
         try:
-            grown = workspace.reserve(*sizes)
+            grown = grown and workspace.reserve(*prepared.sizes)
         finally:  # where there was no room for all of it, some has grown all the same
             if grown:
                 self.ctx.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+        return workspace
 
     def own_workspace(self) -> Workspace:
         """Return the workspace of calls that are given none."""
@@ -213,7 +199,7 @@ class Calls:
 
     def check_workspace(self, op: str, workspace: object) -> None:
         """Raise `ArgumentError` for a workspace of another context, or none at all."""
-        if not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx:
+        if workspace is not None and (not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx):
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
     def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:

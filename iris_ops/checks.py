@@ -56,28 +56,43 @@ def check_tensors(
 def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.device) -> None:
     for name, t in (("B", B), ("scale", scale)):
         check_kind(op, name, t, device)
-    stored = [each for each in weights.FORMATS if each.dtype == B.dtype]
-    if not stored:
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {weights.dtypes()}, or no scale")
+    stored_formats(op, B)
     if B.ndim == 2:
-        _check_scales_of(op, B, scale, stored)
+        scaled_format(op, B, scale)
     if not scale.is_contiguous():
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected a contiguous tensor")
 
 
-def _check_scales_of(op: str, B: torch.Tensor, scale: torch.Tensor, stored: list[WeightFormat]) -> None:
-    """Raise a typed error for a scale that fits none of the formats that B may be `stored` in."""
-    shapes = {each.scale_of(B.shape[1], B.shape[0])[0]: each for each in stored}
-    fitting = shapes.get(tuple(scale.shape))
-    if fitting is None:
-        of_columns = "one for each column of B"
-        listed = " or ".join(
-            f"{shape}, {of_columns if len(shape) == 1 else each.name}" for shape, each in shapes.items()
-        )
+def stored_formats(op: str, B: torch.Tensor) -> list[WeightFormat]:
+    """Return the formats that have elements of B's dtype; of experts [E, K, N] those that kernels of mixtures read.
+
+    Raises `DtypeError` if there are none.
+    """
+    possible = [each for each in weights.FORMATS if B.ndim < 3 or each.in_experts]
+    stored = [each for each in possible if each.dtype == B.dtype]
+    if not stored:
+        kinds = weights.dtypes(possible)
+        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
+    return stored
+
+
+def scaled_format(op: str, B: torch.Tensor, scale: torch.Tensor) -> WeightFormat:
+    """Return the format of B [..., K, N] whose scales are `scale` [..., N] or [..., N, groups].
+
+    Raises a typed error for a scale that fits no format of B's elements.
+    """
+    *experts, elements, columns = B.shape
+    scales = [(each, *each.scale_of(columns, elements)) for each in stored_formats(op, B)]
+    fitting = [(each, dtypes) for each, shape, dtypes in scales if (*experts, *shape) == tuple(scale.shape)]
+    if not fitting:
+        shapes = {(*experts, *shape): each.scale_text for each, shape, _ in scales}
+        listed = " or ".join(f"{shape}, {text}" for shape, text in shapes.items())
         raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
-    dtypes = fitting.scale_of(B.shape[1], B.shape[0])[1]
-    if scale.dtype not in dtypes:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, dtypes))}")
+    for each, dtypes in fitting:  # several only for a B without rows
+        if scale.dtype in dtypes:
+            return each
+    dtypes = dict.fromkeys(str(dtype) for _, dtypes in fitting for dtype in dtypes)
+    raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(dtypes)}")
 
 
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:

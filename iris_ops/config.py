@@ -53,31 +53,31 @@ class FusedConfig:
     """Describe how a fused op is computed. All ranks pass equal configurations, and an op ignores fields of other ops.
 
         field                       what it decides
-        block_m, block_n, block_k   the tile of the product, powers of two from 16, in the interpreter also fewer rows;
-                                    of one-byte operands a block is twice as deep
+        block_m, block_n, block_k   the tile of the product, powers of two from 16 (fewer rows in the interpreter); with
+                                    one-byte operands a step covers 2 * block_k of K
         group_m                     how many row blocks neighbouring programs share, which then lie in the L2 cache
-        num_warps, num_stages       warps of a program, and stages of its ring of operands in shared memory
-        num_programs                size of the persistent grid, at most the chip's multiprocessors; 0 takes them all
+        num_warps, num_stages       warps of a program, and its pipeline stages in shared memory
+        num_programs                size of the persistent grid, at most the GPU's multiprocessors; 0 takes them all
         comm_programs               all_gather_matmul: how many programs move data before they multiply
         stagger_us                  over how many microseconds programs start, so that they do not all push at once
-        splits                      into how many parts along K a tile is cut that does not fill a wave of programs
+        splits                      into how many parts along K tiles are split that do not fill a wave of programs
         ranks_together              "copy_gather": how many other ranks' rows torch multiplies together, at least
         warp_specialised            whether some warps of a program multiply while others move finished tiles
         algorithm                   how the product and the transfer are arranged, see below
-        kernel                      the kernel that is launched, by its module's name; plans fill it in. Where several
-                                    kernels serve one algorithm, it selects one
+        kernel                      the kernel to launch, by its module's name; plans set it. If several kernels
+                                    implement one algorithm, it selects one
 
         algorithm       for               how
-        "one_shot"      few rows          each rank sends its product to all that need it, in one hop
-        "two_shot"      all-reduce        each rank sums some rows and sends the sums to everyone
+        "one_shot"      few rows          each rank sends its product to all ranks that need it, in one hop
+        "two_shot"      all-reduce        each rank sums some rows and sends the sums to all ranks
         "overlapped"    many rows         finished tiles travel while the program multiplies the next ones
-        "sequential"    torch's product   a collective of `iris.ccl` comes after the product, in a gather before it
+        "sequential"    torch's product   a collective of `iris.ccl` follows the product, or precedes it for a gather
         "copy_gather"   gathered rows     copy engines bring rows while torch, or our kernel, multiplies others
 
-    `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes; elsewhere a
-    portable kernel runs. Eight warps multiply and four move. Two ranks may use it with "one_shot", more with
-    "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that fill no wave, and
-    `stagger_us` is the time over which they end these parts.
+    `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes. Otherwise a
+    portable kernel runs. Eight warps multiply and four move tiles. Two ranks may use it with "one_shot", more ranks
+    with "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that do not fill a wave,
+    and `stagger_us` is the time over which programs end these parts.
     """
 
     block_m: int = 128

@@ -237,7 +237,7 @@ class HierarchicalOps:
         self._line.check()
         if async_op is not False:
             raise ArgumentError(
-                f"{op}: async_op is {async_op!r}; expected False with across, whose waits are the host's"
+                f"{op}: async_op is {async_op!r}; expected False with across, because the host waits for transfers"
             )
         if platform.is_capturing(self._ctx.device):
             raise CaptureError(f"{op} crosses hosts and cannot be captured in a CUDA graph")

@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import COPY_BACK, Kernel, Several, Step, bias_together, changed, part_of_nothing
+from .steps import COPY_BACK, Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -50,7 +50,7 @@ def described(rank: Rank, call: Any) -> Problem:
     check_tensors(op, out, A, B, bias, scale, rank.device)
     problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)
     problem = rank.level.promise(problem, call.k_per_rank, bias is not None)
-    k_per_rank = problem.sums.k_per_rank
+    k_per_rank = call.k_per_rank
     if k_per_rank and k_per_rank[rank.cur_rank] != problem.K:
         raise ShapeError(
             f"{op}: A is {tuple(A.shape)} on rank {rank.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
@@ -64,18 +64,17 @@ def described(rank: Rank, call: Any) -> Problem:
 
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
-    planned, epilogue, changes = way_for(problem, config), problem.epilogue, []
-    if tensors.bias is not None and tensors.bias.stride(0) != 1:
-        changes.append(bias_together)
-    if problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
-        changes.append(part_of_nothing)
-    fused, after = epilogue is not None and epilogue in planned.fuses(problem, config), ()
-    if epilogue is not None and not fused:
-        change, *after = named(epilogue.apart)(problem)
-        changes += [change] if change else []
-    for change in changes:
-        tensors = change(tensors)
-    before: list[Step] = [changed(change) for change in changes]
+    planned, epilogue = way_for(problem, config), problem.epilogue
+    before: list[Step] = []
+    fused = epilogue in planned.fuses(problem, config)
+    after = () if fused or not epilogue.separate else (finishing(epilogue),)
+    change = None
+    if after and epilogue.matrices > 1:
+        change = all_columns(problem)
+    elif problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
+        change = part_of_nothing
+    if change:
+        before, tensors = [changed(change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
@@ -83,12 +82,12 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
         before += more
         way, chosen = loading(rank, problem, config, tensors)
-    step: Step = Several(way, problem, chosen)
-    if not way.several_launches:
-        # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
-        pieces = -(-problem.M // planned.most_rows(problem, config))
-        step = Kernel(way, problem, chosen, fused, max(1, pieces))
-    return (*before, step, COPY_BACK, *after)
+    if way.several_launches:
+        return *before, Several(way, problem, chosen), COPY_BACK, *after
+    # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
+    pieces = max(1, -(-problem.M // planned.most_rows(problem, config)))
+    launches = (Kernel(way, problem, chosen, fused, piece, pieces) for piece in range(pieces))
+    return *before, *launches, COPY_BACK, *after
 
 
 class _Reported:

@@ -23,7 +23,7 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
         return f"it multiplies no weights {problem.weights.name}"
     if not A.is_contiguous():  # a kernel would copy A's rows, and may find no room beside one that waits for copies
         return "rows of A are not contiguous"
-    if problem.epilogue and problem.epilogue.halves and as_stored(B) is B:
+    if problem.epilogue.matrices > 1 and as_stored(B) is B:
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):
         return "rows of A begin between vectors of 16 bytes"

@@ -22,3 +22,22 @@ class Operands(NamedTuple):
     @property
     def by_name(self) -> dict[str, torch.Tensor | None]:
         return self._asdict()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether kernels take all tensors where they are."""
+        return is_together(self.bias)
+
+    def ready(self) -> Operands:
+        """Return the tensors as kernels take them."""
+        return self if self.is_ready else self._replace(bias=together(self.bias))
+
+
+def is_together(t: torch.Tensor | None) -> bool:
+    """Return whether elements of a row follow each other."""
+    return t is None or t.stride(-1) == 1
+
+
+def together(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `t`, or a copy if elements of its rows lie apart."""
+    return t if t is None or is_together(t) else t.contiguous()

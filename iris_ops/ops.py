@@ -70,14 +70,15 @@ class Ops(MixtureOps):
         Args:
             out: [M, N].
             A: [M, K].
-            B: [K, N]; K may differ between ranks. With `scale`, the transpose of a quantised weight, as
-                `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
+            B: [K, N]; K may differ between ranks, with `k_per_rank`. With `scale`, the transpose of a quantised weight,
+                as `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
             bias: [N].
             scale: the scales of a quantised B, each rank's own. On Hopper few rows of bfloat16 are multiplied by the
                 stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
                 float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
                 those. Otherwise each call converts B to A's dtype.
-            k_per_rank: each rank's K, if they differ, in a context that promises the same bits on any number of ranks.
+            k_per_rank: each rank's K, if they differ, by which all choose alike. Ranks that choose by their own K alone
+                may run different exchanges: then a call ends in a time-out, or its result is wrong.
 
         Returns:
             The workspace of the call.
@@ -202,28 +203,16 @@ class Ops(MixtureOps):
 
     @_KEYWORDS
     def plan(
-        self,
-        op: str,
-        M: int,
-        N: int,
-        K: int,
-        dtype: torch.dtype,
-        form: str | None = None,
-        explained: bool = True,
-        fp8: bool = False,
-        algorithm: str | None = None,
-        aligned: bool = True,
-        experts: int | None = None,
-        top_k: int | None = None,
-        k_per_rank: Sequence[int] | None = None,
-        weights: str | None = None,
-    ) -> FusedConfig:
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, form: str | None = None, explained: bool = True,
+        fp8: bool = False, algorithm: str | None = None, aligned: bool = True, experts: int | None = None,
+        top_k: int | None = None, k_per_rank: Sequence[int] | None = None, weights: str | None = None,
+    ) -> FusedConfig:  # fmt: skip
         """Return the configuration of a call, with its kernel, its reasons and its predicted time; launch nothing.
 
         Args:
             op: the name of an op.
             M: rows of the whole result; for a mixture, the number of tokens.
-            N: columns of the whole result, before it is gated; for a mixture, those of an expert's result
+            N: columns of the whole result, before an epilogue; for a mixture, those of an expert's result
                 (`moe_gate_up`: I).
             K: the depth that one rank multiplies.
             dtype: the tensors' dtype.
@@ -243,10 +232,8 @@ class Ops(MixtureOps):
             ArgumentError: for bad arguments, and for an `algorithm` that does not support the call.
         """
         self._ctx.check()
-        of_mixture, stored = dict(experts=experts, top_k=top_k), named_format(weights, fp8)
-        problem = self._calls.requested(
-            op, M, N, K, dtype, form=form, weights=stored, k_per_rank=k_per_rank, **of_mixture
-        )  # fmt: skip
+        more = dict(form=form, weights=named_format(weights, fp8), k_per_rank=k_per_rank, experts=experts, top_k=top_k)
+        problem = self._calls.requested(op, M, N, K, dtype, **more)
         config = self._calls.plan(problem, explained, algorithm)
         return config if aligned else unaligned(problem, config)
 
@@ -259,13 +246,10 @@ class Ops(MixtureOps):
         It is `workspace`, the result of an earlier call, or the one that calls use if they are given none.
         """
         self._ctx.check()
-        prepared = self._calls.prepare(Call(op, Operands(out, A, B), config=config))
-        if workspace is not None:
-            self._calls.check_workspace(op, workspace)
-        workspace = workspace or self._calls.own_workspace()
-        if not prepared.problem.empty:
-            self._calls.reserve(workspace, prepared.sizes)
-        return workspace
+        call = Call(op, Operands(out, A, B), config=config, workspace=workspace)
+        prepared = self._calls.prepare(call)
+        self._calls.check_workspace(op, workspace)
+        return self._calls.room(call, prepared)
 
     def forget_launches(self) -> None:
         """Forget known launches: their kernels or the memory that they use have changed."""

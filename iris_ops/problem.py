@@ -16,8 +16,9 @@ import torch
 
 from . import sum_tree
 from .planning import operations
+from .planning.epilogues import NO_EPILOGUE, Epilogue
 from .planning.experts import MOST_CHOSEN, MOST_EXPERTS, ONE_EXPERT, Experts
-from .planning.needs import PLAIN, Epilogue, WeightFormat
+from .planning.needs import PLAIN, WeightFormat
 from .planning.operations import (  # noqa: F401  (callers take the names from here)
     ALL_REDUCE,
     GATHER_MATMUL,
@@ -59,8 +60,8 @@ def part_of(size: int, world_size: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """One fused product. Sizes are those of the whole: `M`, `N` of the unscattered or gathered result before it is
-    gated, `K` of the product that is computed (for a reduction, this rank's depth). Of a mixture, `M` counts tokens.
+    """One fused product. Sizes are those of the whole: `M`, `N` of the unscattered or gathered result before its
+    epilogue, `K` of the product that is computed (for a reduction, this rank's depth). Of a mixture, `M` counts tokens.
 
     `form`: along which dimension is gathered or scattered: "rows", "cols", "k", or "" for all-reduce.
     """
@@ -74,8 +75,8 @@ class Problem:
     dtype: torch.dtype
     weights: WeightFormat = PLAIN
     """How B is stored; `dtype` is that of everything else."""
-    epilogue: Epilogue | None = None
-    """What follows the sum: a gate, or a residual sum and the first half of a norm."""
+    epilogue: Epilogue = NO_EPILOGUE
+    """What follows the sum."""
     sums: Sums = FREE_SUMS
     """Which results of a row are to have the same bits (`planning/orders.py`)."""
     experts: Experts = ONE_EXPERT
@@ -117,6 +118,12 @@ class Problem:
         """Return the reason why each call converts B to A's dtype; "" if it does not."""
         return "" if self.operation.widens else self.weights.converted(self, machine)
 
+    def by_mean(self, k_per_rank: Sequence[int] | None) -> Problem:
+        """Return the problem by which all ranks plan alike though each has its own K: that of their mean."""
+        if k_per_rank is None or self.sums.k_per_rank or len(set(k_per_rank)) == 1:
+            return self
+        return replace(self, K=-(-sum(k_per_rank) // self.world_size))
+
     @property
     def empty(self) -> bool:
         """Return whether no rank has anything to compute. If N may differ by rank, only M counts."""
@@ -131,7 +138,7 @@ class Problem:
     @property
     def out_cols(self) -> int:
         """Return the columns of the result."""
-        return self.N // 2 if self.epilogue and self.epilogue.halves else self.N
+        return self.N // self.epilogue.matrices
 
     @property
     def pairs(self) -> int:
@@ -167,10 +174,10 @@ class Problem:
 class Request:
     """A question to the planner, as `ctx.ops.plan` and `iris-tp plan` put it.
 
-    `M`, `N`: of the whole result, before it is gated; `K`: the depth that one rank multiplies. `form`: "rows", "cols"
+    `M`, `N`: of the whole result, before its epilogue; `K`: the depth that one rank multiplies. `form`: "rows", "cols"
     or "k" for an op that has several; None: the first. `invariant`: as of `iris.iris`. `k_per_rank`: each rank's K, for
     ops that add along it. `experts`, `top_k` (by default 1): of the ops of a mixture. Their `M` is the number of
-    tokens, their `N` of the result, which `moe_gate_up` gates, and their `form` "rows" if weights lie [E, K, N].
+    tokens, their `N` of the result, after its epilogue, and their `form` "rows" if weights lie [E, K, N].
     """
 
     op: str
@@ -210,7 +217,7 @@ def requested_problem(request: Request, level: Level | None = None) -> Problem:
     request.check_sizes()
     problem = _requested_mixture(request, operation) if operation.mixes else _requested_product(request, operation)
     level = level or level_of(request.invariant)
-    return level.promise(problem, request.k_per_rank)
+    return level.promise(problem, request.k_per_rank).by_mean(request.k_per_rank)
 
 
 def _requested_product(request: Request, operation: Operation) -> Problem:
@@ -247,7 +254,7 @@ def _requested_mixture(request: Request, operation: Operation) -> Problem:
         raise ArgumentError(
             f"form is 'rows' for {op}, and {weights.request}; expected none: experts {weights.name} lie [E,N,K]"
         )
-    N = 2 * request.N if operation.epilogue else request.N
+    N = request.N * operation.epilogue.matrices
     sizes, of_rows = (request.M, N, request.K, request.world_size), Experts(experts, top_k, form == "rows")
     return Problem(op, operation.forms[0], *sizes, request.dtype, weights, operation.epilogue, experts=of_rows)
 

@@ -21,7 +21,6 @@ import torch
 import triton
 
 from .config import FusedConfig
-from .kernels import rmsnorm_epilogue
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
 from .named import named
 from .operands import Operands
@@ -62,11 +61,14 @@ class Run:
     scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
-    def launch(self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, **options: int) -> None:
-        """Launch a kernel that begins by `arch.follow`, whose tensors stay where they are when it is repeated."""
-        options |= platform.pdl_options(self.rank.device)
-        launched = relaunch.launch(self.kernels, self.rank.device, kernel, grid, args, (), **options)
-        self.launches.append(launched and relaunch.Launch(launched.again))
+    def launch(
+        self, kernel: triton.JITFunction, grid: tuple[int, int, int], args: dict, moving: Any = (),
+        follows: int = True, **options: int,
+    ) -> None:  # fmt: skip
+        """Launch a kernel. `moving`: as of `relaunch.launch`. `follows`: whether it begins by `arch.follow`."""
+        if follows:
+            options |= platform.pdl_options(self.rank.device)
+        self.launches.append(relaunch.launch(self.kernels, self.rank.device, kernel, grid, args, moving, **options))
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function that launches something else, and returns a true value where it did."""
@@ -96,7 +98,7 @@ def changed(change: Callable[[Operands], Operands]) -> Do:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch of the way's kernel, or one for each piece of the rows.
+    """One launch of the way's kernel, on all rows or on piece number `piece` of `pieces`.
 
     `fused`: whether the kernel computes the epilogue, too, and is given its operands.
     """
@@ -105,6 +107,7 @@ class Kernel:
     problem: Problem
     config: FusedConfig
     fused: bool = False
+    piece: int = 0
     pieces: int = 1
 
     @property
@@ -112,30 +115,19 @@ class Kernel:
         return self.pieces == 1
 
     def run(self, run: Run) -> None:
-        if self.pieces == 1:
-            run.launches.append(self._launch(run, self.problem, run.tensors, run.moving))
-            return
-        # alike: where two shots serve, every rank has rows of each
-        out, A, B, bias, scale = run.tensors
-        for rows, factor in zip(out.tensor_split(self.pieces), A.tensor_split(self.pieces), strict=True):
-            self._launch(run, replace(self.problem, M=rows.shape[0]), Operands(rows, factor, B, bias, scale), ())
-        run.launches.append(None)
-
-    def _launch(
-        self, run: Run, problem: Problem, tensors: Operands, moving: Sequence[int]
-    ) -> relaunch.Launch | None:  # fmt: skip
-        rank, config = run.rank, self.config
-        function, grid, args = named(self.way.launcher)(rank, run.workspace, problem, config, tensors)
+        way, problem, config, tensors = self.way, self.problem, self.config, run.tensors
+        if self.pieces > 1:  # alike: where two shots serve, every rank has rows of each
+            out, A = (each.tensor_split(self.pieces)[self.piece] for each in (tensors.out, tensors.A))
+            problem, tensors = replace(problem, M=out.shape[0]), tensors._replace(out=out, A=A)
+        function, grid, args = named(way.launcher)(run.rank, run.workspace, problem, config, tensors)
         norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused and run.epilogue else (), strict=False)
         if fields := dict(norm) | run.scales:
             args["epilogue"] = args["epilogue"]._replace(**fields)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        if self.way.follows:
-            options |= platform.pdl_options(rank.device)
-        if self.way.options:
-            options |= named(self.way.options)(grid[0], platform.num_programs(rank.device), args)
+        if way.options:
+            options |= named(way.options)(grid[0], platform.num_programs(run.rank.device), args)
         try:
-            return relaunch.launch(run.kernels, rank.device, function, grid, args, moving, **options)
+            run.launch(function, grid, args, run.moving, way.follows, **options)
         except triton.OutOfResources as error:  # before anything was sent; ranks whose calls are alike all come here
             raise ArgumentError(
                 f"{problem.called_op}: config has blocks of {config.block_m} x {config.block_n} x {config.block_k}, "
@@ -174,10 +166,9 @@ def copy_back(run: Run) -> None:
 COPY_BACK = Do(copy_back, repeatable=True)
 
 
-def bias_together(tensors: Operands) -> Operands:
-    """Copy a bias whose elements stand apart."""
-    assert tensors.bias is not None
-    return tensors._replace(bias=tensors.bias.contiguous())
+def all_columns(problem: Problem) -> Callable[[Operands], Operands]:
+    """Return the change that gives a product all columns, to memory of their own, which an epilogue then joins."""
+    return lambda tensors: tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
 
 
 def part_of_nothing(tensors: Operands) -> Operands:
@@ -185,9 +176,10 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def norm_apart(problem: Problem) -> tuple[None, Do]:
-    """Return the first half of a norm, with the residual, after a product without it, which writes `out` as it is."""
-    return None, Do(lambda run: rmsnorm_epilogue.finish(run.out, *(run.epilogue or ())))
+def finishing(epilogue: Any) -> Do:
+    """Return the step that launches an epilogue of `planning/epilogues.py` in a separate kernel."""
+    launch = named(epilogue.separate)
+    return Do(lambda run: launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ())))
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

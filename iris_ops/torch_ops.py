@@ -1,19 +1,19 @@
 """The fused ops as torch operators, so that torch.compile sees one opaque node where eager code sees a call.
 
     torch.ops.iris_ops.<op>(A, B, bias, size, group, mean_part=None, scale=None, k_per_rank=None) -> Tensor
-    torch.ops.iris_ops.matmul_gated(A, B, bias, group) -> Tensor
     torch.ops.iris_ops.matmul_all_reduce_norm(A, B, bias, residual, weight, group, mean_part=None, scale=None,
                                               k_per_rank=None) -> (...)
     torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
     torch.ops.iris_ops.sum_over_ranks(part, group) -> Tensor
 
-The same schema for all four and `all_gather_matmul_gated`; one without an exchange (`gated_matmul.py`); one that
-returns (out, scaled, squares), see `rmsnorm_epilogue.py`; and two without a product, `ctx.ccl.all_gather` and
-`ctx.ccl.all_reduce`. `size` is the shape of this rank's result, `group` the name of the context (`ctx.group_name`). An
+The same schema for all ops of `operations.TABLE` but one, which returns (out, scaled, squares), see
+`rmsnorm_epilogue.py`; and two without a product, `ctx.ccl.all_gather` and `ctx.ccl.all_reduce`. Products without an
+exchange register theirs in `local/`. `size` is the shape of this rank's result, `group` the name of the context
+(`ctx.group_name`). An
 operator is functional: its result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for
 ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
 different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
-`all_gather_matmul`, gated or not, of N, the columns of B). `scale`: of a B in another format, which all take but
+`all_gather_matmul` and its epilogues of N, the columns of B). `scale`: of a B in another format, which all take but
 `matmul_all_gather`. `k_per_rank`: each rank's K, of sums by `sum_tree.py`; then no `mean_part` is looked at.
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
@@ -35,8 +35,6 @@ import torch
 
 from .checks import check_gradients
 from .kernels import rmsnorm_epilogue
-from .local.gated_matmul import check as check_gated
-from .local.gated_matmul import matmul_gated
 from .operators import OPERATORS
 from .ops import Ops
 from .planning.operations import BY_NAME, TABLE
@@ -45,8 +43,6 @@ from .problem import ALL_REDUCE, MATMUL_GATHER, SCALED
 from .recording import is_recording
 
 if TYPE_CHECKING:
-    from iris.rank import Rank
-
     from .config import FusedConfig
 
 
@@ -138,7 +134,7 @@ def _run(
     parts: Parts, scale: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     if scale is not None and not BY_NAME[op].scaled:
-        raise ArgumentError(f"{op}: scale is given; expected None, for of all ops {', '.join(SCALED)} take one")
+        raise ArgumentError(f"{op}: scale is given; expected None, because only {', '.join(SCALED)} take one")
     if size[0] == _ROWS:
         size = A.shape[0], *size[1:]
     (mean, k_per_rank), config = parts, None
@@ -216,13 +212,6 @@ def _fake_reduce_norm(given: _NormedProduct) -> tuple[torch.Tensor, torch.Tensor
     return A.new_empty(residual.shape), A.new_empty(residual.shape), squares
 
 
-def gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Run `matmul_gated.matmul_gated`, in eager or compiled code."""
-    if is_recording():
-        return torch.ops.iris_ops.matmul_gated(A, B, bias, ctx.group_name)
-    return matmul_gated(ctx, A, B, bias)
-
-
 def gather_rows(ctx: Context, rows: torch.Tensor) -> torch.Tensor:
     """Return all ranks' `rows` [m, n], as many of each, in a new tensor [ranks * m, n], compiled or not."""
     if is_recording():
@@ -252,20 +241,10 @@ def _fake_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
     return rows.new_empty(registry.find(group).num_ranks * rows.shape[0], rows.shape[1])
 
 
-def _fake_gated(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
-    check_gated(A, B, bias)
-    return A.new_empty(A.shape[0], B.shape[1] // 2)
-
-
 OPERATORS.add(
     rmsnorm_epilogue.OP + _NORM_SCHEMA,
     lambda *given, **named: _reduce_norm(_NormedProduct(*given, **named)),
     lambda *given, **named: _fake_reduce_norm(_NormedProduct(*given, **named)),
-)
-OPERATORS.add(
-    "matmul_gated(Tensor A, Tensor B, Tensor? bias, str group) -> Tensor",
-    lambda A, B, bias, group: matmul_gated(registry.find(group), A, B, bias),
-    _fake_gated,
 )
 OPERATORS.add(
     "gather_rows(Tensor rows, str group) -> Tensor",

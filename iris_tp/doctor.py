@@ -380,7 +380,7 @@ def environment() -> Iterator[Finding]:
         if not name.startswith("IRIS_"):
             continue
         if name not in _VARIABLES:
-            yield Finding(NOTE, f"{name}={value} is no variable of the library", f"known are {', '.join(_VARIABLES)}")
+            yield Finding(NOTE, f"{name}={value} is not a known variable", f"known are {', '.join(_VARIABLES)}")
         elif name == "IRIS_ALLOCATOR" and value not in _ALLOCATORS:
             yield Finding(FIX, f"IRIS_ALLOCATOR is {value!r}", f"expected one of {', '.join(_ALLOCATORS)}")
         elif name in ("IRIS_DEBUG", "IRIS_OP_GRAPHS") and value not in ("0", "1", ""):

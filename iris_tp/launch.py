@@ -29,12 +29,12 @@ class RankError(Exception):
     """A rank ended with a typed error: its class and message."""
 
 
-def default_ranks(most: int = 4, on_cpu: int = 3) -> int:
-    """Return the number of GPUs, up to `most`; without a GPU, and where ranks share GPUs, `on_cpu`."""
+def default_ranks(on_cpu: int = 3) -> int:
+    """Return the number of GPUs, up to 4; without a GPU, and where ranks share GPUs, `on_cpu`."""
     if launchers.adopt():
         return int(os.environ["WORLD_SIZE"])
     exclusive = torch.cuda.is_available() and not platform.sharing_gpus()
-    return min(torch.cuda.device_count(), most) if exclusive else on_cpu
+    return min(torch.cuda.device_count(), 4) if exclusive else on_cpu
 
 
 def check_ranks(ranks: int) -> None:
@@ -46,7 +46,7 @@ def check_ranks(ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and gpus < ranks and not platform.sharing_gpus():
         raise ValueError(
-            f"{ranks} ranks need {ranks} GPUs and this machine shows {gpus}: ask for at most {gpus}, let them take "
+            f"{ranks} ranks need {ranks} GPUs and this machine has {gpus}: use at most {gpus}, let them take "
             f"turns with {platform.ENV_SHARE_GPUS}=1, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
 

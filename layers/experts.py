@@ -22,7 +22,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from iris_ops import torch_ops
-from iris_ops.moe.activation import Activation
+from iris_ops.activation import Activation
 from iris_ops.moe.router_ops import Choice
 from iris_ops.moe.torch_ops import MixtureCall, mixture
 import torch

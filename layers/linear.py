@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from iris.errors import ArgumentError, ShapeError
-from iris_ops import torch_ops
+from iris_ops.local import gated_matmul
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -72,9 +72,9 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
         """Map the full `input` [..., in_features] to this rank's [..., local outputs], or to all with `gather_output`.
 
-        With `sequence_parallel`, `input` is this rank's chunk of `tokens` in all, by default as many on each rank, and
-        the result is of all tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit, and
-        `ArgumentError` for `tokens` that are no number of tokens.
+        With `sequence_parallel`, `input` is this rank's chunk of the tokens, and the result has all tokens. `tokens` is
+        their total; by default every rank has equally many. Raises `ShapeError`, `DtypeError` or `DeviceError` if
+        `input` does not fit, and `ArgumentError` if `tokens` is not a number of tokens.
         """
         if tokens is not None:
             self._check_tokens(tokens)
@@ -96,12 +96,12 @@ class ColumnParallelLinear(ShardedLinear):
         x = self.rows(input, self.in_features)
         weight, scale, bias = self.terms(x.dtype)
         weight = weight if scale is None else self.numbers(0, self.local_shape[0], x.dtype)
-        out = torch_ops.gated(self.ctx, x, weight.t(), bias)
+        out = gated_matmul.gated(self.ctx, x, weight.t(), bias)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _check_tokens(self, tokens: int) -> None:
         if not self.sequence_parallel:
-            raise ArgumentError(f"tokens is {tokens!r}: expected None, for the layer is not sequence_parallel")
+            raise ArgumentError(f"tokens is {tokens!r}: expected None, because the layer is not sequence_parallel")
         if isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
             raise ArgumentError(f"tokens is {tokens!r}: expected None or an integer from 0 on")
 
@@ -256,7 +256,7 @@ class RowParallelLinear(ShardedLinear):
         ctx = ranks_of(ctx)
         if not reduce_results and (level := ctx.level.unrounded_parts):
             raise ArgumentError(
-                f"reduce_results is False: expected True with {level}, for rounded parts go by the rank"
+                f"reduce_results is False: expected True with {level}, because rounded parts depend on the ranks"
             )
         positive(in_features=in_features)
         parts = parts_or_plain(parts, in_features, ctx)
@@ -269,10 +269,11 @@ class RowParallelLinear(ShardedLinear):
         self.op = reducing if reduce_results else LOCAL
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map `input` [..., local inputs], all if not `input_is_parallel`, to [..., out_features], summed over ranks.
+        """Map `input` [..., local inputs] to [..., out_features], summed over ranks.
 
-        Without `reduce_results`, what this rank adds to the sum; with `sequence_parallel`, this rank's chunk of the
-        tokens. Raises `ShapeError`, `DtypeError` or `DeviceError` where `input` does not fit.
+        Without `input_is_parallel`, `input` has all inputs. Without `reduce_results`, the result is this rank's part of
+        the sum. With `sequence_parallel`, it is this rank's chunk of the tokens. Raises `ShapeError`, `DtypeError` or
+        `DeviceError` if `input` does not fit.
         """
         x = self.rows(input, self.local_shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:

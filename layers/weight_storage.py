@@ -126,7 +126,7 @@ class InDtype:
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
         """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
-        return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), gated, True, layer.weight.device)
+        return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), 1 + gated, True, layer.weight.device)
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [N, K] for a product in `dtype`, another one under torch.autocast, and its scales."""
@@ -175,7 +175,7 @@ class Quantised(InDtype):
         super().__init__()
         if reason := unstorable(layer):
             raise ArgumentError(
-                f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that is served"
+                f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that supports it"
                 f" by {' or '.join(STORABLE)}, whose inputs are in one part, and sums that may differ by the ranks"
             )
         self.form, self.packing = form, form.packing
@@ -220,7 +220,7 @@ class Quantised(InDtype):
         return f"{op[:-1]}, weight converted from {name})" if op == LOCAL else f"{op} (weight converted from {name})"
 
     def few_rows(self, layer: Layer, gated: bool) -> int:
-        return format_of(layer.weight.t(), layer.weight_scale).gated_rows
+        return format_of(layer.weight.t(), layer.weight_scale).joined_rows
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         return layer.weight, layer.weight_scale

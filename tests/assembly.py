@@ -88,9 +88,9 @@ def sound(kernels: Kernels) -> list[Kernel]:
 
 
 def fused(kernels: Kernels) -> list[Kernel]:
-    found = [kernel for name, kernel in kernels.items() if name.startswith(FUSED)]
-    assert {prefix for prefix in FUSED for kernel in found if kernel.name.startswith(prefix)} == set(FUSED)
-    return found
+    fused = [kernel for name, kernel in kernels.items() if name.startswith(FUSED)]
+    assert {prefix for prefix in FUSED for kernel in fused if kernel.name.startswith(prefix)} == set(FUSED)
+    return fused
 
 
 def all_complaints(kernels: list[Kernel], check: Callable[[Kernel], list[str]]) -> list[str]:
@@ -120,7 +120,7 @@ BLOCK_BORDER = re.compile(r"\$L__BB\S*:|.*\bbra\b")
 @question
 def unordered_releases(kernel: Kernel) -> list[str]:
     """Releases to peers that no barrier of the program precedes directly: nothing is stored in between."""
-    found, lines = [], kernel.lines
+    wrong, lines = [], kernel.lines
     for index, line in enumerate(lines):
         if not re.search(r"\b(atom|red|st)\.\S*(release|acq_rel)", line) or LOCAL[1] in line:
             continue
@@ -128,11 +128,11 @@ def unordered_releases(kernel: Kernel) -> list[str]:
             if before.startswith("bar.sync"):
                 break
             if BLOCK_BORDER.match(before) or re.search(r"\b(st|atom|red)\.(?!shared)|cp\.async|\.func", before):
-                found.append(f"{line} after {before}")
+                wrong.append(f"{line} after {before}")
                 break
         else:
-            found.append(f"{line} without a barrier")
-    return found
+            wrong.append(f"{line} without a barrier")
+    return wrong
 
 
 @question
@@ -186,15 +186,15 @@ def unbounded_waits(kernel: Kernel) -> list[str]:
 @question
 def unfenced_loads(kernel: Kernel) -> list[str]:
     """TMA loads after an acquire with no proxy fence in between."""
-    found, acquired = [], False
+    wrong, acquired = [], False
     for line in kernel.lines:
         if ".acquire" in line:
             acquired = True
         elif line.startswith("fence.proxy.async.global"):
             acquired = False
         elif "cp.async.bulk.tensor" in line and acquired:
-            found.append(line)
-    return found
+            wrong.append(line)
+    return wrong
 
 
 @question
@@ -206,15 +206,15 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     """
     steps = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
     read = [index for index, line in enumerate(steps) if re.search(r"wait_group\S*\s+1;", line)]
-    found = [f"{steps[index + 1]} after {steps[index]}" for index in read if "bar.sync" not in steps[index + 1]]
+    wrong = [f"{steps[index + 1]} after {steps[index]}" for index in read if "bar.sync" not in steps[index + 1]]
     uses = [
         line
         for line in kernel.lines
         if re.search(r"\b(st|ld)\.shared|stmatrix|bar\.sync|mbarrier\.arrive\.shared", line)
     ]
     given = [index for index, line in enumerate(uses) if "mbarrier.arrive" in line]
-    found += [f"{uses[index]} after {uses[index - 1]}" for index in given if "bar.sync" not in uses[index - 1]]
-    return found if read and given else ["nothing is handed over"]
+    wrong += [f"{uses[index]} after {uses[index - 1]}" for index in given if "bar.sync" not in uses[index - 1]]
+    return wrong if read and given else ["nothing is handed over"]
 
 
 @question
@@ -258,8 +258,8 @@ def steps_of_launching(kernel: Kernel) -> dict[str, Any]:
     code = re.sub("//.*", "", kernel.text)
     steps = [step for step in re.findall(any_step, code) if step not in ("ld.param", "ld.shared")]
     late = steps[steps.index(lead) :] if lead in steps else []
-    found = dict(first=steps[0], waits=steps.count(wait), leads=steps.count(lead))
-    return found | dict(multiplies="mma" in steps, multiplies_late="mma" in late)
+    answers = dict(first=steps[0], waits=steps.count(wait), leads=steps.count(lead))
+    return answers | dict(multiplies="mma" in steps, multiplies_late="mma" in late)
 
 
 @question
@@ -348,7 +348,7 @@ def undrained_signals(kernel: Kernel) -> list[str]:
     """Signals to peers without, in this order and nothing stored in between: all stores drained, the program's barrier,
     the write-back to the system, the atomic. A program of one wave has no barrier.
     """
-    found, lines = [], kernel.lines
+    wrong, lines = [], kernel.lines
     barrier = [] if kernel.count(r"\.max_flat_workgroup_size: 64$") else ["s_barrier"]
     for index, line in enumerate(lines):
         if not re.match(r"global_atomic_(swap|add) .* sc1", line):
@@ -362,9 +362,9 @@ def undrained_signals(kernel: Kernel) -> list[str]:
             if not missing:
                 break
             if re.match(r"(global|flat|buffer)_(store|atomic)|\.LBB", before):
-                found.append(f"{line}: no {missing[0]} after {before}")
+                wrong.append(f"{line}: no {missing[0]} after {before}")
                 break
-    return found
+    return wrong
 
 
 @question

@@ -75,16 +75,16 @@ class Compilation:
         self._anew = whole or WRITING or bool(self._pattern)
         self._folder, self._processes = folder, list[subprocess.Popen]()
         self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._found: dict[str, Future[Kernels]] = {}
+        self._futures: dict[str, Future[Kernels]] = {}
 
     def start(self, target: str) -> None:
         """Begins to compile for a target."""
-        if target not in self._found:
-            self._found[target] = self._pool.submit(self._compiled, target)
+        if target not in self._futures:
+            self._futures[target] = self._pool.submit(self._compiled, target)
 
     def __call__(self, target: str) -> Kernels:
         self.start(target)
-        return self._found[target].result()
+        return self._futures[target].result()
 
     def _compiled(self, target: str) -> Kernels:
         known, folder = recorded(target), self._folder / target
@@ -115,8 +115,8 @@ class Compilation:
     def write(self) -> None:
         """The record anew: an answer a line, sorted, so that a difference shows which code has changed in what."""
         RECORDS.mkdir(exist_ok=True)
-        for target, found in self._found.items():
-            kernels = {n: dict(key=k.key, shared=k.shared, answers=k.collected) for n, k in found.result().items()}
+        for target, future in self._futures.items():
+            kernels = {n: dict(key=k.key, shared=k.shared, answers=k.collected) for n, k in future.result().items()}
             kept = {"triton": version("triton"), "checks": checks(), "kernels": kernels}
             (RECORDS / f"{target}.json").write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 

@@ -1,9 +1,9 @@
 """Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR [PATTERN] [KEYS]`.
 
-PATTERN, a regular expression, selects cases of `tests/kernel_cases.py` by name. KEYS is a file with the keys of kernels
-that need not be compiled. Writes DIR/<case>.key for all, DIR/<case>.<ptx or amdgcn> and DIR/<case>.shared for what it
-compiles. Needs no GPU. A process of its own, because the interpreter must be off; several with one empty DIR share the
-work.
+PATTERN, a regular expression, selects cases of `tests/kernel_cases.py` and `tests/user_kernel_cases.py` by name. KEYS
+is a file with the keys of kernels that need not be compiled. Writes DIR/<case>.key for all, DIR/<case>.<ptx or amdgcn>
+and DIR/<case>.shared for what it compiles. Needs no GPU. A process of its own, because the interpreter must be off;
+several with one empty DIR share the work.
 
 A key digests all that decides a kernel's code: versions, target, options, signature, constants, and the syntax trees
 of the kernel's functions, in which comments, docstrings and line numbers do not appear.
@@ -93,12 +93,12 @@ def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
     mode, wrong = fake_gpu.pretend(name), 0
     if fake_gpu.TARGETS[name].backend == "hip":
         os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"
-    from tests import kernel_cases
+    from tests import kernel_cases, user_kernel_cases
 
     known = Path(keys).read_text().split() if keys else ()
     sources: list[tuple[Any, Any, dict]] = []
     record_launches(sources)
-    for case, call, kind in kernel_cases.cases(fake_gpu.TARGETS[name]):
+    for case, call, kind in kernel_cases.cases(fake_gpu.TARGETS[name], user_kernel_cases.users):
         path = Path(folder, f"{case}.key")
         if not re.search(pattern, case):
             continue

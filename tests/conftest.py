@@ -114,11 +114,11 @@ def _expected(cases: int, n: int | None = None, on_gpus: int | None = None) -> i
 
 def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     """The cases of each test that is marked `some`, without those that are slow anyway."""
-    found: dict[object, list[pytest.Item]] = {}
+    groups: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("some") is not None and item.get_closest_marker("slow") is None:
-            found.setdefault(item.function, []).append(item)
-    return list(found.values())
+            groups.setdefault(item.function, []).append(item)
+    return list(groups.values())
 
 
 def pytest_collection_finish() -> None:
@@ -156,9 +156,9 @@ def compiled(
     from tests import compilation
 
     folder = tmp_path_factory.getbasetemp()
-    beside = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
+    in_parallel = "PYTEST_XDIST_WORKER" in os.environ  # whose folders stand in one
     whole = any("compiled" in item.fixturenames and item.get_closest_marker("slow") for item in request.session.items)
-    kernels = compilation.Compilation((folder.parent if beside else folder) / "compiled", whole)
+    kernels = compilation.Compilation((folder.parent if in_parallel else folder) / "compiled", whole)
     yield kernels
     if compilation.WRITING and not request.session.testsfailed:
         kernels.write()

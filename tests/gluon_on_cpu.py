@@ -316,7 +316,7 @@ def stream() -> ModuleType:
         stream = importlib.import_module("iris_ops.moe.touched_stream")
     lines._apart, lines._scaled = _apart, lambda x: value(x * 2.0**64)
     touched.known = lambda x: x
-    stream.gated, stream.ungated = gated, ungated
+    stream.joined, stream.activated = gated, ungated
     stream.DeviceContext = SimpleNamespace(initialize=lambda *given: None)
     stream.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None)
     stream.report_experts = lambda ctx, given, wrong, experts, waiter: setattr(_here, "wrong", bool(wrong.any()))

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 import contextlib
 import ctypes
+import gc
 import mmap
 from multiprocessing.connection import Connection, wait
 import os
@@ -72,9 +73,15 @@ class _Renewable:
     def __init__(self, ctx: iris.Iris) -> None:
         self.ctx = ctx
         self._used = ctx.heap.used
+        if ctx.device.type == "cuda":
+            gc.freeze()  # what is imported, so that each collection is short
 
     def renew(self) -> None:
         """Restore the heap. Every rank has ended its body, and none begins the next before all are here."""
+        if self.ctx.device.type == "cuda":
+            # torch's allocator must free a tensor on the heap, which an exception's traceback may have kept, before it
+            # is given the same address again; otherwise it aborts when the tensor dies
+            gc.collect()
         self.ctx._components.clear()
         self.ctx.on_change.clear()
         self.ctx.recording, self.ctx.invariant = False, None

@@ -106,11 +106,11 @@ def _with_a_simulated_gpu(stack: ExitStack) -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def code(function, made, **patches) -> str:
+def code(function, makers, **patches) -> str:
     """The module that inductor writes for `function`."""
     mode = FakeTensorMode()
     with mode:
-        inputs = [make() for make in made]
+        inputs = [make() for make in makers]
         traced = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     with ExitStack() as stack:
         _with_a_simulated_gpu(stack)
@@ -129,8 +129,8 @@ def main() -> None:
     print(
         json.dumps(
             {
-                f.__name__: [code(f, made, **each) for each in (plain, inductor_waits.patches())]
-                for f, made in GRAPHS.items()
+                f.__name__: [code(f, makers, **each) for each in (plain, inductor_waits.patches())]
+                for f, makers in GRAPHS.items()
             }
         )
     )

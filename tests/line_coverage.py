@@ -90,7 +90,7 @@ def jitted(path: Path) -> tuple[set[int], set[int]]:
 
 def read(report: Path) -> dict[tuple[str, str], Reached]:
     """By (row of the table, file): packages have what the host runs."""
-    found: dict[tuple[str, str], Reached] = {}
+    rows: dict[tuple[str, str], Reached] = {}
     for name, file in json.loads(report.read_text())["files"].items():
         triton, gluon = jitted(ROOT / name)
         for part in ("lines", "branches"):
@@ -100,18 +100,18 @@ def read(report: Path) -> dict[tuple[str, str], Reached]:
                     if place[1] in gluon:
                         continue
                     row = KERNELS if place[1] in triton else name.partition("/")[0]
-                    reached = found.setdefault((row, name), Reached())
+                    reached = rows.setdefault((row, name), Reached())
                     getattr(reached, part).add(place)
                     if seen == "executed":
                         getattr(reached, f"run_{part}").add(place)
-    return found
+    return rows
 
 
-def table(found: dict[tuple[str, str], Reached]) -> str:
+def table(rows: dict[tuple[str, str], Reached]) -> str:
     lines = [f"{'':10}{'lines':>24}{'branches':>25}"]
     for row in (*PACKAGES, KERNELS):
         whole = Reached()
-        for (of, _), reached in found.items():
+        for (of, _), reached in rows.items():
             if of == row:
                 whole.add(reached)
         lines.append(f"{row:10}{whole}")

@@ -118,19 +118,19 @@ def _version(python: str) -> str:
 
 def examined(python: Path, args: argparse.Namespace) -> dict:
     """What an environment did, by step: numbers of tests and kernels, the demo's last word, or how it failed."""
-    folder, found = python.parents[1], {}
+    folder, outcome = python.parents[1], {}
     requested = "import json, platform; from importlib.metadata import version"
     requested += f"; print(json.dumps(dict(python=platform.python_version(), **{{n: version(n) for n in {VERSIONS}}})))"
-    found.update(json.loads(subprocess.run([str(python), "-c", requested], check=True, capture_output=True).stdout))
+    outcome.update(json.loads(subprocess.run([str(python), "-c", requested], check=True, capture_output=True).stdout))
     if not args.no_demo:
         with tempfile.TemporaryDirectory() as empty:
             demo = [str(python.with_name("iris-tp")), "demo", *(["--tokens", "4"] if args.quick else [])]
             message = call(demo, folder / "demo.log", Path(empty))
-        found["demo"] = re.search(r"match: (\w+)", message)[1]
+        outcome["demo"] = re.search(r"match: (\w+)", message)[1]
     paths = [f"tests/{name}" for name in QUICK] if args.quick else INTERPRETED
     tests = [str(python), "-m", "pytest", "-q", "-m", "not gpu and not slow and not compile", "-p", "no:cacheprovider"]
     message = call([*tests, "-n", "2", "--dist", "worksteal", *paths], folder / "tests.log")
-    found["tests"] = int(re.search(r"(\d+) passed", message)[1])
+    outcome["tests"] = int(re.search(r"(\d+) passed", message)[1])
 
     def compiled(target: str) -> int:
         with tempfile.TemporaryDirectory() as assembly:
@@ -140,8 +140,8 @@ def examined(python: Path, args: argparse.Namespace) -> dict:
 
     targets = ("sm_90", "gfx942") if args.quick else TARGETS
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found["kernels"] = dict(zip(targets, pool.map(compiled, targets), strict=True))
-    return found
+        outcome["kernels"] = dict(zip(targets, pool.map(compiled, targets), strict=True))
+    return outcome
 
 
 def main() -> int:
@@ -159,9 +159,9 @@ def main() -> int:
                 tell(f"{pair.name}: installing")
                 python = environment(pair, args.python, wheel)
                 tell(f"{pair.name}: testing")
-                found = examined(python, args) | {"quick": args.quick, "seconds": round(time.monotonic() - begin)}
-                tell(f"{pair.name}: {found}")
-                keep(found)
+                outcome = examined(python, args) | {"quick": args.quick, "seconds": round(time.monotonic() - begin)}
+                tell(f"{pair.name}: {outcome}")
+                keep(outcome)
             except subprocess.CalledProcessError as error:
                 wrong.append(pair.name)
                 tell(f"{pair.name}: FAILED, {' '.join(map(str, error.cmd))[-200:]}\n{(error.stdout or '')[-3000:]}")
@@ -172,13 +172,13 @@ def main() -> int:
     return bool(wrong)
 
 
-def keep(found: dict) -> None:
+def keep(outcome: dict) -> None:
     """Add results in place of those of the same versions; a quick run does not replace a full one."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"benchmark": "matrix", "runs": []}
-    alike = [run for run in kept["runs"] if all(run[name] == found[name] for name in ("python", "torch", "triton"))]
-    if found["quick"] and any(not run["quick"] for run in alike):
+    alike = [run for run in kept["runs"] if all(run[name] == outcome[name] for name in ("python", "torch", "triton"))]
+    if outcome["quick"] and any(not run["quick"] for run in alike):
         return
-    kept["runs"] = [run for run in kept["runs"] if run not in alike] + [found | {"date": str(date.today())}]
+    kept["runs"] = [run for run in kept["runs"] if run not in alike] + [outcome | {"date": str(date.today())}]
     kept["runs"].sort(key=lambda run: (_numbers(run["torch"]), _numbers(run["python"])))
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -201,7 +201,9 @@ def rendered(kept: dict) -> str:
 
 def report() -> int:
     PAGE.write_text(
-        _MARKED.sub(lambda found: found[1] + rendered(json.loads(RESULTS.read_text())) + found[2], PAGE.read_text())
+        _MARKED.sub(
+            lambda outcome: outcome[1] + rendered(json.loads(RESULTS.read_text())) + outcome[2], PAGE.read_text()
+        )
     )
     return 0
 

@@ -97,36 +97,36 @@ def shares(args: argparse.Namespace) -> tuple[list[Share], list[Share]]:
 
     It reads the files, because pytest would import them for half a minute to count their tests.
     """
-    given = [found for path in args.paths for found in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    given = [file for path in args.paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
     files = sorted(str(path) for path in given if _FOR_GPUS.search(path.read_text()))
     seconds = {file: _SECONDS.get(file.removeprefix("tests/"), _OTHERS) for file in files}
     alone = tuple(file for file in files if file.endswith(_ALONE))
-    beside = {file: each for file, each in seconds.items() if file not in alone}
-    most = max(_LEAST_SECONDS, sum(beside.values()) / args.jobs)
-    found = _cut(beside, most)
-    while len(found) > args.jobs:  # all begin at once; one that began later would end alone
+    parallel = {file: each for file, each in seconds.items() if file not in alone}
+    most = max(_LEAST_SECONDS, sum(parallel.values()) / args.jobs)
+    parts = _cut(parallel, most)
+    while len(parts) > args.jobs:  # all begin at once; one that began later would end alone
         most *= 1.02
-        found = _cut(beside, most)
-    found.sort(key=lambda share: -share.seconds)
-    return found, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
+        parts = _cut(parallel, most)
+    parts.sort(key=lambda share: -share.seconds)
+    return parts, [Share(sum(map(seconds.__getitem__, alone)), alone)] if alone else []
 
 
 def _cut(seconds: dict[str, float], most: float) -> list[Share]:
     """Shares of these files of about `most` seconds at most."""
-    found: list[Share] = []
+    parts: list[Share] = []
     together: list[str] = []
     for file in sorted(seconds, key=lambda file: -seconds[file]):
         cut = math.ceil(seconds[file] / most)
         if cut > 1:
-            found += [Share(seconds[file] / cut, (file,), number, cut) for number in range(1, cut + 1)]
+            parts += [Share(seconds[file] / cut, (file,), number, cut) for number in range(1, cut + 1)]
         else:
             together.append(file)
     while together:  # the longest, and the shortest as long as there is room
         taken = [together.pop(0)]
         while together and sum(map(seconds.__getitem__, [*taken, together[-1]])) <= most:
             taken.append(together.pop())
-        found.append(Share(sum(map(seconds.__getitem__, taken)), tuple(taken)))
-    return found
+        parts.append(Share(sum(map(seconds.__getitem__, taken)), tuple(taken)))
+    return parts
 
 
 def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str = "") -> tuple[str, bool]:
@@ -153,13 +153,13 @@ def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str
                 process.kill()
             code = None
     text = log.read_text(errors="replace")
-    found = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
+    summary = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
     failed += list(dict.fromkeys(re.findall(r"^E  .*", text, re.M)))[:_REASONS]
     empty = share.number > 1 and not failed and "no tests ran" in text  # of a file with fewer tests than shares
     if code and not failed and not empty:  # all tests passed, and then a rank did not end as it should
         failed = [f"exit code {code}", *[line for line in text.splitlines() if line.strip()][-_REASONS:]]
-    outcome = f"not done after {args.time_limit:.0f} s" if code is None else found[0]
+    outcome = f"not done after {args.time_limit:.0f} s" if code is None else summary[0]
     line = f"{share}: {outcome}, {time.monotonic() - begin:.0f} s{', waiting for the others included' if turn else ''}"
     return "\n    ".join([line, *failed]), code == 0 or empty
 
@@ -176,8 +176,8 @@ def main() -> int:
     args = parse()
     logs = Path(tempfile.mkdtemp(prefix="iris-gpu-tests-"))
     begin, wrong = time.monotonic(), 0
-    beside, alone = shares(args)
-    count = len(beside) + len(alone)
+    parallel, alone = shares(args)
+    count = len(parallel) + len(alone)
     where = "" if torch.cuda.is_available() else ", on CPUs, for no GPU is here"
     print(f"{count} shares, {args.jobs} at a time, {args.ranks} ranks each{where}", flush=True)
     heap, whole = heap_of(args.ranks, max(args.jobs, _LEAST_SHARES)), heap_of(args.ranks, _LEAST_SHARES)
@@ -194,7 +194,7 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool, (logs / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         early = [pool.submit(run, args, logs, heap, share) for share in alone]  # only to compile, whatever comes of it
-        first = [pool.submit(run, args, logs, heap, share) for share in beside]
+        first = [pool.submit(run, args, logs, heap, share) for share in parallel]
         last = [pool.submit(run, args, logs, whole, share, turn.name) for share in alone]  # start when a place is free
         wrong += reported(first)
         wait(early)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from iris_ops import FusedConfig
-from iris_ops.moe.activation import Activation, activation_of
+from iris_ops.activation import Activation, activation_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, part_of, part_size
 import torch
 

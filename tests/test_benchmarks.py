@@ -217,9 +217,9 @@ def test_check_accepts_the_product_and_refuses_less(alone):
 
 def test_wrong_and_failing_contenders_are_named_and_not_timed(alone):
     prepared = {"right": right, "wrong": lacks_a_block_of_k, "absent": raises}
-    found = [Contender(name, RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
+    actual = [Contender(name, RIVAL, {"ar": prepare}) for name, prepare in prepared.items()]
     args = argparse.Namespace(modes=["eager"], quick=True)
-    measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
+    measured = ops.run_row(Row("ar", 32, 32, 512), alone, actual, torch.bfloat16, args)
     results = {result["name"]: result for result in measured["results"]}
     assert results["right"]["status"] == "ok" and results["right"]["eager_us"] > 0
     assert results["wrong"]["status"] == "WRONG" and "eager_us" not in results["wrong"]
@@ -234,9 +234,9 @@ def leaves_a_replay_undone(call, calls, inputs):
 def test_a_wrong_replay_leaves_no_figure_anywhere(alone, monkeypatch):
     monkeypatch.setattr(timing, "graph_batch", leaves_a_replay_undone)
     kinds = {"ours": OURS, "rival": RIVAL, "alone": GEMM}
-    found = [Contender(name, kind, {"ar": right}) for name, kind in kinds.items()]
+    actual = [Contender(name, kind, {"ar": right}) for name, kind in kinds.items()]
     args = argparse.Namespace(modes=["eager", "graph"], quick=True)
-    measured = ops.run_row(Row("ar", 32, 32, 512), alone, found, torch.bfloat16, args)
+    measured = ops.run_row(Row("ar", 32, 32, 512), alone, actual, torch.bfloat16, args)
     assert measured["gemm_us"] is measured["floor_us"] is None
     for result in measured["results"]:
         assert result["status"] == "WRONG" and "wrong result of a replay" in result["notes"][0]
@@ -278,15 +278,15 @@ class Raises(engines.NcclOps):
 def test_a_model_with_wrong_logits_and_one_that_raises_are_named(alone):
     with iris.iris(1 << 24) as ctx:
         model = whole_models.build("tiny", 1, ctx, torch.float32)
-        found, failed = engines.contenders(alone, ctx, model, ["nccl", "ours"])
+        actual, failed = engines.contenders(alone, ctx, model, ["nccl", "ours"])
         assert not failed
         for wrong in (HeadsExchanged(), Raises()):
-            swapped = argparse.Namespace(**{**vars(found[0].context), "ops": wrong})
+            swapped = argparse.Namespace(**{**vars(actual[0].context), "ops": wrong})
             serve = lambda swapped=swapped: engines.serve(model, swapped)  # noqa: E731
-            found.append(engines.Contender("ours", model, serve))  # any key that is not the yardstick's
+            actual.append(engines.Contender("ours", model, serve))  # any key that is not the yardstick's
         args = argparse.Namespace(output=3, dtype="float32", rounds=1, torch_attention=False, profile=False)
         args.contenders, args.compile = ["nccl", "ours"], False
-        right, ours, exchanged, raising = llm.run_row(alone, ctx, found, 2, 3, args, lambda: False)["results"]
+        right, ours, exchanged, raising = llm.run_row(alone, ctx, actual, 2, 3, args, lambda: False)["results"]
     assert right["status"] == ours["status"] == "ok" and ours["tokens_per_s"] > 0
     assert exchanged["status"] == "WRONG" and "logits are off by" in exchanged["notes"][0]
     assert not [key for key in exchanged if key.endswith(("_ms", "_per_s"))]

@@ -45,8 +45,8 @@ def test_the_record_is_of_these_kernels(compiled, target: str) -> None:
     if json.loads((RECORDS / f"{target}.json").read_text())["triton"] != triton.__version__:
         pytest.skip(f"tests/compiled/{target}.json was made with another triton")
     keys = {name: each["key"] for name, each in recorded(target).items()}
-    found = {name: kernel.key for name, kernel in compiled(target).items()}
-    old = sorted(name for name in keys.keys() | found.keys() if keys.get(name) != found.get(name))
+    actual = {name: kernel.key for name, kernel in compiled(target).items()}
+    old = sorted(name for name in keys.keys() | actual.keys() if keys.get(name) != actual.get(name))
     assert not old, f"kernels or checks have changed since they were recorded: {', '.join(old)}: make compiled"
 
 
@@ -127,7 +127,7 @@ def test_a_traced_product_ends_when_it_is_complete(compiled) -> None:
 @pytest.mark.parametrize("target", CUDA + HIP)
 def test_a_span_holds_the_work_alone(compiled, target: str, name: str) -> None:
     """The clock is read after all else that starts an event and before all else that ends it."""
-    found = looks_around_a_copy(compiled(target)[name])
-    assert found["places"] and found["starts"] and found["ends"] == 1
+    actual = looks_around_a_copy(compiled(target)[name])
+    assert actual["places"] and actual["starts"] and actual["ends"] == 1
     if target in CUDA:  # LLVM moves AMD's blocks about
-        assert found["starts"] == 1 and not found["ordering"]
+        assert actual["starts"] == 1 and not actual["ordering"]

@@ -78,7 +78,7 @@ def test_ptx_acquires_at_every_look_at_a_flag(compiled, target: str) -> None:
 @pytest.mark.parametrize("target", CUDA)
 def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -> None:
     """They wait before anything else, and let the next one in when they have multiplied. Others do neither."""
-    found = [
+    offenders = [
         kernel
         for kernel in compiled(target).values()
         if re.search(
@@ -86,8 +86,8 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
             kernel.name,
         )
     ]
-    assert len(found) >= 15
-    for kernel in found:
+    assert len(offenders) >= 15
+    for kernel in offenders:
         steps = steps_of_launching(kernel)
         assert (steps["first"], steps["waits"], steps["leads"]) == ("griddepcontrol.wait", 1, 1), kernel.name
         # tensor cores: sums, fp32, gates
@@ -108,7 +108,7 @@ def test_ptx_of_kernels_that_are_launched_beside_others(compiled, target: str) -
     for kernel in waiting:  # which may look up the context before, and change nothing
         assert kernel.count(wait) == 1 and not changes_before_the_wait(kernel), kernel.name
     for kernel in compiled(target).values():
-        assert kernel in found or kernel in waiting or not kernel.count("griddepcontrol"), kernel.name
+        assert kernel in offenders or kernel in waiting or not kernel.count("griddepcontrol"), kernel.name
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def _names_a_device(call: ast.Call) -> bool:
 @pytest.mark.parametrize("package", ["iris", "iris_ops", "layers", "iris_tp"])
 def test_every_tensor_names_its_device(package: str) -> None:
     paths = sorted(Path(ROOT, package).rglob("*.py"))
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in unnamed(path.read_text())]
-    assert paths and not found, found
+    unmarked = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in unnamed(path.read_text())]
+    assert paths and not unmarked, unmarked
 
 
 def test_a_call_without_a_device_is_found() -> None:

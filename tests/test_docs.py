@@ -137,8 +137,8 @@ def test_every_kernel_that_plans_name_has_a_page() -> None:
     ccl = {f"ccl.{name}" for name in ("lamport", "flags", "transfer", "ring", "accumulate")}
     index = PAGES["kernels/index.md"].read_text()
     assert {way.kernel for way in WAYS} == set(KERNELS)
-    found = {path.read_text().split("\n", 1)[0].removeprefix("# ") for path in (DOCS / "kernels").glob("ccl-*.md")}
-    assert found == ccl
+    actual = {path.read_text().split("\n", 1)[0].removeprefix("# ") for path in (DOCS / "kernels").glob("ccl-*.md")}
+    assert actual == ccl
     assert set(re.findall(r"^\| \[`([\w.]+)`\]", index, re.MULTILINE)) == ccl | set(KERNELS)
 
 
@@ -159,9 +159,9 @@ def test_a_kernel_s_page_is_right_and_whole(kernel: str, capsys: pytest.CaptureF
 
 
 def test_tables_are_those_of_the_results() -> None:
-    found = list(pages.pages())
-    assert len(found) > len(KERNELS)
-    for path, page, new in found:
+    actual = list(pages.pages())
+    assert len(actual) > len(KERNELS)
+    for path, page, new in actual:
         assert page == new, f"{path}: run `python -m benchmarks.report` and commit it"
 
 

@@ -119,13 +119,13 @@ def test_doctor_finds_the_triton_of_rocm(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_doctor_sees_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = doctor.launcher()
-    assert found.level == doctor.OK, found
+    (actual,) = doctor.launcher()
+    assert actual.level == doctor.OK, actual
     from triton.backends.nvidia import driver
 
     monkeypatch.setattr(driver, "CudaLauncher", type("CudaLauncher", (), {"__init__": lambda self: None}))
-    (found,) = doctor.launcher()
-    assert found.level == doctor.NOTE and "launch_pdl" in found.what and "50 us" in found.what
+    (actual,) = doctor.launcher()
+    assert actual.level == doctor.NOTE and "launch_pdl" in actual.what and "50 us" in actual.what
 
 
 def test_doctor_reads_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

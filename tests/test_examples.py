@@ -81,8 +81,8 @@ def test_scatter_runs_in_ranks_that_are_there(name: str) -> None:
 
 
 def test_every_scatter_is_tested() -> None:
-    found = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
-    assert found - {"common", "fused_store_warp"} == set(SCATTERS)
+    names = {p.stem for p in (ROOT / "examples" / "all_scatter").glob("[a-z]*.py")}
+    assert names - {"common", "fused_store_warp"} == set(SCATTERS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what it says without a GPU")
@@ -155,7 +155,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launch.default_ranks() == 2
-    with pytest.raises(ValueError, match="3 ranks need 3 GPUs and this machine shows 2"):
+    with pytest.raises(ValueError, match="3 ranks need 3 GPUs and this machine has 2"):
         launch.check_ranks(3)
     monkeypatch.setenv("IRIS_SHARE_GPUS", "1")
     launch.check_ranks(3)

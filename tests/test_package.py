@@ -119,7 +119,7 @@ def test_no_file_names_a_placeholder_as_a_home() -> None:
 def test_every_python_that_is_promised_is_classified(metadata: Message) -> None:
     classifiers = metadata.get_all("Classifier")
     least = int(metadata["Requires-Python"].removeprefix(">=3."))
-    named = [int(found[1]) for each in classifiers if (found := re.fullmatch(r".* :: Python :: 3\.(\d+)", each))]
+    named = [int(match[1]) for each in classifiers if (match := re.fullmatch(r".* :: Python :: 3\.(\d+)", each))]
     assert named == list(range(least, max(named) + 1))
 
 
@@ -187,8 +187,8 @@ def test_all_extras_go_with(neighbour: str, dist: Path, tmp_path: Path) -> None:
     expected.write_text(f"iris-tp[{EXTRAS}] @ {wheel.as_uri()}\n{neighbour}\n")
     command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-header", "--no-annotate"]
     command += ["--no-python-downloads", "--python-version", "3.12", "--python-platform", "linux", str(expected)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
-    if found.returncode and re.search("failed to fetch|error sending request", found.stderr, re.IGNORECASE):
+    match = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    if match.returncode and re.search("failed to fetch|error sending request", match.stderr, re.IGNORECASE):
         pytest.skip("no package index")
-    assert found.returncode == 0, found.stderr
-    assert {"torch", "triton", "transformers", "gguf"} <= set(re.findall(r"^([a-z]+)==", found.stdout, re.MULTILINE))
+    assert match.returncode == 0, match.stderr
+    assert {"torch", "triton", "transformers", "gguf"} <= set(re.findall(r"^([a-z]+)==", match.stdout, re.MULTILINE))

@@ -98,12 +98,12 @@ def _anchors(page: str) -> set[str]:
 @pytest.mark.parametrize("pages", ["README.md", "SECURITY.md", "CHANGELOG.md", "docs"])
 def test_links_lead_somewhere(pages: str) -> None:
     """Links work on the repository's pages; `make docs` checks those of the site."""
-    made = {ROOT / "docs/benchmarks/planner.html"}  # by `make docs`
+    built = {ROOT / "docs/benchmarks/planner.html"}  # by `make docs`
     for path in (ROOT / "docs").rglob("*.md") if pages == "docs" else (ROOT / pages,):
         text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", text):
             file, _, anchor = link.partition("#")
             target = path.parent / file if file else path
-            assert target.exists() or target.resolve() in made, f"{path}: {link}"
+            assert target.exists() or target.resolve() in built, f"{path}: {link}"
             of_a_name = anchor.startswith("iris.")  # which mkdocstrings makes
             assert not anchor or of_a_name or anchor in _anchors(target.read_text()), f"{path}: {link}"

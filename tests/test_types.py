@@ -19,7 +19,7 @@ INTERPRETER = ROOT / "iris" / "device" / "interpreter"
 
 def unannotated(node: ast.AST, path: str) -> list[str]:
     """The functions of the host inside `node` that lack an annotation."""
-    found = []
+    untyped = []
     for each in ast.iter_child_nodes(node):
         if isinstance(each, ast.FunctionDef):
             decorators = {ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in each.decorator_list}
@@ -30,19 +30,19 @@ def unannotated(node: ast.AST, path: str) -> list[str]:
             bound = isinstance(node, ast.ClassDef) and "staticmethod" not in decorators
             missing = [one.arg for one in given[bound:] if one is not None and one.annotation is None]
             if missing or (each.returns is None and each.name != "__init__"):
-                found.append(f"{path}:{each.lineno} {each.name}")
-        found += unannotated(each, path)
-    return found
+                untyped.append(f"{path}:{each.lineno} {each.name}")
+        untyped += unannotated(each, path)
+    return untyped
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_annotated(package):
     """mypy skips functions without annotations, such as kernels, so this test requires them for host functions."""
-    found = []
+    untyped = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if INTERPRETER not in path.parents:
-            found += unannotated(ast.parse(path.read_text()), str(path.relative_to(ROOT)))
-    assert not found
+            untyped += unannotated(ast.parse(path.read_text()), str(path.relative_to(ROOT)))
+    assert not untyped
 
 
 RIGHT = """

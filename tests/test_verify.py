@@ -36,9 +36,9 @@ def test_it_exits_with_whether_bits_differ(
 ) -> None:
     """Called here: its ranks are forked from the server of all tests' ranks, and only they compute."""
     forkserver()
-    found = cli.main([*requested(tmp_path, "llama", "batch", "--ranks", "2", *options)])
+    status = cli.main([*requested(tmp_path, "llama", "batch", "--ranks", "2", *options)])
     printed = capsys.readouterr()
-    assert found == code, printed.err
+    assert status == code, printed.err
     assert message in printed.out
 
 

@@ -143,7 +143,7 @@ def grouped(A: torch.Tensor, B: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
 
 
 def activated(activation, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    from iris_ops.moe.activation import activation_of
+    from iris_ops.activation import activation_of
 
     kind = activation_of(activation)
     if kind.limit is not None:

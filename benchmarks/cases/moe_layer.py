@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 import functools
 
-from iris_ops.moe.activation import GPT_OSS, Activation
+from iris_ops.activation import GPT_OSS, Activation
 import torch
 from torch.nn import functional as F
 

@@ -91,7 +91,10 @@ def numbers(_folder: str) -> str:
         best = min(times, key=times.__getitem__)
         best_rival = f"{best}: {figure(times[best])} {unit}"
         rows.append([what, gpus(run), f"{figure(ours)} {unit}", best_rival, f"{times[best] / ours:.2f}x"])
-    text = "The rival is the fastest that was measured. All run in CUDA graphs, with NVLink multicast off."
+    text = (
+        "A product's size is M x N x K on each rank. The rival is the fastest of all that were measured."
+        " Every contender runs in a CUDA graph, with NVLink multicast off."
+    )
     head = ["what", "GPUs", "iris-tp", "best rival", "faster by"]
     return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run], text)}"
 

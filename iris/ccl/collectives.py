@@ -69,15 +69,16 @@ class _Prepared:
 class Collectives(RootedCalls):
     """The collectives of one context. Every rank of the group makes the same calls in the same order.
 
-    `out`, `inp`: device tensors of one dtype, of any shape whose rows lie one stride apart; an `out` on the symmetric
-    heap must be the same allocation on all ranks, any other is right too but large calls copy once more. `group`: a
-    process group or one dimension of a DeviceMesh, None for all ranks; the other ranks make the same calls meanwhile,
-    in separate groups, so that heaps stay alike. `async_op`: runs on a side stream; `workspace.wait()` joins it.
-    `config`: a `Config`, the same on all ranks; None takes the fastest by size. `workspace`: what an earlier call of
-    the group returned. All return their workspace.
+    `out`, `inp`: device tensors of one dtype and any shape, whose rows have one stride. An `out` on the symmetric heap
+    must be the same allocation on all ranks. Any other `out` works too, but large calls then make one more copy.
+    `group`: a process group or one dimension of a DeviceMesh; None for all ranks. The other ranks must make the same
+    calls in their own groups, because all heaps must have the same allocations. `async_op`: whether the call runs on a
+    side stream; `workspace.wait()` makes the current stream wait for it. `config`: a `Config`, the same on all ranks;
+    None chooses the fastest for the size. `workspace`: the result of an earlier call of the group. All calls return
+    their workspace.
 
-    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` when the
-    workspace does not fit, `PeerLostError` when a rank was lost in an earlier call.
+    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` if the
+    workspace does not fit on the heap, `PeerLostError` if a rank was lost in an earlier call.
     """
 
     def __init__(self, ctx: Rank) -> None:
@@ -160,11 +161,10 @@ class Collectives(RootedCalls):
         self, out: torch.Tensor, inp: torch.Tensor, config: Config | None = None, workspace: Workspace | None = None,
         group: Members = None,
     ) -> Workspace:  # fmt: skip
-        """Return a workspace for `all_reduce` calls with these tensors, so that they can be captured in a CUDA graph at
-        once.
+        """Return a workspace for `all_reduce` calls with these tensors, which a CUDA graph can then capture.
 
-        It allocates and launches no sum. Calls of other groups may use the workspace too; the first one of each group
-        then allocates.
+        It allocates memory and launches no sum. Calls of other groups may use the workspace too; the first call of
+        each group then allocates.
         """
         ctx = self._ctx
         ctx.check()
@@ -183,17 +183,17 @@ class Collectives(RootedCalls):
     ) -> Workspace:  # fmt: skip
         """Add the sum over ranks of `inp` to `residual`, in place or to `total`, and store its RMSNorm to `out`.
 
-        One kernel of one or two hops (`iris/ccl/norm.py`); sums are kept in fp32, and all ranks get the same bits.
+        One kernel with one or two hops (`iris/ccl/norm.py`). It sums in fp32, and all ranks get the same bits.
 
         Args:
-            out: [..., N], `inp`'s dtype; float8_e4m3fn where `scale` is given.
+            out: [..., N], `inp`'s dtype; float8_e4m3fn with `scale`.
             residual: [..., N], `inp`'s dtype; the same values on all ranks.
             inp: [..., N] of bfloat16, float16 or float32; N is at most 32,768.
             weight: [N], `inp`'s dtype: the norm's weight.
             eps: is added to the mean of squares.
             scale: float32, one element: `out` is the norm divided by it, clamped to +-448.
-            group, workspace: as of `all_reduce`.
-            total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which is only read then.
+            group, workspace: as in `all_reduce`.
+            total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which then stays unchanged.
 
         Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
             workspace does not fit, `PeerLostError` where a rank was lost.
@@ -226,7 +226,7 @@ class Collectives(RootedCalls):
         return workspace
 
     def reserve_norm(self, rows: int, columns: int, dtype: torch.dtype, group: Members = None) -> Workspace:
-        """Make room for `all_reduce_norm` calls of up to `rows` rows, so that no later call makes more. Collective."""
+        """Reserve memory for `all_reduce_norm` calls of up to `rows` rows, which then allocate none. Collective."""
         self._ctx.check()
         members = self._group(group)
         workspace = self._workspace_of(norm.OP, members, None)
@@ -249,7 +249,7 @@ class Collectives(RootedCalls):
     ) -> Plan | None:  # fmt: skip
         """Return the plan of a call with its predicted time in µs, or None if `inp` is empty. Launches nothing.
 
-        `explained`: whether with its reasons, which `Plan.explain` returns.
+        `explained`: whether the plan includes its reasons, which `Plan.explain` returns.
         """
         self._ctx.check()
         if op not in OPS:
@@ -260,7 +260,7 @@ class Collectives(RootedCalls):
         return plan(prepared.problem, config or Config(), self._machine, explained=True)
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
-        """Return a function that repeats the call `op`: what distinguishes it from other calls is looked at once."""
+        """Return a function that repeats the call `op`; it examines the arguments only once, here."""
         key = relaunch.key_of((out, inp), (op, None, None, None), workspace)
         calls, ctx = self._calls, self._ctx
         return lambda: calls.repeat(key, ctx, out) or self._call(op, out, inp, None, None, False, None, workspace)

@@ -8,8 +8,9 @@ Flags hold epochs, compared exactly, and the same staging memory is right for al
 got every part's sum. A sum exists only when all ranks have entered e and consumed all partial sums of that part and
 lane.
 
-A rank reports to its successor where its `out` lies, and reads its predecessor's report when the first partial sum has
-come. Where the places differ, at least two neighbours differ, so no partial sum comes around.
+A rank publishes to its successor where its `out` lies, and compares its predecessor's place before it adds to a partial
+sum. Where places differ, at least two neighbours differ. The second of them publishes the first one's rank instead,
+with all signals that its successor waits for, and so does each rank after it: all know before one stores a sum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from ..device.context import DeviceContext
 from ..device.lamport import load_bases, remote
-from ..device.places import place_of, same_place
+from ..device.places import elsewhere, place_of, publish_elsewhere
 from ..device.sync import advance, next_epoch, signal, wait
 from .flags import LANES
 from .lamport import rounded
@@ -84,8 +85,13 @@ def ring_kernel(
             part = (rank + step * (WORLD_SIZE - forward)) % WORLD_SIZE
             if step > 0:
                 ok = wait(ctx, arrived + (step - 1) * LANES, epoch, before, WAITER, exact=True) and ok
-                if ok & (step == 1) & (ring < 2):
-                    ok = same_place(ctx, place, out, before, WAITER)
+                if ok & (ring < 2):
+                    other = elsewhere(ctx, place, out, before, WAITER)
+                    if other >= 0:
+                        publish_elsewhere(ctx, place, other, following)
+                        for later in range(step, 2 * STEPS):
+                            signal(ctx, arrived + later * LANES, epoch, following)
+                        ok = False
             if ok:
                 for unit in range(first, end):
                     pointers, mask = source.place(part, unit, BLOCK, WORLD_SIZE)

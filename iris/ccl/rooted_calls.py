@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 class RootedCalls:
     """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
 
-    Each is one launch, some of large tensors are several; all can be captured once they were called with as large a
-    tensor. They run in the current stream, with `async_op`, which is accepted, too; a `config` decides nothing.
+    Each call is one launch; some calls with large tensors are several. A CUDA graph can capture a call after one call
+    with a tensor at least as large. Calls run in the current stream; `async_op` and `config` are accepted and have no
+    effect.
     """
 
     _ctx: Rank
@@ -103,7 +104,7 @@ class RootedCalls:
         """Sum `inp` over the ranks on rank `dst`, in float32, rounded once.
 
         Args:
-            out: the shape of `inp` on rank `dst`; ignored on other ranks. Without `inp`, it is also what is summed.
+            out: the shape of `inp` on rank `dst`; ignored on other ranks. Without `inp`, every rank's `out` is summed.
             inp: any shape; bfloat16, float16 or float32.
 
         Returns:
@@ -136,8 +137,8 @@ class RootedCalls:
         """Allocate the buffers of messages. Collective; call it before the first `send`.
 
         Args:
-            max_numel: elements that one call may send to one rank, each message rounded up to 4 KiB; 64 messages of 4
-                KiB always fit. Twice that, times the number of ranks, is taken from the heap.
+            max_numel: the number of elements that one call may send to one rank, each message rounded up to 4 KiB; 64
+                messages of 4 KiB always fit. The heap needs twice that memory for each rank.
             dtype: the dtype of these elements.
 
         Raises:
@@ -153,8 +154,8 @@ class RootedCalls:
             if lost := rings.untaken():
                 pairs = ", ".join(f"rank {a} to rank {b} ({_at_most(n)})" for a, b, n in lost)
                 raise ArgumentError(
-                    f"init_p2p({max_numel}, {dtype}): there are messages that nobody has received, from {pairs}; "
-                    f"expected none: receive them first, or make enough room at once"
+                    f"init_p2p({max_numel}, {dtype}): messages have not been received, from {pairs}; "
+                    f"expected none: receive them first, or reserve enough memory in one call"
                 )
         rings.reserve(slots)
         return P2PState()

@@ -54,7 +54,7 @@ class RemoteAccess:
 
     @device_function
     def results_begin(self):
-        """Return the offset on the heap, in bytes, int64, from which the library hands out memory for results."""
+        """Return the offset on the heap, in bytes, int64, at which the library's memory for results begins."""
         return tl.load(self.ctx_ptr + HEADER + 2 * self.world_size)
 
     @device_function

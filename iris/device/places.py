@@ -52,9 +52,22 @@ def same_places(ctx, places, step, out, waiter: tl.constexpr):
 
 
 @device_function
-def same_place(ctx, place, out, peer, waiter: tl.constexpr):
-    """Return `same_places` for one peer, which published at `place`."""
-    return _all_same(ctx, out, tl.where(_published(place) == place_of(ctx, out), -1, peer), waiter)
+def elsewhere(ctx, place, out, peer, waiter: tl.constexpr):
+    """Return a rank whose `out` lies at another place than this one's, by what `peer` published at `place`; -1: none.
+
+    A peer that knows of such a rank may publish that one (`publish_elsewhere`). Then, too, the rank's waits end.
+    """
+    theirs = _published(place)
+    known = tl.where(theirs < 0, (-1 - theirs).to(tl.int32), peer)
+    differing = tl.where(theirs == place_of(ctx, out), -1, known)
+    _all_same(ctx, out, differing, waiter)
+    return differing
+
+
+@device_function
+def publish_elsewhere(ctx, place, rank, peer):
+    """Store at `peer` in `place`, instead of this rank's place, that `rank` has `out` elsewhere."""
+    ctx.store(place, (-1 - rank).to(tl.int64), peer)
 
 
 @device_function

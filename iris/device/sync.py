@@ -129,8 +129,8 @@ def _poll(ctx, flag, expected, peer, waiter: tl.constexpr, exact: tl.constexpr):
 def next_epoch(sync):
     """Return the epoch of this call, int32, one more than that of the last call which `leave` or `advance` ended.
 
-    Never 0, which flags hold at first; odd and even ones alternate for ever. All programs of a call get the same, for
-    only the last of them advances the epoch.
+    It is never 0, the initial value of flags, and odd and even epochs always alternate. All programs of a call get the
+    same epoch, because only the last of them advances it.
     """
     return epoch_after(tl.load(sync))
 
@@ -146,12 +146,13 @@ def epoch_after(last):
 def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     """Begin a call: signal the peers that this rank is in it, and return the call's epoch.
 
-    `sync`: a pointer to a sync block of `sync_words` int32 on the heap, zero at first, which calls of one stream share.
-    `out`: the pointer to the tensor into which peers will store; its place is published too. `LANES`, here and below:
-    signal, or await, all peers at once; not in Gluon, whose tensors need layouts.
+    `sync`: a pointer to a sync block of `sync_words` int32 on the heap, initially zero, which calls of one stream
+    share. `out`: a pointer to the tensor into which peers will store; its offset is published too. `LANES`, here and
+    below: whether to signal, or await, all peers at once; not in Gluon, whose tensors need layouts.
 
-    Kernels of one stream follow each other, so a rank that has entered a call has read all that earlier calls staged
-    for it. A rank that stores into a peer's memory calls `await_entered` first; so all calls can share staging memory.
+    Kernels of one stream run one after the other, so a rank that has entered a call has read all data that earlier
+    calls staged for it. A rank calls `await_entered` before it stores into a peer's memory, so all calls can share
+    staging memory.
     """
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
@@ -165,7 +166,7 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
     """Wait until every peer has entered this call, or a later one; return whether they did.
 
-    `out`, of calls that `leave` together: also check that this rank may store into every peer's (`out_at`).
+    `out`: for calls that `leave` with `TOGETHER`, also check that this rank may store into every peer's `out`.
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
@@ -190,7 +191,7 @@ def _places(ctx, sync):
 
 @device_function
 def next_tile(sync):
-    """Return the next of a count from 0 that all programs of the grid share; `leave` resets it."""
+    """Return the next number, from 0, of a counter that all programs of the grid share; `leave` resets it."""
     return tl.atomic_add(sync + _NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
@@ -199,9 +200,9 @@ def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constex
     """End a call: the last program of the grid to reach this advances the epoch.
 
     `TOGETHER`: that program also signals the peers that all of this rank's stores are done, and waits for their
-    signals, so the kernel ends with everything in place. Some program of this rank must have awaited the peers' entry,
-    so that none still waits here in an earlier call, and flags can be compared exactly even after 2^31 epochs.
-    `complete`: whether this program did all of its work; a rank that skipped some signals nobody.
+    signals, so all stores have arrived when the kernel ends. Some program of this rank must have awaited the peers'
+    entry. Then no peer still waits here in an earlier call, and flags can be compared exactly even after 2^31 epochs.
+    `complete`: whether this program did all of its work; a rank that skipped some sends no signal.
     """
     arch.drain_stores()
     tl.debug_barrier()
@@ -228,7 +229,7 @@ def _peers(ctx):
 
 @device_function
 def signal_others(ctx, flag, value):
-    """Signal every other rank, as `signal` does; on NVIDIA at the cost of one signal."""
+    """Signal every other rank, as `signal` does; on NVIDIA GPUs this takes as long as one signal."""
     _signal_all(ctx, flag, value, True)
 
 
@@ -266,7 +267,7 @@ def _signal_ranks(ctx, flag, values, ranks, mask):
 
 @device_function
 def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
-    """Wait until the flag of every other rank r, at `flags + r * step`, is `expected`; return whether all came."""
+    """Wait until the flag of every other rank r, at `flags + r * step`, is `expected`; return whether all arrived."""
     ranks, peers = _peers(ctx)
     return _wait_ranks(ctx, flags, step, expected, ranks, peers, waiter, True)
 
@@ -335,10 +336,10 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
 
 @device_function
 def advance(sync, epoch, programs=None):
-    """End a call that signalled nobody: the last program of the grid to reach this advances the epoch.
+    """End a call that sent no signals: the last program of the grid to reach this advances the epoch.
 
-    Every program must have read the epoch (`next_epoch`) before, and calls this once. `programs`: how many of the grid
-    call this, if not all.
+    Every program must have read the epoch (`next_epoch`) before, and calls this once. `programs`: how many programs
+    of the grid call this, if not all do.
     """
     count = tl.num_programs(0) if programs is None else programs
     tl.debug_barrier()

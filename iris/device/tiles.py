@@ -81,11 +81,11 @@ class Tiles:
 
         Args:
             tile: a block of one or two dimensions, floating point, of the same shape on every rank.
-            dtype: the type in which it travels, that of the space. Default: the tile's.
-            two_shot: each rank sums a part of the tile, and sends the sum, rounded once more, to the others: two hops,
-                and 2 (w - 1) / w of the tile over each link, not w - 1; for large tiles on many ranks.
-            mask: elements that one shot sends and sums, the same on every rank and some of every tile, or such rows of
-                the tile, [M, 1]. The sums of the other elements are undefined.
+            dtype: the dtype in which the tile travels, equal to the space's. Default: the tile's.
+            two_shot: each rank sums a part of the tile, rounds the sum and sends it to the others. This needs two hops,
+                and each link carries 2 (w - 1) / w of the tile instead of w - 1. Use it for large tiles on many ranks.
+            mask: the elements, or the rows [M, 1], that one-shot sends and sums. It is the same on every rank and has
+                at least one element of each tile. The sums of other elements are undefined.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -100,9 +100,9 @@ class Tiles:
     def reduce_scatter(self, tile, number, owner, dtype: tl.constexpr = None):
         """Return, on rank `owner`, the sum over ranks of `tile`, as `all_reduce` gives it; undefined elsewhere.
 
-        Every rank calls it for every number, with the same `owner`, an integer from 0 to w - 1, which may change from
-        number to number: `number % w`, say. The tile travels to its owner. A rank that does not own it waits for 16
-        elements of every peer, so that no rank gets a call ahead of a late one.
+        Every rank calls it for every number, with the same `owner`, an integer from 0 to w - 1, such as `number % w`.
+        The tile travels to its owner. Other ranks wait for 16 elements of every peer, so that no rank can be one call
+        ahead of another.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -112,10 +112,11 @@ class Tiles:
 
     @device_function
     def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False, mask=None):
-        """Send `tile`, the first half of `all_reduce` or, with an `owner`, of `reduce_scatter`, without waiting.
+        """Send `tile` without waiting, as the first half of `all_reduce` or, with an `owner`, of `reduce_scatter`.
 
-        Arguments as of those. `sum` with the same `number`, `owner`, `kept` and `mask` ends it, in the same call of the
-        kernel. `kept`: the caller keeps the tile until then; else this rank's own memory holds it, too.
+        The arguments are theirs. A call of `sum` with the same `number`, `owner`, `kept` and `mask` must follow in the
+        same call of the kernel. `kept`: the caller keeps the tile in registers; otherwise it is also stored in this
+        rank's memory.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -129,10 +130,10 @@ class Tiles:
 
     @device_function
     def look(self, number, like, dtype: tl.constexpr = None, kept: tl.constexpr = False, mask=None):
-        """Return what has arrived of the tiles that `sum` of these arguments takes: its `found`. It waits for nothing.
+        """Return the values that have arrived of the tiles that `sum` adds, without waiting; its argument `found`.
 
-        A program that does other work in between, such as sending its next tile, does not wait for loads in `sum`.
-        `sum` loads again whatever had not arrived. `like`: gives the shape, its values are not used.
+        If the program does other work in between, such as sending its next tile, `sum` does not wait for these loads.
+        It loads missing values again. `like`: a block of the tile's shape, whose values are not used.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
@@ -144,12 +145,12 @@ class Tiles:
     @device_function
     def sum(self, number, like, dtype: tl.constexpr = None, owner=None, part: tl.constexpr = 0,
             parts: tl.constexpr = 1, kept: tl.constexpr = False, mask=None, found=None):  # fmt: skip
-        """Return the sum of all ranks' tiles `number`, fp32, as `all_reduce` does: the second half, which waits.
+        """Wait for all ranks' tiles `number` and return their sum, fp32: the second half of `all_reduce`.
 
-        `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile, else its values
-        are not used. `dtype`: as in `send`, by default that of `like`. `parts`: the tile's rows are cut into `parts`
-        equal parts and the result is number `part`, whose shape `like` and `mask` have. That takes fewer registers;
-        each part is taken once. `found`: the result of `look` for this tile, without `owner` and `parts`.
+        `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile; otherwise its
+        values are not used. `dtype`: as in `send`, by default that of `like`. `parts`: splits the tile's rows into that
+        many equal parts, which takes fewer registers. The result is part `part`, `like` and `mask` have its shape, and
+        each part is requested once. `found`: the result of `look` for this tile, without `owner` and `parts`.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
@@ -168,8 +169,8 @@ class Tiles:
     def all_gather(self, tile, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
         """Store every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory.
 
-        `tile`, `dtype`: as of `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: in
-        elements; an integer. `mask`: which elements are stored.
+        `tile`, `dtype`: as in `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: an
+        integer, in elements. `mask`: which elements are stored.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -185,8 +186,8 @@ class Tiles:
         """Send every rank the tile at `source + rank * source_stride`; store theirs at `pointers + rank * stride`.
 
         `source`, `pointers`: blocks of pointers of one shape, of one or two dimensions, into any memory of this rank;
-        the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, on every rank
-        the same. `dtype`: floating point, in which values travel, by default the source's.
+        the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, the same on
+        every rank. `dtype`: the floating-point dtype in which values travel, by default the source's.
         """
         here = self._here()
         kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype
@@ -201,7 +202,7 @@ class Tiles:
 
     @device_function
     def close(self):
-        """End the call; every program of the grid does so, once it has sent its last tile. Sums may still follow."""
+        """End the call. Every program of the grid calls this after it has sent its last tile; `sum` may follow."""
         advance(self.space, epoch_after(self.last))
 
     @device_function
@@ -285,8 +286,8 @@ class Tiles:
 def open_tiles(ctx, space):
     """Begin a call. `space`: int32, from `ctx.ccl.tile_space`.
 
-    The host may launch a kernel that begins by this with `**iris.platform.pdl_options(ctx.device)`: then a Hopper GPU
-    prepares it while the preceding kernel still runs, and it waits here for the end of that one.
+    If a kernel begins with this call, the host may launch it with `**iris.platform.pdl_options(ctx.device)`. A Hopper
+    GPU then launches it while the previous kernel still runs, and this call waits for the end of that kernel.
     """
     arch.follow()
     return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, tl.load(space), tl.load(space + 2))

@@ -94,7 +94,7 @@ class Outputs:
             try:
                 self._eager = _Cached(heap, rank.device, begin, part)
             except RuntimeError as error:  # torch's caching allocator is not in use
-                rank.log.info(f"outputs of layers are copied, for torch makes no pool on the heap: {error}")
+                rank.log.info(f"outputs of layers are copied, because torch makes no pool on the heap: {error}")
                 self._eager, self._logged = None, True
             self._graphs = _Blocks(heap, begin + part, part)
         else:

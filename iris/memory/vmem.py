@@ -45,7 +45,7 @@ def pages_of(device: torch.device) -> Pages:
 
         return HostPages()
     if torch.version.hip:
-        raise PlatformError("allocator 'vmem' is not served on AMD; use allocator_type='torch'")
+        raise PlatformError("allocator 'vmem' is not supported on AMD GPUs; use allocator_type='torch'")
     from .cuda_pages import CudaPages
 
     return CudaPages(device)

@@ -180,8 +180,8 @@ class StreamForm:
     BLOCK_M rows are loaded, and BLOCKS blocks of ROWS rows multiplied. COLUMN_WARPS: of the WARPS, those that divide a
     tile's columns; the others divide lines. GROUPS: scales of a line, 0 where they are of columns. ZEROS: whether a
     zero point follows each. BRANCHES: whether loads beyond the last are skipped by a branch. LATER: what sums are
-    multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. GATED: half of the tiles are for the
-    gate. SPANS: of the sums of squares, a power of two at least as many.
+    multiplied by. TAKE: which thread takes what of [BLOCK_M, 64] Lamport values. MATRICES: side by side in B. SPANS: of
+    the sums of squares, a power of two at least as many.
     """
 
     BLOCK_M: int
@@ -194,7 +194,7 @@ class StreamForm:
     GROUPS: int = 0
     ZEROS: bool = False
     TAKE: Any = None
-    GATED: bool = False
+    MATRICES: int = 1
     SPANS: int = 1
     LATER: float = 1.0
     BRANCHES: bool = False

@@ -123,6 +123,11 @@ def finish(
     )  # fmt: skip
 
 
+def after_product(epilogue: object, out: torch.Tensor, product: torch.Tensor, *given: torch.Tensor) -> None:
+    """Compute the same, of a product that was stored in `out`, as the separate kernel of an epilogue."""
+    finish(out, *given)
+
+
 def check(epilogue: Epilogue, out: torch.Tensor) -> None:
     """Raise a typed error for a tensor of the wrong kind. `out` [M, N] is checked."""
     M, N = out.shape

@@ -28,13 +28,13 @@ from ..kernels.hopper import gather_matmul, operands
 from ..named import named
 from ..operands import Operands
 from ..operators import OPERATORS
-from ..planning.needs import GATE
+from ..planning.epilogues import NO_EPILOGUE, Epilogue
 from ..planning.orders import least_rows
 from ..planning.product_model import local_problem, specialised
 from ..planning.weights import format_of
 from ..recording import is_recording, row_count
 from ..with_torch import torch_matmul
-from . import gating, skinny_matmul
+from . import skinny_matmul
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -45,13 +45,19 @@ _ROWS = 64  # of a product in float32 on a GPU
 
 def multiply(
     ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-    scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None, epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:  # fmt: skip
-    """Store A [M, K] @ B [K, N] + bias in `out` [M, N].
+    """Store A [M, K] @ B [K, N] + bias in `out` [M, N], or what `epilogue` makes of it.
 
-    With `scale`, float32 [N], B is stored in another format.
+    With `scale`, float32 [N], B is stored in another format. An epilogue begins with the product rounded.
     """
     if out.numel() == 0:
+        return
+    whole = scale is None and A.device.type == "cuda" and A.dtype.itemsize == 2
+    if epilogue.matrices > 1 and not whole:
+        product = A.new_empty(A.shape[0], B.shape[1])
+        multiply(ctx, product, A, B, bias, scale)
+        named(epilogue.separate)(epilogue, out, product)
         return
     if scale is not None:
         restored = named(format_of(B, scale).fixed_product)(A, B.t(), scale, bias, out)
@@ -65,23 +71,23 @@ def multiply(
     if A.dtype.itemsize != 2:
         _by_blocks(out, A, B, bias)
         return
-    _in_16_bits(ctx, out, A, B, bias, False)
+    _in_16_bits(ctx, out, A, B, bias, epilogue)
 
 
 def _in_16_bits(
-    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, gated: bool
+    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue
 ) -> None:
-    """Multiply on a GPU in one kernel, gated or not. A gated product rounds each half as an ungated one would."""
+    """Multiply on a GPU in one kernel."""
     machine = machine_of(A.device)
-    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, GATE if gated else None)
+    problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, epilogue)
     config = specialised(problem, machine)
-    stored = not gated or as_stored(B) is not B  # the specialised kernel reads B as two matrices [N, K]
+    stored = epilogue.matrices == 1 or as_stored(B) is not B  # the specialised kernel reads two matrices as [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
     if config is not None and stored and operands.supports(config, A, B, out) is None:
         gather_matmul.multiply_alone(ctx, problem, config, Operands(out, A, B, bias))
         return
     launch = skinny_matmul.Launch(least_rows=least_rows(machine), out=out if out.is_contiguous() else None)
-    result = skinny_matmul.skinny_matmul(A, B.t(), bias, gated=gated, launch=launch)
+    result = skinny_matmul.skinny_matmul(A, B.t(), bias, epilogue=epilogue.name, launch=launch)
     if result is not out:
         out.copy_(result)
 
@@ -93,22 +99,6 @@ def _by_blocks(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.
     for block, part in zip(rows.split(_ROWS), result.split(_ROWS), strict=True):
         torch_matmul.multiply(part, block, B, bias)
     out.copy_(result[: A.shape[0]])
-
-
-def gated(
-    ctx: Rank, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None,
-    scale: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Store silu of the first half of the product's columns, times the second half, in `out` [M, N/2].
-
-    Every implementation rounds both halves before it gates them.
-    """
-    if out.numel() and scale is None and A.device.type == "cuda" and A.dtype.itemsize == 2:
-        _in_16_bits(ctx, out, A, B, bias, True)
-        return
-    both = A.new_empty(A.shape[0], B.shape[1])
-    multiply(ctx, both, A, B, bias, scale)
-    gating.gate(out, both)
 
 
 def linear(

@@ -81,13 +81,15 @@ class Between(NamedTuple):
 class GroupedForm:
     """The rows that a program multiplies, and the epilogue of its product.
 
-    SORTED: by order and offsets; else by chosen. SEARCHED: experts or pairs, as a power of two. GATE: "halves", "turns"
-    or None. TOGETHER: a tile's columns of gate and of up, in halves, are loaded as one.
+    SORTED: by order and offsets; else by chosen. SEARCHED: experts or pairs, as a power of two. MATRICES: of an expert,
+    whose columns are joined. INTERLEAVED: these columns alternate; else the matrices lie side by side, and TOGETHER: a
+    tile of both is loaded as one.
     """
 
     SORTED: bool
     SEARCHED: int
-    GATE: str | None = None
+    MATRICES: int = 1
+    INTERLEAVED: bool = False
     TOGETHER: bool = False
 
 
@@ -120,15 +122,16 @@ class TokenForm:
 class StreamedForm:
     """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
 
-    CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. GATE: as in `GroupedForm`. LATER: the
-    factor of sums that a `Widening` names.
+    CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. MATRICES, INTERLEAVED: as in
+    `GroupedForm`. LATER: the factor of sums that a `Widening` names.
     """
 
     BLOCK_M: int
     TOP_K: int
     CHOICES: int
     STAGES: int
-    GATE: str | None
+    MATRICES: int
+    INTERLEAVED: bool
     LATER: float
 
 

@@ -10,15 +10,15 @@ from iris.errors import ArgumentError, DtypeError, ExpertError, ShapeError
 from iris.heap import check_written
 import torch
 
-from ..checks import check_kind
+from ..activation import activation_of
+from ..checks import check_kind, scaled_format, stored_formats
+from ..planning.epilogues import NO_EPILOGUE, Epilogue
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS, Experts
 from ..planning.needs import PLAIN, WeightFormat
-from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER
-from ..planning.weights import FORMATS
+from ..planning.operations import BY_NAME, DOWN_REDUCE_SCATTER, ROUTE
 from ..planning.weights import dtypes as quantised_dtypes
 from ..problem import DTYPES, Problem, part_of
 from ..quantised.packing import PACKINGS
-from .activation import activation_of
 from .operands import Down, GateUp, parts_of
 from .routing import Routing
 from .weights import is_transposed
@@ -40,6 +40,14 @@ def check_experts(op: str, chosen: torch.Tensor, device: torch.device) -> None:
         )
     if not chosen.is_contiguous():
         raise ArgumentError(f"{op}: experts has strides {chosen.stride()}; expected a contiguous tensor")
+
+
+def check_route(rank: Rank, chosen: torch.Tensor, experts: int) -> None:
+    """Raise a typed error for arguments that `ctx.ops.moe_route` does not take."""
+    check_experts(ROUTE, chosen, rank.device)
+    check_count(ROUTE, experts)
+    if rank.agreement is not None:
+        check_range(ROUTE, chosen, experts)
 
 
 def check_count(op: str, experts: object) -> None:
@@ -96,27 +104,16 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     if scale is None:
         return PLAIN
     check_kind(op, "scale", scale, device)
-    stored = [each for each in FORMATS if each.dtype == B.dtype and each.in_experts]
-    if not stored:
-        kinds = " or ".join(dict.fromkeys(str(each.dtype) for each in FORMATS if each.in_experts))
-        raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
+    stored_formats(op, B)
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
-    count, elements, columns = B.shape
-    shapes = {each.scale_of(columns, elements)[0]: each for each in stored}
-    format = shapes.get(tuple(scale.shape[1:]))
-    if format is None or scale.shape[0] != count:
-        listed = " or ".join(str((count, *shape)) for shape in shapes)
-        raise ShapeError(f"{op}: scale is {tuple(scale.shape)}; expected {listed}")
-    kinds = format.scale_of(columns, elements)[1]
-    if scale.dtype not in kinds:
-        raise DtypeError(f"{op}: scale has dtype {scale.dtype}; expected {' or '.join(map(str, kinds))}")
+    format = scaled_format(op, B, scale)
     if scale.ndim == 3 and scale.stride(2) != 1:
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
     packing = PACKINGS[format.packing]
-    if elements * packing.per_element != (padded := packing.padded(K, format.group or None)):
+    if B.shape[1] * packing.per_element != (padded := packing.padded(K, format.group or None)):
         raise ShapeError(
             f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
         )
@@ -146,16 +143,17 @@ def _describe_gate_up(op: str, ctx: Rank, tensors: GateUp) -> Problem:
     chosen = _check_routing(op, experts, count, device)
     tokens, k = chosen.shape
     _expect(op, "A", A, (tokens, H), "(T,H), T as experts (T,k) has, H as B (E,H,2I)")
-    gated = columns == 2 * out.shape[1]
-    if not gated and columns != out.shape[1]:
+    joins = columns == BY_NAME[op].epilogue.matrices * out.shape[1]
+    epilogue = BY_NAME[op].epilogue if joins else NO_EPILOGUE
+    if columns != epilogue.matrices * out.shape[1]:
         raise ShapeError(f"{op}: B is {tuple(B.shape)}, out is {tuple(out.shape)}; expected B (E,H,2I), out (T*k,I)")
-    _expect(op, "out", out, (tokens * k, columns // 2 if gated else columns), "(T*k,I)")
+    _expect(op, "out", out, (tokens * k, columns // epilogue.matrices), "(T*k,I)")
     if bias is not None:
         _expect(op, "bias", bias, (count, columns), "(E,2I), as B's columns")
     activation_of(activation)
-    if type(interleaved) is not bool or interleaved and not gated and columns:
-        raise ArgumentError(f"{op}: interleaved is {interleaved!r}; expected a bool, False without gates")
-    return _problem(ctx, op, (tokens, columns, H), k, tensors, format, gated)
+    if type(interleaved) is not bool or interleaved and not joins and columns:
+        raise ArgumentError(f"{op}: interleaved is {interleaved!r}; expected a bool, False where B is (E,H,I)")
+    return _problem(ctx, op, (tokens, columns, H), k, tensors, format, epilogue)
 
 
 def _describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
@@ -184,12 +182,12 @@ def _describe_down(op: str, ctx: Rank, tensors: Down) -> Problem:
 
 def _problem(
     ctx: Rank, op: str, sizes: tuple[int, int, int], top_k: int, tensors: GateUp | Down, format: WeightFormat,
-    gated: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Problem:  # fmt: skip
     """Return the problem of checked tensors."""
     operation, B = BY_NAME[op], tensors.B
     problem = Problem(
         op, operation.forms[0], *sizes, ctx.num_ranks, tensors.A.dtype, format,
-        operation.epilogue if gated else None, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
+        epilogue, experts=Experts(len(B), top_k, format is PLAIN and not is_transposed(B)),
     )  # fmt: skip
     return ctx.level.promise(problem)

@@ -210,8 +210,7 @@ class CodedExperts:
 
     @device_function
     def halves(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """Load [ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, followed by the tile of the up
-        projection."""
+        """Load [ROWS, 2 COLS] of one expert's weight, two matrices side by side: the tile at (k, n) of each."""
         i, width = tl.arange(0, 2 * COLS), self.N // 2
         c, inside = n + i % COLS + i // COLS * width, n + i % COLS < width
         if self.TMA:

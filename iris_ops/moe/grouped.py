@@ -29,7 +29,7 @@ class Experts:
     """The weights of all experts, [experts, K, N], read by tiles; what lies beyond an expert's edges reads as zero.
 
     `data` is a tensor descriptor of blocks [1, K, N], or with `TRANSPOSED` [1, N, K], or a pointer with three strides.
-    Of `halves`, where N is that of gate and up together, blocks are [1, K, 2, N] or [1, 2, N, K].
+    Of `halves`, where N is that of two matrices together, blocks are [1, K, 2, N] or [1, 2, N, K].
     """
 
     data: base_value
@@ -64,8 +64,7 @@ class Experts:
 
     @device_function
     def halves(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-        """Load [ROWS, 2 COLS]: the gate's tile at (k, n) of one expert's weight, followed by the tile of the up
-        projection."""
+        """Load [ROWS, 2 COLS] of one expert's weight, two matrices side by side: the tile at (k, n) of each."""
         if self.TMA:
             if self.TRANSPOSED:
                 return tl.reshape(self.data.load([expert, 0, n, k]), (2 * COLS, ROWS)).T
@@ -190,79 +189,47 @@ def product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @device_function
 def halves_product(rows, B, expert, col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return (gate, up) of columns from `col` on; one instruction multiplies both."""
+    """Return the products by both matrices, of columns from `col` on; one instruction multiplies both."""
     BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64:
         acc = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(B.halves(expert, k, col, BLOCK_K, BLOCK_N).T, x.T, acc)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+        first, second = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
     else:
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
             acc = arch.dot(x, B.halves(expert, k, col, BLOCK_K, BLOCK_N), acc)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+        first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     c = col + tl.arange(0, BLOCK_N)
-    return B.finished(gate, expert, c), B.finished(up, expert, B.N // 2 + c)
+    return B.finished(first, expert, c), B.finished(second, expert, B.N // 2 + c)
 
 
 @device_function
-def two_products(rows, B, expert, col, up_col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return two results of `product`, for columns from `col` on and from `up_col` on, reading each block of rows
+def two_products(rows, B, expert, col, second_col, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return two results of `product`, for columns from `col` on and from `second_col` on, reading each block of rows
     once."""
     BLOCK_M: tl.constexpr = rows.r.shape[0]
     if BLOCK_M < 64 and BLOCK_N >= 64:
-        gate, up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        first, second = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32), tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K).T
-            gate = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, gate)
-            up = arch.dot(B.load(expert, k, up_col, BLOCK_K, BLOCK_N).T, x, up)
-        gate, up = gate.T, up.T
+            first = arch.dot(B.load(expert, k, col, BLOCK_K, BLOCK_N).T, x, first)
+            second = arch.dot(B.load(expert, k, second_col, BLOCK_K, BLOCK_N).T, x, second)
+        first, second = first.T, second.T
     else:
-        gate, up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        first, second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, B.K, BLOCK_K):
             x = rows.load(k, B.K, BLOCK_K)
-            gate = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), gate)
-            up = arch.dot(x, B.load(expert, k, up_col, BLOCK_K, BLOCK_N), up)
+            first = arch.dot(x, B.load(expert, k, col, BLOCK_K, BLOCK_N), first)
+            second = arch.dot(x, B.load(expert, k, second_col, BLOCK_K, BLOCK_N), second)
     c = tl.arange(0, BLOCK_N)
-    return B.finished(gate, expert, col + c), B.finished(up, expert, up_col + c)
+    return B.finished(first, expert, col + c), B.finished(second, expert, second_col + c)
 
 
 @device_function
 def bias_of(bias, expert, c, cols, first=0):
     """Load an expert's bias of columns c from `first` on, in fp32; zero beyond `cols`."""
     return tl.load(bias.data + first + expert.to(tl.int64) * bias.stride + c, mask=c < cols, other=0.0).to(tl.float32)
-
-
-@device_function
-def activated(x, activation: tl.constexpr):
-    """Apply the function that `Activation.kind` names to fp32 x."""
-    if activation.kind == "silu":
-        return x / (1.0 + tl.exp(-activation.alpha * x))
-    elif activation.kind == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif activation.kind == "gelu_tanh":  # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u)
-        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(activation.kind == "relu2")
-        positive = tl.maximum(x, 0.0)
-        return positive * positive
-
-
-@device_function
-def gated(gate, up, activation: tl.constexpr):
-    """Apply an `Activation` to both halves, in fp32. NaN stays NaN."""
-    if activation.limit is not None:
-        gate = tl.minimum(gate, activation.limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -activation.limit, activation.limit, propagate_nan=tl.PropagateNan.ALL)
-    return activated(gate, activation) * (up + activation.shift)
-
-
-@device_function
-def ungated(x, activation: tl.constexpr):
-    """Apply an `Activation` where experts have no gate, in fp32."""
-    if activation.limit is not None:
-        x = tl.minimum(x, activation.limit, propagate_nan=tl.PropagateNan.ALL)
-    return activated(x, activation)

@@ -1,6 +1,6 @@
 """Grouped products: each pair's row by its expert's weight, with the activation of `moe_gate_up` in the epilogue.
 
-    moe_gate_up   rows are tokens, row t of A for each of its pairs; columns of gate and up are multiplied together
+    moe_gate_up   rows are tokens, row t of A for each of its pairs; columns that are joined are multiplied together
     moe_down      a pair has a separate row, the result is the product rounded, with the bias where one is given
 
 The result's row is the pair's, so later steps need no separate order. `grouped.py` has the steps. A program has one
@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.activations import activated, joined
 from ..kernels.arguments import Tile, World
-from ..planning.needs import GATE
 from .arguments import GroupedForm, choice_of, strides_of
 from .arguments import bias_of as expert_bias
 from .coded import experts_of
@@ -28,14 +28,12 @@ from .grouped import (
     PairRows,
     bias_of,
     check_pairs,
-    gated,
     halves_product,
     pair_block,
     product,
     same_expert,
     sorted_block,
     two_products,
-    ungated,
 )
 from .weights import can_be_described, is_transposed, stored, weights_operand
 
@@ -59,27 +57,27 @@ def _tile(
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     BLOCK_K: tl.constexpr = tile.BLOCK_K
     c = col + tl.arange(0, BLOCK_N)
-    if form.GATE == "halves":
-        if form.TOGETHER:
-            gate, up = halves_product(rows, B, expert, col, BLOCK_N, BLOCK_K)
-        else:
-            gate, up = two_products(rows, B, expert, col, N + col, BLOCK_N, BLOCK_K)
-        if bias.data is not None:
-            gate += bias_of(bias, expert, c, N)[None, :]
-            up += bias_of(bias, expert, c, N, N)[None, :]
-        value = gated(gate, up, activation)
-    elif form.GATE == "turns":
+    if form.INTERLEAVED:
         both = product(rows, B, expert, 2 * col, 2 * BLOCK_N, BLOCK_K)
         if bias.data is not None:
             both += bias_of(bias, expert, 2 * col + tl.arange(0, 2 * BLOCK_N), 2 * N)[None, :]
-        gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
-        value = gated(gate, up, activation)
+        first, second = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+        value = joined(first, second, activation)
+    elif form.MATRICES == 2:
+        if form.TOGETHER:
+            first, second = halves_product(rows, B, expert, col, BLOCK_N, BLOCK_K)
+        else:
+            first, second = two_products(rows, B, expert, col, N + col, BLOCK_N, BLOCK_K)
+        if bias.data is not None:
+            first += bias_of(bias, expert, c, N)[None, :]
+            second += bias_of(bias, expert, c, N, N)[None, :]
+        value = joined(first, second, activation)
     else:
         value = product(rows, B, expert, col, BLOCK_N, BLOCK_K)
         if bias.data is not None:
             value += bias_of(bias, expert, c, N)[None, :]
         if activation is not None:
-            value = ungated(value, activation)
+            value = activated(value, activation)
     places = out + (pair.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
     tl.store(places, arch.round_to(value, out.dtype.element_ty), mask=rows.own[:, None] & (c < N)[None, :])
 
@@ -100,8 +98,7 @@ def moe_matmul_kernel(
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     GROUP_M: tl.constexpr = tile.GROUP_M
     SEARCHED: tl.constexpr = form.SEARCHED
-    wide = 2 * N if form.GATE is not None else N
-    B = experts_of(b, scale, K, wide, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
+    B = experts_of(b, scale, K, form.MATRICES * N, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
     across = tl.cdiv(N, BLOCK_N)
     if form.SORTED:
         # neighbours share columns of the weight, GROUP_M blocks of rows at a time
@@ -130,13 +127,12 @@ def arguments(
     """Return the grid and the arguments of `moe_matmul_kernel`. A plain tensor as `where`: of few pairs, not sorted."""
     out, A, _, routing, bias, activation, interleaved, _ = tensors
     weight = stored(tensors.B, tensors.scale)
-    B, N, count, gated = weight.B, problem.out_cols, problem.experts.count, problem.epilogue is GATE
+    B, N, count, matrices = weight.B, problem.out_cols, problem.experts.count, problem.epilogue.matrices
     by_sorting = not isinstance(routing, torch.Tensor)
-    block_n = config.block_n // 2 if gated else config.block_n  # the tile of the product is `config`'s
+    block_n = config.block_n // matrices  # the tile of the product is `config`'s
     blocks = problem.experts.blocks(problem.pairs, config.block_m) if by_sorting else problem.pairs
-    gate = None if not gated else "turns" if interleaved else "halves"
-    width = 2 * block_n if gate == "turns" else block_n
-    halves = N if gate == "halves" else 0
+    width = config.block_n if interleaved else block_n
+    halves = N if matrices > 1 and not interleaved else 0
     together = bool(halves) and _together(config.block_m, block_n, B, halves)
     b, _, transposed = weights_operand(B, width, config.block_k // weight.packed, halves, together)
     if by_sorting:
@@ -150,14 +146,14 @@ def arguments(
         pairs=problem.pairs, experts=count, divisor=1 if problem.operation.sums else problem.experts.top_k,
         blocks=blocks, N=N, K=problem.K, strides=strides_of(A, B, out),
         tile=Tile(config.block_m, block_n, config.block_k, config.group_m, transposed),
-        form=GroupedForm(by_sorting, searched, gate, together), activation=activation, **weight.arguments,
-        world=World(ctx.num_ranks, WAITERS.index(problem.op)),
+        form=GroupedForm(by_sorting, searched, matrices, interleaved, together), activation=activation,
+        **weight.arguments, world=World(ctx.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     return (blocks * triton.cdiv(N, block_n), 1, 1), args
 
 
 def _together(block_m: int, block_n: int, B: torch.Tensor, n_step: int) -> bool:
-    """Return whether gate and up, in halves of B, are multiplied by one instruction.
+    """Return whether the halves of B are multiplied by one instruction.
 
     With few rows, columns then fill the tensor cores' rows; with many, rows are read once for both. Only a descriptor
     of a transposed weight reads both halves in the layout that the latter needs.

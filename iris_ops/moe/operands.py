@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .activation import activation_of
+from ..activation import activation_of
+from ..operands import is_together, together
 from .routing import Routing
 
 
@@ -94,13 +95,3 @@ def parts_of(where: torch.Tensor | Routing) -> tuple[torch.Tensor, ...]:
 def names_of(where: torch.Tensor | Routing) -> tuple[str, ...]:
     """Return the names of `parts_of(where)`."""
     return ("experts", "experts.rows", "experts.offsets") if isinstance(where, Routing) else ("experts",)
-
-
-def is_together(t: torch.Tensor | None) -> bool:
-    """Return whether elements of a row follow each other."""
-    return t is None or t.stride(1) == 1
-
-
-def together(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `t`, or a copy if elements of its rows lie apart."""
-    return t if t is None or is_together(t) else t.contiguous()

@@ -9,7 +9,7 @@ import torch
 from ..calls import Calls
 from ..planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from ..steps import Run
-from . import mixture
+from . import checks, router
 from .operands import Down, GateUp
 from .routing import Routing
 from .scoring import Scoring
@@ -17,9 +17,9 @@ from .scoring import Scoring
 if TYPE_CHECKING:
     from iris.rank import Rank
 
+    from ..activation import Activation
     from ..config import FusedConfig
     from ..workspace import Workspace
-    from .activation import Activation
 
 
 class MixtureOps:
@@ -45,7 +45,11 @@ class MixtureOps:
         must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
         with IRIS_DEBUG=1 this one. No ranks are involved.
         """
-        return mixture.route(self._run(), experts, num_experts)
+        run = self._run()
+        checks.check_route(self._ctx, experts, num_experts)
+        routing = Routing.of(experts, num_experts)
+        routing.sort(run)
+        return routing
 
     def moe_choose(
         self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
@@ -59,7 +63,7 @@ class MixtureOps:
         first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
         in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
         """
-        return mixture.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
+        return router.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
     def moe_gate_up(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -89,7 +93,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = GateUp(out, A, B, experts, bias, activation, interleaved, scale)
-        return self._calls.run_mixture(GATE_UP, tensors, config, workspace)
+        return self._calls.run(GATE_UP, tensors, config=config, workspace=workspace)
 
     def moe_down_all_reduce(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -116,7 +120,7 @@ class MixtureOps:
             The workspace of the call.
         """
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._calls.run_mixture(DOWN_ALL_REDUCE, tensors, config, workspace)
+        return self._calls.run(DOWN_ALL_REDUCE, tensors, config=config, workspace=workspace)
 
     def moe_down_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
@@ -126,4 +130,4 @@ class MixtureOps:
         """Compute this rank's tokens of `moe_down_all_reduce`: out is [T / w, H], with the rows that `torch.chunk`
         gives this rank."""
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
-        return self._calls.run_mixture(DOWN_REDUCE_SCATTER, tensors, config, workspace)
+        return self._calls.run(DOWN_REDUCE_SCATTER, tensors, config=config, workspace=workspace)

@@ -120,63 +120,66 @@ def moe_choose_kernel(
         _sort_pairs(chosen, order, offsets, tokens * TOP_K, EXPERTS, BINS, SORTED)
 
 
-def check(
-    op: str, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
+def _check(
+    logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
     """Raise a typed error for arguments of `moe_choose` that the kernel cannot take."""
-    check_kind(op, "logits", logits, device)
+    check_kind(CHOOSE, "logits", logits, device)
     if logits.ndim != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS or logits.shape[0] >= 1 << 24:
-        raise ShapeError(f"{op}: logits is {tuple(logits.shape)}; expected (T,E), E from 1 to {MOST_EXPERTS}")
+        raise ShapeError(f"{CHOOSE}: logits is {tuple(logits.shape)}; expected (T,E), E from 1 to {MOST_EXPERTS}")
     if logits.dtype not in DTYPES:
-        raise DtypeError(f"{op}: logits has dtype {logits.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        raise DtypeError(f"{CHOOSE}: logits has dtype {logits.dtype}; expected one of {', '.join(map(str, DTYPES))}")
     if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise ArgumentError(f"{op}: logits has strides {logits.stride()}; expected contiguous rows")
+        raise ArgumentError(f"{CHOOSE}: logits has strides {logits.stride()}; expected contiguous rows")
     if dtype not in DTYPES:
-        raise DtypeError(f"{op}: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        raise DtypeError(f"{CHOOSE}: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}")
     if type(scoring) is not Scoring:
-        raise ArgumentError(f"{op}: scoring is {scoring!r}; expected an iris_ops.Scoring")
+        raise ArgumentError(f"{CHOOSE}: scoring is {scoring!r}; expected an iris_ops.Scoring")
     if type(top_k) is not int or not 1 <= top_k <= min(MOST_CHOSEN, logits.shape[1]):
         most = min(MOST_CHOSEN, logits.shape[1])
-        raise ArgumentError(f"{op}: top_k is {top_k!r}; expected an integer from 1 to {most}")
+        raise ArgumentError(f"{CHOOSE}: top_k is {top_k!r}; expected an integer from 1 to {most}")
     if reason := scoring.refusal(logits.shape[1], top_k):
-        raise ArgumentError(f"{op}: {reason}")
+        raise ArgumentError(f"{CHOOSE}: {reason}")
     if bias is not None:
-        check_kind(op, "bias", bias, device)
+        check_kind(CHOOSE, "bias", bias, device)
         if tuple(bias.shape) != (logits.shape[1],) or not bias.is_contiguous():
-            raise ShapeError(f"{op}: bias is {tuple(bias.shape)}; expected ({logits.shape[1]},), contiguous")
+            raise ShapeError(f"{CHOOSE}: bias is {tuple(bias.shape)}; expected ({logits.shape[1]},), contiguous")
         if bias.dtype not in DTYPES:
-            raise DtypeError(f"{op}: bias has dtype {bias.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+            raise DtypeError(f"{CHOOSE}: bias has dtype {bias.dtype}; expected one of {', '.join(map(str, DTYPES))}")
 
 
 def choose(
-    run: Run, logits: torch.Tensor, bias: torch.Tensor | None, scoring: Scoring, chosen: torch.Tensor,
-    weights: torch.Tensor, room: Routing | None, full_programs: bool = False,
-) -> bool:  # fmt: skip
-    """Fill `chosen` and `weights` [T,k] from logits [T,E]; return whether rows and offsets of `room` were filled, too.
+    run: Run, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
+    sort: bool,
+) -> tuple[Routing, torch.Tensor]:  # fmt: skip
+    """Run `ctx.ops.moe_choose`: return new tensors, filled on the device.
 
-    They are for at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. `full_programs`: each
-    program holds as many tokens whatever T is, so that sums over experts have one order.
+    One kernel sorts, too, at most `MOST_SORTED` pairs, if one program can hold the scores of all tokens. Where a row's
+    bits are promised each program holds as many tokens whatever T is, so that sums over experts have one order.
     """
-    (tokens, experts), top_k = logits.shape, chosen.shape[1]
-    if tokens == 0:
-        if room is not None:
-            room.offsets.zero_()
-        return room is not None
+    device, full_programs = run.rank.device, run.rank.level.rows_alike
+    _check(logits, top_k, scoring, bias, dtype, device)
+    tokens, experts = logits.shape
+    routed = Routing.of(torch.empty(tokens, top_k, dtype=torch.int64, device=device), experts)
+    weights = torch.empty(tokens, top_k, dtype=dtype, device=device)
     bins = experts if scoring.groups > 1 else max(_LEAST_BINS, triton.next_power_of_2(experts))
-    height = triton.next_power_of_2(tokens)
-    sorts = room is not None and bins >= _LEAST_BINS and tokens * top_k <= MOST_SORTED and height * bins <= _MOST_HELD
-    several = max(1, _BLOCK_SCORES // bins)
+    height, several = triton.next_power_of_2(tokens), max(1, _BLOCK_SCORES // bins)
+    sorts = sort and not full_programs and bins >= _LEAST_BINS and height * bins <= _MOST_HELD
+    sorts = sorts and 0 < tokens * top_k <= MOST_SORTED
     rows = height if sorts else several if full_programs else min(height, several)
-    order, offsets = (room.rows, room.offsets) if room is not None and sorts else (None, None)
     args = dict(
-        logits=logits, bias=bias, chosen=chosen, weights=weights, order=order, offsets=offsets, tokens=tokens,
-        stride=logits.stride(0), SCALE=float(scoring.scale), EPSILON=float(scoring.epsilon), EXPERTS=experts,
-        TOP_K=top_k, BINS=bins, T=rows, KIND=KINDS.index(scoring.kind),
-        NORMALISED=scoring.normalised, GROUPS=scoring.groups, KEPT=scoring.kept_groups, BEST=scoring.group_best,
-        HAS_BIAS=bias is not None, SORTED=MOST_SORTED if sorts else 0,
+        logits=logits, bias=bias, chosen=routed.chosen, weights=weights, order=routed.rows if sorts else None,
+        offsets=routed.offsets if sorts else None, tokens=tokens, stride=logits.stride(0), SCALE=float(scoring.scale),
+        EPSILON=float(scoring.epsilon), EXPERTS=experts, TOP_K=top_k, BINS=bins, T=rows,
+        KIND=KINDS.index(scoring.kind), NORMALISED=scoring.normalised, GROUPS=scoring.groups,
+        KEPT=scoring.kept_groups, BEST=scoring.group_best, HAS_BIAS=bias is not None,
+        SORTED=MOST_SORTED if sorts else 0,
     )  # fmt: skip
     # one warp where several programs work: its threads reduce a row without waiting for others
     warps = max(1, min(16, rows * bins // 1024))
-    run.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
-    return sorts
+    if tokens:
+        run.launch(moe_choose_kernel, (triton.cdiv(tokens, rows), 1, 1), args, num_warps=warps, num_stages=1)
+    if sort and not sorts:
+        routed.sort(run)
+    return routed, weights

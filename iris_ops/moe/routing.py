@@ -113,9 +113,40 @@ class Routing:
     rows: torch.Tensor
     offsets: torch.Tensor
 
+    @classmethod
+    def of(cls, chosen: torch.Tensor, experts: int) -> Routing:
+        """Return the routing of these choices among so many `experts`, with memory that `sort` fills."""
+        rows = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
+        return cls(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=chosen.device))
+
     @property
     def experts(self) -> int:
         return self.offsets.shape[0] - 1
+
+    def sort(self, run: Run) -> None:
+        """Fill `rows` and `offsets`, on the device."""
+        ctx, pairs, experts = run.rank, self.chosen.numel(), self.experts
+        if pairs == 0:
+            self.offsets.zero_()
+            return
+        bins = max(32, triton.next_power_of_2(experts))
+        counts, blocks, scanned = self.rows, 1, _LEAST_SCANNED
+        if pairs > _MOST_SCANNED:
+            blocks, scanned = _BLOCKS, 0
+            programs = triton.cdiv(pairs, _BLOCK * blocks)
+            counts = _room(run.rank, 4 * programs * bins).view(torch.int32)
+            given = dict(chosen=self.chosen, counts=counts, pairs=pairs, experts=experts)
+            args = given | dict(BLOCK=_BLOCK * blocks, BINS=bins)
+            run.launch(moe_count_kernel, (programs, 1, 1), args, num_warps=4, num_stages=1)
+        elif pairs > _LEAST_SCANNED:  # few kernels for all numbers of tokens
+            scanned = _MOST_SCANNED
+        args = dict(
+            chosen=self.chosen, counts=counts, order=self.rows, offsets=self.offsets, pairs=pairs, experts=experts,
+            ctx_ptr=ctx.get_device_context(), BLOCK=_BLOCK, BLOCKS=blocks, SCANNED=scanned, BINS=bins,
+            WORLD_SIZE=ctx.num_ranks, WAITER=_WAITER,
+        )  # fmt: skip
+        grid = (triton.cdiv(pairs, _BLOCK * blocks), 1, 1)
+        run.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)
 
 
 class _Counts:
@@ -131,28 +162,3 @@ def _room(rank: Rank, nbytes: int) -> torch.Tensor:
         refuse_capture(rank)
         rooms.append(torch.empty(room_for(nbytes), dtype=torch.uint8, device=rank.device))
     return rooms[-1][:nbytes]
-
-
-def sort(run: Run, chosen: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Fill `rows` and `offsets` of a `Routing`."""
-    ctx, pairs, experts = run.rank, chosen.numel(), offsets.shape[0] - 1
-    if pairs == 0:
-        offsets.zero_()
-        return
-    bins = max(32, triton.next_power_of_2(experts))
-    counts, blocks, scanned = rows, 1, _LEAST_SCANNED
-    if pairs > _MOST_SCANNED:
-        blocks, scanned = _BLOCKS, 0
-        programs = triton.cdiv(pairs, _BLOCK * blocks)
-        counts = _room(run.rank, 4 * programs * bins).view(torch.int32)
-        args = dict(chosen=chosen, counts=counts, pairs=pairs, experts=experts, BLOCK=_BLOCK * blocks, BINS=bins)
-        run.launch(moe_count_kernel, (programs, 1, 1), args, num_warps=4, num_stages=1)
-    elif pairs > _LEAST_SCANNED:  # few kernels for all numbers of tokens
-        scanned = _MOST_SCANNED
-    args = dict(
-        chosen=chosen, counts=counts, order=rows, offsets=offsets, ctx_ptr=ctx.get_device_context(), pairs=pairs,
-        experts=experts, BLOCK=_BLOCK, BLOCKS=blocks, SCANNED=scanned, BINS=bins, WORLD_SIZE=ctx.num_ranks,
-        WAITER=_WAITER,
-    )  # fmt: skip
-    grid = (triton.cdiv(pairs, _BLOCK * blocks), 1, 1)
-    run.launch(moe_route_kernel, grid, args, num_warps=8, num_stages=2)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from iris import registry
 import torch
 
+from ..activation import Activation, activation_of
 from ..checks import check_gradients
 from ..operators import OPERATORS
 from ..planning.moe_ways import need_sorting
 from ..problem import part_of
 from ..recording import is_recording
 from ..torch_ops import Context
-from .activation import Activation, activation_of
 from .routing import Routing
 
 
@@ -92,8 +92,8 @@ def mixture(ctx: Context, call: MixtureCall) -> torch.Tensor:
         else:
             routing = ctx.ops.moe_route(experts, count)
     middle = A.new_empty(experts.numel(), call.down.shape[1] if call.width is None else call.width)
-    gates = call.gate_up_bias, call.activation, call.interleaved
-    ctx.ops.moe_gate_up(middle, A, call.gate_up, routing, *gates, scale=call.gate_up_scale)
+    given = call.gate_up_bias, call.activation, call.interleaved
+    ctx.ops.moe_gate_up(middle, A, call.gate_up, routing, *given, scale=call.gate_up_scale)
     out = _new_result(ctx, A, call.down, experts, call.scatter)
     reduce = ctx.ops.moe_down_reduce_scatter if call.scatter else ctx.ops.moe_down_all_reduce
     reduce(out, middle, call.down, routing, call.weights, call.down_bias, call.shared, scale=call.down_scale)

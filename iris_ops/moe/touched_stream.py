@@ -22,13 +22,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..kernels.activations import activated, joined
 from ..kernels.arguments import World
-from ..planning.needs import GATE
 from ..planning.ways.touched import COLUMNS, RESIDENT, too_many
-from ..planning.weights import format_of
 from ..quantised import stream_form, weight_stream
 from .arguments import StreamedForm, bias_of, choice_of
-from .grouped import gated, ungated
 from .routing import report_experts
 from .touched import LINES, WARPS, across, begin, choices_layout, find, item_of, load_rows, multiply, ring_of
 
@@ -76,10 +74,9 @@ def moe_stream_gate_up_kernel(
     columns, or None. N: columns of an expert's weight.
     """
     BLOCK_M: gl.constexpr = form.BLOCK_M
-    GATE: gl.constexpr = form.GATE
-    HALVES: gl.constexpr = GATE == "halves"
+    HALVES: gl.constexpr = form.MATRICES == 2 and not form.INTERLEAVED
     COLUMNS: gl.constexpr = b.block_type.shape[1]
-    GIVEN: gl.constexpr = COLUMNS // 2 if GATE == "turns" else COLUMNS  # columns of the result
+    GIVEN: gl.constexpr = COLUMNS // 2 if form.INTERLEAVED else COLUMNS  # columns of the result
     SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
     OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES, gl.num_warps()))
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
@@ -87,7 +84,7 @@ def moe_stream_gate_up_kernel(
     arch.follow()
     touched = _touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
     ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES)
-    width = N if GATE is None else N // 2
+    width = N // form.MATRICES
     groups = gl.cdiv(width, GIVEN)
     number, step, next_expert, next_col, exists = begin(ring, touched, groups)
     stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
@@ -112,13 +109,13 @@ def moe_stream_gate_up_kernel(
         first = _finished(totals[0], factors, bias, expert, col, N, form)
         if HALVES:
             second = _finished(totals[1], factors, bias, expert, width + col, N, form)
-            value = gated(first, second, activation)
-        elif GATE == "turns":
+            value = joined(first, second, activation)
+        elif form.INTERLEAVED:
             both = gl.permute(gl.reshape(first, (GIVEN, 2, BLOCK_M)), (0, 2, 1))
-            gate, up = gl.split(both)
-            value = gated(gate, up, activation)
+            first, second = gl.split(both)
+            value = joined(first, second, activation)
         else:
-            value = ungated(first, activation)
+            value = activated(first, activation)
         value = gl.convert_layout(value, OUT)
         c = group * GIVEN + gl.arange(0, GIVEN, layout=gl.SliceLayout(1, OUT))
         row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
@@ -131,14 +128,14 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) 
     """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
     A, B, scale = tensors.A, tensors.B, tensors.scale
     assert scale is not None
-    weights, stored = B.transpose(1, 2), format_of(B[0], scale[0])
+    weights = B.transpose(1, 2)
     if not platform.has_warp_specialisation(A.device) or A.dtype != torch.bfloat16:
         return "it needs a Hopper GPU and bf16"
     if reason := too_many(problem):
         return reason
     if not weights.is_contiguous() or not scale.is_contiguous():
         return "experts or their scales do not follow each other in memory"
-    word = 8 if stored.group in (0, 128) and stored.packing.startswith("fp8") else 2
+    word = A.itemsize if weight_stream.widening_of(B[0], scale[0]).RUNS else 4 * A.itemsize
     if A.stride(1) != 1 or A.stride(0) * A.itemsize % word or A.data_ptr() % word:
         return "rows of A begin between words of four numbers"
     row, row_of_scales = weights.shape[2] * weights.itemsize, scale.shape[-1] * scale.itemsize
@@ -153,12 +150,11 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     out, A, B, where, bias, activation, interleaved, scale = tensors
     assert scale is not None
     E, _, N = B.shape
-    gate = None if problem.epilogue is not GATE else "turns" if interleaved else "halves"
     programs, rows = platform.num_programs(A.device), stream_form.loaded_rows(problem.M)
     words = B.transpose(1, 2).reshape(E * N, -1).view(torch.int32)
     flat = scale.reshape(E * N, *scale.shape[2:])
     widen = weight_stream.widening_of(B[0], scale[0])
-    tiles = 2 if gate == "halves" else 1
+    tiles = 1 if interleaved else problem.epilogue.matrices
     columns, scales, nbytes = COLUMNS // tiles, None, 0  # of a tile, bytes of a column's scales in a stage
     if scale.ndim == 3:
         lines = words.shape[1] // widen.WORDS
@@ -177,7 +173,8 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
         scales=scales, factors=flat if scales is None else None, bias=bias_of(bias), chosen=choice_of(where).chosen,
         out=out, ctx_ptr=run.rank.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
         stride_am=A.stride(0) // (1 if widen.RUNS else 4), stride_om=out.stride(0), stride_on=out.stride(1),
-        form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, gate, widen.later),
+        form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, problem.epilogue.matrices,
+                          interleaved, widen.later),
         widen=widen, activation=activation, world=World(run.rank.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = min(items, resident * programs)

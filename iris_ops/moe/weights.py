@@ -61,7 +61,10 @@ def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
     format = format_of(B[0], scale[0])
     packing = PACKINGS[format.packing]
     word = torch.uint8 if packing.per_element == 1 else torch.int32
-    elements = B.transpose(1, 2).view(word).transpose(1, 2)
+    rows = B.transpose(1, 2)
+    # a weight without rows or columns may have strides of which no words are made
+    words = rows.view(word) if rows.numel() else rows.new_empty(*rows.shape[:2], 0, dtype=word)
+    elements = words.transpose(1, 2)
     packed = packing.per_element * word.itemsize // packing.dtype.itemsize
     cut = lies_by_lines(format)
     scales, codes = ExpertScales(scale, *scale.stride()[:2]), Codes(packed, cut, format.group)

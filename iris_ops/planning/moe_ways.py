@@ -27,7 +27,7 @@ _TILES = (
     *FEW_TILES, (32, 128, 64, 4, 3, 0.26, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 4, 0.75, 512),
 )  # fmt: skip
-# The depth of a step of gate and up, in tiles of few rows, from a number of columns on: the fastest that was measured.
+# The depth of a step of the first product, in tiles of few rows, from a number of columns on: the fastest measured.
 # The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
 DEEP, DEEP_COLUMNS = 128, 128
 # Of a code's way into a product: instructions, and which part of all that a multiprocessor can issue one program does,

@@ -1,8 +1,7 @@
-"""Describe what a problem needs of a way, besides its sizes and its sums (`sums.py`): the format of weights, the
-epilogue.
+"""Describe how weights are stored.
 
-Each is an object. A problem has one of each kind, a way lists those that it serves, and the engine intersects. To add
-one: an object, and its name in the ways that serve it.
+A problem has one format, a way lists those that it serves, and the engine intersects. To add one: an object, and its
+name in the ways that serve it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 LINE = 128
 # Of the memory's rate, what a kernel that converts B gets; and what it takes beside that. Estimated.
 _RESTORED, _RESTORE_US = 0.55, 3.0
-# The share of the memory's rate that gating reaches, and microseconds of a kernel after another.
-_GATE_SHARE, _AFTER_US = 0.9, 3.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,10 @@ class WeightFormat:
     """Of which K is a multiple where few rows are multiplied by a stream of weights; 0: none serves the format."""
     streamed_rows: int = 16
     """Rows of A at most that a launch between ranks multiplies by a stream of weights."""
-    gated_rows: int = 16
-    """The same without ranks, with a gate."""
     local_rows: int = 16
-    """The same without ranks and without a gate."""
+    """The same without ranks, where B is one matrix."""
+    joined_rows: int = 16
+    """The same without ranks, where columns of two matrices in B are joined (`Epilogue.matrices`)."""
     unrounded_rows: int = 16
     """Rows of A at most that are not rounded, where more are."""
     local_launches: int = 1
@@ -97,6 +94,11 @@ class WeightFormat:
         return ""
 
     @property
+    def scale_text(self) -> str:
+        """Return what the scales belong to, for messages."""
+        return self.name if self.group else "one for each column of B"
+
+    @property
     def row_text(self) -> str:
         """Return how an order of sums describes rows of A; "" if they are not rounded."""
         return ""
@@ -131,9 +133,9 @@ class WeightFormat:
         few = 0 < rows <= (self.streamed_rows if most is None else most)
         return few and self.granule > 0 and K > 0 and K % self.granule == 0
 
-    def few_rows(self, gated: bool) -> int:
-        """Return the rows at most of a product without ranks: a gated one has twice the sums in its registers."""
-        return self.gated_rows if gated else self.local_rows
+    def few_rows(self, matrices: int) -> int:
+        """Return the rows at most of a product without ranks by so many matrices, whose sums share the registers."""
+        return self.joined_rows if matrices > 1 else self.local_rows
 
     def refused(self, problem: Any, machine: Machine) -> str | None:
         """Return the reason why rows of A are not rounded, if the format has them rounded."""
@@ -167,28 +169,3 @@ class WeightFormat:
 
 
 PLAIN = WeightFormat()
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """An operation that follows the sum of a call, in the same kernel or in a separate one."""
-
-    name: str
-    apart: str
-    """`module:function` below `iris_ops` that makes the steps of a separate kernel (`launch.py`)."""
-    halves: bool = False
-    """Whether one half of the sum's columns gates the other, so that the result has half as many."""
-
-    def us(self, problem: Any, machine: Machine) -> float:
-        """Return the microseconds of a separate kernel."""
-        return 2.5
-
-
-class _Gate(Epilogue):
-    def us(self, problem: Any, machine: Machine) -> float:
-        nbytes = 1.5 * problem.M * problem.N * problem.dtype.itemsize
-        return nbytes / (_GATE_SHARE * machine.hbm_gbs * 1e3) + _AFTER_US
-
-
-GATE = _Gate("gate", "local.gating:apart", halves=True)
-NORM = Epilogue("norm", "steps:norm_apart")

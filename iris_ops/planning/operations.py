@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from iris.aliases import PAGE
 
-from .needs import GATE, PLAIN, Epilogue
-from .needs import NORM as NORM_EPILOGUE
+from .epilogues import GATE, NO_EPILOGUE, Epilogue
+from .epilogues import NORM as NORM_EPILOGUE
+from .needs import PLAIN
 
 ALL_REDUCE = "matmul_all_reduce"
 GATHER_MATMUL = "all_gather_matmul"
@@ -57,7 +58,8 @@ class Operation:
     """The dimension of the product, "N" or "K", that is equal on all ranks; the other may differ."""
     base: str = ""
     """The op that serves it, where it is one with an epilogue."""
-    epilogue: Epilogue | None = None
+    epilogue: Epilogue = NO_EPILOGUE
+    """What follows the sum."""
     expected: str
     """The shapes, in words."""
     mixes: bool = False
@@ -204,7 +206,8 @@ class Gated(GatherMatmul):
 
     def sizes(self, form: str, shapes: Shapes) -> tuple[int, int, int] | None:
         rows, n = shapes.out[0], shapes.B[1]
-        return super().sizes(form, shapes._replace(out=(rows, n))) if n == 2 * shapes.out[1] else None
+        joined = n == self.epilogue.matrices * shapes.out[1]
+        return super().sizes(form, shapes._replace(out=(rows, n))) if joined else None
 
     def columns(self, mean: int) -> int:
         return mean + mean % 2

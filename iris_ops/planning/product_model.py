@@ -15,7 +15,8 @@ import torch
 from ..config import FusedConfig
 from ..problem import GATHER_MATMUL, Problem
 from .candidates import copy_gather_configs
-from .needs import Epilogue, WeightFormat
+from .epilogues import NO_EPILOGUE, Epilogue
+from .needs import WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
 from .weights.grouped import LEAST_WIDENED, MOST_WIDENED
@@ -29,7 +30,7 @@ _SKINNY = tuple(
 )
 
 
-def local_problem(M: int, N: int, K: int, dtype: torch.dtype, epilogue: Epilogue | None = None) -> Problem:
+def local_problem(M: int, N: int, K: int, dtype: torch.dtype, epilogue: Epilogue = NO_EPILOGUE) -> Problem:
     """Return the problem of x [M, K] times a weight of N columns on one rank."""
     return Problem(GATHER_MATMUL, "rows", M, N, K, 1, dtype, epilogue=epilogue)
 

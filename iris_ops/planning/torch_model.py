@@ -1,4 +1,4 @@
-"""Model the time of torch's own product, cuBLAS's or hipBLASLt's, and of a gate after it, fitted to measurements.
+"""Model the time of torch's own product, cuBLAS's or hipBLASLt's, fitted to measurements.
 
 It covers the products that a plan compares with its own kernels. It reckons with waves of the library's tiles, like the
 model of our kernels, but the library chooses its tiles by rules that it does not tell.

@@ -15,7 +15,8 @@ from iris import planning
 
 from ..config import FusedConfig, Prediction
 from . import orders
-from .needs import PLAIN, Epilogue
+from .epilogues import Epilogue
+from .needs import PLAIN
 from .orders import Order
 from .sums import ANY_ORDER, ROWS_ALIKE
 from .tile_model import gemm_us
@@ -102,7 +103,7 @@ class Way(planning.Way):
     def predicted(self, problem: Any, config: FusedConfig, machine: Machine) -> Prediction:
         """Return `times` plus what runs in separate kernels: rounding, and an epilogue that this way does not fuse."""
         times, rest = self.times(problem, config, machine), 0.0
-        if problem.epilogue and problem.epilogue not in self.fuses(problem, config):
+        if problem.epilogue not in self.fuses(problem, config):
             rest += problem.epilogue.us(problem, machine)
         if self.rounds_rows(problem):
             rest += problem.weights.rounding_us(problem.M, problem.K, machine)
@@ -131,7 +132,7 @@ class Way(planning.Way):
         return orders.of_tiles(problem, config, machine)
 
     def fuses(self, problem: Any, config: FusedConfig) -> tuple[Epilogue, ...]:
-        """Return the parts of the epilogue that this way computes itself; others run in a separate kernel."""
+        """Return the epilogues that this way computes itself; any other runs in a separate kernel."""
         return ()
 
     def rounds_rows(self, problem: Any) -> bool:

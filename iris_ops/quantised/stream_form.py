@@ -31,7 +31,7 @@ _VECTOR = 16  # bytes of scales that the hardware copies at least
 class Choice:
     """The division of the work among programs.
 
-    COLUMNS: of a tile, of which a program takes one at a time, or of a gated product two. LINES: of a step, of all
+    COLUMNS: of a tile, of which a program takes one of each matrix at a time. LINES: of a step, of all
     warps. RESIDENT: programs on a multiprocessor at once. BRANCHES: whether a branch skips loads beyond the last.
     COLUMN_WARPS: of the WARPS, those that divide a tile's columns; the others divide lines.
     """
@@ -64,31 +64,32 @@ class Choice:
         return min(groups, resident * programs), stages
 
 
-# Tiles by the most rows, of products and of gated ones: their sums and widened weights fit in registers.
+# Tiles by the matrices in B and the most rows: their sums and widened weights fit in registers.
 _NARROW = Choice(32, 2, 1, COLUMN_WARPS=2)
-_TILES = {
-    16: (Choice(64, 8, 1), Choice()),
-    32: (Choice(64, 4, 1, WARPS=8, COLUMN_WARPS=2), _NARROW),
-    64: (Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+_TILES: dict[int, dict[int, tuple[Choice, ...]]] = {
+    1: {
+        16: (Choice(64, 8, 1), Choice()),
+        32: (Choice(64, 4, 1, WARPS=8, COLUMN_WARPS=2), _NARROW),
+        64: (Choice(64, 2, 1, WARPS=8, COLUMN_WARPS=4), _NARROW),
+    },
+    2: {16: (Choice(),), 32: (Choice(32, 4, 1, WARPS=8, COLUMN_WARPS=2),)},
 }
-_GATED = {16: (Choice(),), 32: (Choice(32, 4, 1, WARPS=8, COLUMN_WARPS=2),)}
 COLUMN_SCALES = Choice(_COLUMNS, BRANCHES=False)
 
 
-def choice(words: int, scales: int, rows: int, columns: int, programs: int, gated: bool = False) -> Choice:
+def choice(words: int, scales: int, rows: int, columns: int, programs: int, matrices: int = 1) -> Choice:
     """Return how programs divide `rows` rows of A and `columns` columns of weights, of `words` words and `scales` bytes
     of scales a line.
 
     The tile of which the busiest program loads the fewest bytes.
     """
-    tiles = _GATED if gated else _TILES
-    loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * (1 + gated)
+    loaded, weight = 2 * LINE * loaded_rows(rows), (4 * words + scales) * matrices
 
     def nbytes(tile: Choice) -> int:
         """Return what the busiest program loads for a line of K."""
         return _cdiv(_cdiv(columns, tile.COLUMNS), programs) * (loaded + tile.COLUMNS * weight)
 
-    fitting = next(fitting for most, fitting in tiles.items() if rows <= most)
+    fitting = next(fitting for most, fitting in _TILES[matrices].items() if rows <= most)
     return min(fitting, key=nbytes)
 
 
@@ -113,13 +114,13 @@ def loaded_rows(rows: int, runs: bool = False) -> int:
     return 1 if rows == 1 and runs else max(8, _power_of_2(rows))
 
 
-def grid_and_stages(columns: int, rows: int, T: int, programs: int, gated: bool = False) -> tuple[int, int]:
+def grid_and_stages(columns: int, rows: int, T: int, programs: int, matrices: int = 1) -> tuple[int, int]:
     """Return the number of programs of a product with `columns` columns, all resident at once, and the stages of their
     rings.
 
     It assumes fp8 with a scale for each column.
     """
-    groups, kind = _cdiv(columns, _COLUMNS * (T // 2 if gated else T)), (loaded_rows(rows), T)
+    groups, kind = _cdiv(columns, _COLUMNS * (T // matrices)), (loaded_rows(rows), T)
     resident = 1 if groups <= programs else 3 if kind in RINGS[3] else 2
     return min(groups, resident * programs), RINGS[resident][kind]
 

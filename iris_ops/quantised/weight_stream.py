@@ -62,10 +62,10 @@ class Stream:
     """A program's operands on their way: descriptors, and the places of the ring.
 
     a: A as words [K/128, rows, 32], or as runs of 32 numbers [K/32, rows, 32]. b: B as words [lines, columns, words].
-    scales: of groups [columns, scales], or None. T tiles of weights at a time, which with `GATED` are T/2 of the first
-    N columns and the T/2 that lie N further. WIDTH: columns that they make of the result. LATER: of a
-    `widening.Widening`. BLOCKS of ROWS rows each are multiplied by what a warp has widened once; `ACROSS` warps divide
-    the columns. GROUPS: scales of a line; ZEROS: whether each is followed by its zero point.
+    scales: of groups [columns, scales], or None. T tiles of weights at a time, as many of each of MATRICES matrices,
+    which lie N columns apart. WIDTH: columns that they make of the result. LATER: of a `widening.Widening`. BLOCKS of
+    ROWS rows each are multiplied by what a warp has widened once; `ACROSS` warps divide the columns. GROUPS: scales of
+    a line; ZEROS: whether each is followed by its zero point.
     """
 
     a: base_value
@@ -79,7 +79,7 @@ class Stream:
     N: base_value
     steps: base_value
     T: gl.constexpr
-    GATED: gl.constexpr
+    MATRICES: gl.constexpr
     STAGES: gl.constexpr
     WIDTH: gl.constexpr
     LATER: gl.constexpr
@@ -92,13 +92,13 @@ class Stream:
 
     @triton.constexpr_function
     def __init__(
-        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, LATER, BRANCHES,
+        self, a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, MATRICES, STAGES, WIDTH, LATER, BRANCHES,
         ROWS, BLOCKS, GROUPS, ZEROS, ACROSS,
     ):  # fmt: skip
         self.a, self.b, self.rows, self.ring = a, b, rows, ring
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.loaded, self.sums, self.N, self.steps = loaded, sums, known(N), known(steps)
-        self.T, self.GATED, self.STAGES, self.WIDTH = known(T), known(GATED), known(STAGES), known(WIDTH)
+        self.T, self.MATRICES, self.STAGES, self.WIDTH = known(T), known(MATRICES), known(STAGES), known(WIDTH)
         self.LATER, self.BRANCHES = gl.constexpr(LATER), known(BRANCHES)
         self.ROWS, self.BLOCKS, self.ACROSS = known(ROWS), known(BLOCKS), known(ACROSS)
         self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
@@ -140,12 +140,12 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
     `StreamForm`."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     T: gl.constexpr = form.T
-    GATED: gl.constexpr = form.GATED
+    MATRICES: gl.constexpr = form.MATRICES
     STAGES: gl.constexpr = form.STAGES
     LINES: gl.constexpr = b.block_type.shape[0]
     COLUMNS: gl.constexpr = b.block_type.shape[1]
     TILES: gl.constexpr = triton.next_power_of_2(T)
-    WIDTH: gl.constexpr = COLUMNS * (T // 2 if GATED else T)
+    WIDTH: gl.constexpr = COLUMNS * (T // MATRICES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
     rows = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     ring = gl.allocate_shared_memory(gl.int32, [STAGES * T] + b.block_type.shape, b.layout)
@@ -159,8 +159,8 @@ def begin(a, b, scales, N, K, form: gl.constexpr):
         mbarrier.init(loaded.index(i), count=1)
     steps = gl.cdiv(K, _LINE * LINES)
     stream = Stream(
-        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, GATED, STAGES, WIDTH, form.LATER, form.BRANCHES,
-        form.ROWS, form.BLOCKS, form.GROUPS, form.ZEROS, form.COLUMN_WARPS,
+        a, b, scales, rows, ring, factors, loaded, sums, N, steps, T, MATRICES, STAGES, WIDTH, form.LATER,
+        form.BRANCHES, form.ROWS, form.BLOCKS, form.GROUPS, form.ZEROS, form.COLUMN_WARPS,
     )  # fmt: skip
     group, step = gl.program_id(0), 0
     for i in gl.static_range(STAGES):
@@ -278,7 +278,7 @@ def _lines_of_rows(stream, stage, turn: gl.constexpr, block: gl.constexpr, SLICE
 
 @gluon.jit
 def total(stream, scales, first, col, WHICH: gl.constexpr, SUMS: gl.constexpr):
-    """Return the products that `multiply` left, or their half number `WHICH`, scaled: fp32 [columns, rows] by
+    """Return the products that `multiply` left, or those by matrix number `WHICH`, scaled: fp32 [columns, rows] by
     `columns_of`.
 
     `scales` are those of the columns from `first` on, which are columns `col`.
@@ -342,8 +342,8 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
 
     A as lines of words or runs, B as lines of words, in blocks of some lines for all warps. `more`: of the form.
     """
-    widen, gated = widening_of(B, scale), more.get("GATED", False)
-    N, M = B.shape[1] // (1 + gated), A.shape[0]
+    widen, matrices = widening_of(B, scale), more.get("MATRICES", 1)
+    N, M = B.shape[1] // matrices, A.shape[0]
     rows = loaded_rows(M, widen.RUNS)
     multiplied = max(8, rows)
     groups, nbytes, zeros = 0, 0, scale.ndim == 3
@@ -352,12 +352,12 @@ def prepared(A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: in
         scale = scale.flatten(1)
         nbytes = groups * scale.itemsize * (1 + zeros)
     if widen is E4M3 and not groups:
-        T = 2 if gated else tiles_at_once(N, programs)
-        grid, stages = grid_and_stages(N, M, T, programs, gated)
+        T = matrices if matrices > 1 else tiles_at_once(N, programs)
+        grid, stages = grid_and_stages(N, M, T, programs, matrices)
         chosen = COLUMN_SCALES
     else:
-        T = 1 + gated
-        chosen = choice(widen.WORDS, nbytes, M, N, programs, gated)
+        T = matrices
+        chosen = choice(widen.WORDS, nbytes, M, N, programs, matrices)
         grid, stages = chosen.grid_and_stages(rows, N, T, widen.WORDS, nbytes, programs)
     lines = chosen.LINES
     if widen.RUNS:

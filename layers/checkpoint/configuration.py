@@ -85,7 +85,7 @@ def empty_model(
     dtype = dtype or _used(config, auto).dtype or checkpoint.dtype() or torch.float32
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"the configuration's dtype is {dtype}: pass dtype=torch.float32, or another that is served"
+            f"the configuration's dtype is {dtype}: pass dtype=torch.float32, or another supported dtype"
         )
     with torch.device("meta"), _no_more_parameters(4 * len(checkpoint) + _SPARE_PARAMETERS):
         model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

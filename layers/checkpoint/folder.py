@@ -34,7 +34,7 @@ def open_regular(path: Path) -> int:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
-    raise CheckpointError(f"{shown(path.name)} is no regular file")
+    raise CheckpointError(f"{shown(path.name)} is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def parse_object(text: bytes, constant: Callable[[str], Any] | None = None) -> d
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=constant or _no_number)
     except RecursionError:
-        raise ValueError("is JSON of too many levels") from None
+        raise ValueError("is JSON with too many levels") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"is no text: {error.reason}") from None
+        raise ValueError(f"is not text: {error.reason}") from None
     if not isinstance(value, dict):
         raise ValueError(f"is a JSON {type(value).__name__}: expected an object")
     return value
@@ -77,7 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"holds {text}, which is no number")
+    raise ValueError(f"holds {text}, which is not a number")
 
 
 def is_plain(name: Any) -> bool:

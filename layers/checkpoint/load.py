@@ -216,7 +216,7 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
     """Return the folder of the files, which rank 0 finds, or downloads."""
     place = error = None
     if ctx.cur_rank == 0 and os.path.lexists(path_or_id) and not os.path.isdir(path_or_id):
-        error = f"{str(path_or_id)!r} is no folder, but a file"
+        error = f"{str(path_or_id)!r} is a file, not a folder"
     elif ctx.cur_rank == 0:
         place = _place(path_or_id)
         try:
@@ -226,7 +226,7 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
                 code = ["*.py"] if trust_remote_code else []
                 place = snapshot_download(place, allow_patterns=["*.json", "*.safetensors", *code])
         except Exception as caught:  # any error: the other ranks wait in `broadcast`
-            error = f"{place!r} is no folder, and the hub did not give a model of that name: {one_line(caught)}"
+            error = f"{place!r} is not a folder, and the hub returned no model of that name: {one_line(caught)}"
     place, error = ctx.broadcast((place, error))
     if error:
         raise CheckpointError(shown(error, 2000))

@@ -22,7 +22,7 @@ def patterns_of(config: Mapping[str, Any], key: str) -> list[str]:
             try:
                 re.compile(each.removeprefix("re:"))
             except re.error as error:
-                raise CheckpointError(f"{key} has {shown(repr(each))}, which is no expression: {error}") from None
+                raise CheckpointError(f"{key} has {shown(repr(each))}, which is not a pattern: {error}") from None
     return value
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from iris import platform
 from iris_ops.local import skinny_matmul
 from iris_ops.local.gated_matmul import FEW
+from iris_ops.planning.epilogues import GATE
 from iris_ops.recording import row_count
 import torch
 from torch import nn
@@ -56,11 +57,11 @@ class GatedMLP(nn.Module):
                 return self.down_proj(merged.gated(x))
         elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
-            few = alone and skinny_matmul.is_faster(x, merged.weight, merged.bias, True, merged.weight_scale)
+            tensors = merged.weight, merged.bias, merged.weight_scale
+            few = alone and skinny_matmul.is_faster(x, *tensors, GATE.name)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
             if (few or many) and self._is_unchanged():
-                tensors = merged.weight, merged.bias, merged.weight_scale
-                return self.down_proj(skinny_matmul.gated(x, *tensors) if few else merged.gated(x))
+                return self.down_proj(skinny_matmul.called(x, *tensors, GATE.name) if few else merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 

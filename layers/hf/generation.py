@@ -167,7 +167,7 @@ class _Given:
         check_caches(self.model, self.arguments)
         self._check_clocks()
         if self.arguments.get("synced_gpus"):
-            raise ArgumentError("synced_gpus is True: expected None or False, ranks of a split model end together")
+            raise ArgumentError("synced_gpus is True: expected None or False, because all ranks stop at the same step")
         if self.setting("cache_implementation") == "paged":
             raise ArgumentError(f"cache_implementation is 'paged': expected another for a split model; {BATCHING}")
         self._check_assistant()
@@ -193,7 +193,7 @@ class _Given:
         if any(isinstance(each, ShardedLinear) for each in assistant.modules()):
             raise ArgumentError(
                 "assistant_model is split, and assistant_tokenizer is given: expected an assistant that is whole on"
-                " each rank, for transformers cuts rows out of its head's weight"
+                " each rank, because transformers slices rows of its head's weight"
             )
 
     def _check_tokens(self, tokens: torch.Tensor) -> None:

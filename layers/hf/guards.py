@@ -131,6 +131,6 @@ def _tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _refusing(name: str, remedy: str) -> Callable:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ArgumentError(f"{name} is called on a split model: expected not to be; {remedy}")
+        raise ArgumentError(f"{name} cannot be called on a split model: {remedy}")
 
     return refuse

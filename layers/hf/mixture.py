@@ -20,7 +20,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from iris.errors import StyleError
-from iris_ops.moe.activation import Activation
+from iris_ops.activation import Activation
 import torch
 from torch import nn
 from torch.nn import functional as F

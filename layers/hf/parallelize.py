@@ -91,11 +91,11 @@ def parallelize(
             product before them, where the model's forward allows it.
         weights: "fp8" rounds the weights of column-parallel linears, except the head, to fp8; "fp8_all", "fp8_block",
             "int4" and "mxfp4" round those of row-parallel linears too. None and "widened" keep the model's dtype.
-        sequence_parallel: whether ranks share the tokens between the products of long calls: True for calls of at least
-            2048 tokens, a number for calls of at least that many, "auto" for tested families with their own plan,
-            `fuse` and no `weights`. With "auto", eager calls must be longer than those that an engine replays from a
-            graph.
-        partial: whether the model's own plan may split none of its layers, but the head at most.
+        sequence_parallel: which calls run sequence parallel, so that each rank holds a part of the tokens between the
+            products. True: calls of at least 2048 tokens. A number: calls of at least that many. False: none. "auto":
+            long calls of tested families with their own plan, `fuse` and no `weights`; for eager calls the limit is
+            higher than for calls that an engine replays from a graph.
+        partial: whether to accept a model whose own plan splits no layer, or only the head.
         mesh: a DeviceMesh of `("pp", "tp")` or `("dp", "tp")` for several hosts; "tp" is the context's group.
 
     Returns:

@@ -142,8 +142,8 @@ def at_level(split: Split, level: Level, sequence_parallel: bool | int | str) ->
             )
     if split.shares_tokens and sequence_parallel != "auto":
         raise ArgumentError(
-            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with {kept}, for one rank shares no"
-            " tokens"
+            f"sequence_parallel is {sequence_parallel!r}: expected 'auto' or False with {kept}, because one rank"
+            " cannot share tokens"
         )
     return replace(split, shares_tokens=False, by_groups=False)
 

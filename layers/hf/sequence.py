@@ -235,8 +235,8 @@ def check(model: nn.Module, styles: dict[str, str]) -> None:
         alike = len({(linear.bias is None, linear.weight.dtype, linear.in_features) for linear in linears}) == 1
         if len(children) < 2 or used is None or used[1] != set(children) or not alike:
             raise StyleError(
-                f"{parent}'s forward does not use its input for {', '.join(children)} alone: sequence parallel hands"
-                " it their product in its place"
+                f"{parent}'s forward does not use its input for {', '.join(children)} alone: sequence parallel passes"
+                " their product to the forward instead of the input"
             )
         if "q_proj" in children and "position_embeddings" not in inspect.signature(forward).parameters:
             raise StyleError(f"{parent} takes no position_embeddings: sequence parallel reads the length off them")

@@ -194,7 +194,7 @@ def _check(name: str, styles: dict[str, str], modules: dict[str, Any]) -> None:
     known = SPLIT | WHOLE | EXPERTS | set(PARAMETERS) | {RECURRENT}
     if style not in known:
         reason = f": {REFUSED[style]}" if style in REFUSED else f": expected one of {sorted(known)}"
-        raise StyleError(f"style {style!r} of {name} is not served{reason}")
+        raise StyleError(f"style {style!r} of {name} is not supported{reason}")
     if style in EXPERTS if name in modules else is_of_experts(name, styles):
         return
     if style == RECURRENT and name in modules:
@@ -281,17 +281,17 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, A
         if is_hooked(modules[name]):
             raise StyleError(
                 f"{name} has a hook or its own forward, which would be lost: expected none before the split, after"
-                " which a hook sees this rank's part"
+                " which hooks see this rank's part"
             )
         if modules[name] is head and styles[name] in COLUMN | PACKED:
             raise StyleError(
-                f"{name} has style {styles[name]!r}, by which each rank has the logits of its words only: expected"
+                f"{name} has style {styles[name]!r}, with which each rank has only its part of the logits: expected"
                 " 'colwise_gather_output'"
             )
         if id(modules[name]) in listed:
             raise StyleError(
-                f"{name} is held in a list, a tuple or a dict of a module too, which would go on calling it whole:"
-                " expected as its only place that of a child"
+                f"{name} is held also in a list, tuple or dict of a module, which would still call the unsplit one:"
+                " expected only as a child of its parent"
             )
         if holders[id(modules[name])] > 1:
             raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
@@ -351,7 +351,7 @@ def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automat
                 if styles[name] in COLUMN and modules[name].weight.shape == modules[other].weight.shape:
                     raise StyleError(
                         f"{name} has style {styles[name]!r} and {other}, of the same sizes, stays whole: expected"
-                        " both split, for their outputs meet"
+                        " both split, because their outputs are combined"
                     )
 
 

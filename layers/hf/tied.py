@@ -57,7 +57,7 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
         assert registered is not None
         given = list(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if part not in (None, 0):
-            raise ArgumentError(f"part is {part!r}: expected None or 0, for the head has one output")
+            raise ArgumentError(f"part is {part!r}: expected None or 0, because the head has one output")
         if given != [self.out_features, self.in_features]:
             raise ShapeError(
                 f"source of weight has shape {given}: expected {[self.out_features, self.in_features]}, the unsplit"

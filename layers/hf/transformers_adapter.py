@@ -59,7 +59,7 @@ def _registry() -> Any:
     try:
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES as registry
     except ImportError as error:
-        raise PlatformError(f"transformers' tensor parallelism is not there: {error}") from None
+        raise PlatformError(f"transformers' tensor parallelism is missing: {error}") from None
     if not hasattr(registry["rowwise"], "install_forward"):
         import transformers
 

@@ -65,7 +65,7 @@ class Part:
 
         Raises `ArgumentError` for an option that is not supported between stages.
         """
-        options = options.with_whole_rows("where mesh has a 'pp', for all tokens cross the border of a stage")
+        options = options.with_whole_rows("where mesh has a 'pp', because all tokens cross the border of a stage")
         plan, keep = options.plan, options.filter_fn
         if isinstance(plan, dict):
             styles = {self._pattern(name): style for name, style in plan.items()}
@@ -123,7 +123,7 @@ def check_stages(model: Any, stages: int) -> str:
         raise ArgumentError(f"model is a {name}: expected a Hugging Face language model where mesh has a 'pp'")
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
-        raise StyleError(f"a {name} is no chain of layers from tokens to logits: expected a text decoder with a 'pp'")
+        raise StyleError(f"a {name} is not one chain from tokens to logits: expected a text decoder with a 'pp'")
     if getattr(config, "num_kv_shared_layers", 0):
         raise StyleError(f"layers of a {name} share keys and values, so they must be on one stage")
     count = int(text.num_hidden_layers)

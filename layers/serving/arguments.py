@@ -140,7 +140,7 @@ def checked_graphs(graphs: bool | None, device: torch.device, over_hosts: bool) 
     if graphs is None:
         return device.type == "cuda" and not over_hosts
     if graphs and over_hosts:
-        raise ArgumentError("graphs is True, and ctx was made with across: expected False, its sums cross hosts")
+        raise ArgumentError("graphs is True, and ctx was made with across: expected False, because sums cross hosts")
     if graphs and device.type != "cuda":
         raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
     return graphs

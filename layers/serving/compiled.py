@@ -288,6 +288,6 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
             if indices == [{index} for index in range(count)] and not any("forward" in vars(each) for each in stack):
                 return list(stack)
     raise ArgumentError(
-        f"compile is set for a {type(model).__name__}: expected False, for it has no list of {count} decoder layers"
+        f"compile is set for a {type(model).__name__}: expected False, because it has no list of {count} decoder layers"
         " with one index each"
     )

@@ -120,7 +120,7 @@ class Engine:
         compare(ctx, "Engine", batch_size=batch_size, max_length=max_length, prompt_graphs=prompt_graphs, **options)
         if cache is not None and not is_compatible(cache, shape_of(model, ctx.num_ranks), batch_size, max_length):
             raise ArgumentError(
-                f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with a like model"
+                f"cache is a {type(cache).__name__}: expected that of an engine of the same sizes, with an equal model"
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         check_no_autocast(device.type)
@@ -174,7 +174,7 @@ class Engine:
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt. Collective; every rank returns the same.
 
-        Ranks compare their arguments. Another thread than the context's may call it.
+        The ranks compare their arguments. A thread other than the context's may call it.
 
         Args:
             prompts: token ids, [batch, length] or lists of different lengths.
@@ -241,7 +241,7 @@ class Engine:
 
     @untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Do what `prefill` does, eagerly and without padding to another length, so rounding may differ."""
+        """Read prompts as `prefill` does, but eagerly and without padding to another length, so rounding may differ."""
         self._check_prompts(prompts, mask)
         return self._first(self._read, prompts, mask)
 
@@ -289,21 +289,21 @@ class Engine:
     def _check_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None) -> None:
         check_no_autocast(self.tokens.device.type)
         if self.cache.holder is not None:
-            raise ArgumentError("prompts come after others in the engine's cache: expected reset() before them")
+            raise ArgumentError("the engine's cache still holds earlier prompts: expected reset() first")
         compare(self.ctx, "Engine", prompts=prompts, mask=mask)
         check_prompts(self.model, prompts, mask, self.batch_size, self.max_length, self.tokens.device)
 
     @untracked
     def accept(self, logits: torch.Tensor) -> None:
-        """Choose the next token of each row by its `logits`, those of `prefill` or others of their shape.
+        """Choose the next token of each row by its `logits`: the result of `prefill`, or others of the same shape.
 
-        Raises `ArgumentError` for another shape or device, and where no prompts have been read since the last `reset`.
+        Raises `ArgumentError` for another shape or device, and if no prompts have been read since the last `reset`.
         """
         check_logits(logits, self._expect_prompts(), self.tokens.device)
         compare(self.ctx, "Engine.accept", logits=logits)
         if self._generated == self.max_length:
             raise ArgumentError(
-                f"the engine has generated {self._generated} tokens, its max_length: expected reset(), and prompts anew"
+                f"the engine has generated {self._generated} tokens, its max_length: expected reset() and new prompts"
             )
         self._generated += 1
         self._accept(logits)
@@ -317,7 +317,7 @@ class Engine:
     def decode(self, steps: int = 1) -> None:
         """Generate `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        Raises `ArgumentError` without prompts since the last `reset`, and where the steps exceed `max_length`.
+        Raises `ArgumentError` if no prompts were read since the last `reset`, or if rows would exceed `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
@@ -368,7 +368,7 @@ class Engine:
         if self._shape is None:
             raise ArgumentError("the engine holds no prompts: expected prefill() or read() since the last reset()")
         if self.cache.holder is not self.tokens:
-            raise ArgumentError("another engine has used the cache that both share: expected reset(), and prompts anew")
+            raise ArgumentError("another engine has overwritten the shared cache: expected reset() and new prompts")
         return self._shape
 
     def _logits(

@@ -140,7 +140,7 @@ def _check_filled(model: Any, cache: Any) -> None:
         if type(layer).__name__ != "DummyLayer"  # which holds nothing, though marked as initialized
     )
     if not any(filled):
-        raise ArgumentError(f"{type(model).__name__} keeps nothing in the cache that it is given: {_INSTEAD}")
+        raise ArgumentError(f"{type(model).__name__} stores nothing in the cache that it receives: {_INSTEAD}")
 
 
 def keeps_any_logits(model: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from iris.launch import ahead
 from iris_ops.local.skinny_matmul import skinny_matmul
+from iris_ops.planning.epilogues import GATE
 import torch
 import torch.distributed as dist
 
@@ -90,7 +91,7 @@ class Preparation:
                 for width in self._widths:
                     skinny_matmul(scaled, _without_memory(weight, (width, weight.shape[0])), squares=squares, eps=_EPS)
                 gates = _without_memory(weight, (2 * weight.shape[1], weight.shape[0]))  # if this is a gated MLP's
-                skinny_matmul(scaled, gates, gated=True, squares=squares, eps=_EPS)
+                skinny_matmul(scaled, gates, epilogue=GATE.name, squares=squares, eps=_EPS)
 
     def _inputs(self, rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         A, residual = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])

@@ -24,6 +24,7 @@ import operator
 from typing import Any
 
 from iris.ccl.norm import MAX_COLUMNS
+from iris_ops.planning.epilogues import GATE
 import torch
 from torch import fx
 from torch.nn import functional as F
@@ -207,8 +208,8 @@ def _fuse_norm(graph: fx.Graph, site: Site, norm: Norm, product: tuple[Node, Nod
             weight, gate = user.args[1].args[0], _gate(user)
             end = gate.result if gate else user
             new = _call(
-                graph, end, torch.ops.iris_ops.skinny_matmul.default, scaled, weight, None, None, gate is not None,
-                squares, norm.eps,
+                graph, end, torch.ops.iris_ops.skinny_matmul.default, scaled, weight, None, None,
+                GATE.name if gate else "", squares, norm.eps,
             )  # fmt: skip
             end.replace_all_uses_with(new)
             for node in (*reversed(gate.nodes), user) if gate else (user,):

@@ -11,8 +11,14 @@ from .device import DEVICE
 def sizes_of_every_kind():
     ctx = iris.iris(1 << 20)
     size = (2, 3)
-    for made in (ctx.zeros(2, 3), ctx.zeros(size), ctx.zeros([2, 3]), ctx.zeros((size,)), ctx.zeros(torch.Size(size))):
-        assert made.shape == size and not made.any()
+    for result in (
+        ctx.zeros(2, 3),
+        ctx.zeros(size),
+        ctx.zeros([2, 3]),
+        ctx.zeros((size,)),
+        ctx.zeros(torch.Size(size)),
+    ):
+        assert result.shape == size and not result.any()
     assert ctx.ones(np.int64(4), np.int64(2)).shape == (4, 2)
     for nested in ((size,), [size], (np.int64(2), np.int32(3))):
         assert ctx.full(nested, 4).shape == ctx.randint(0, 9, nested).shape == ctx.rand(nested).shape == size

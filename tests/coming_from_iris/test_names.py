@@ -19,7 +19,8 @@ from iris_ops.ops import Ops
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-iris.md"
-ROW = re.compile(r"^\| `([\w.]+)(?:\(([^)]*)\))?` \| (same|alias: `[\w.]+`|different: .+|AMD's own) \|$", re.MULTILINE)
+HERE = r"same|alias: `[\w.]+`|different: .+|not provided"
+ROW = re.compile(rf"^\| `([\w.]+)(?:\(([^)]*)\))?` \| ({HERE}) \|$", re.MULTILINE)
 ROWS = [(name, given, here) for name, given, here in ROW.findall(PAGE.read_text())]
 ROOTS = {
     "ctx.ccl.": Collectives,
@@ -34,7 +35,7 @@ CONSTRUCTORS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "a
 MISSING = object()
 
 
-def _found(name: str) -> Any:
+def _value(name: str) -> Any:
     for prefix, root in ROOTS.items():
         if name.startswith(prefix):
             return inspect.getattr_static(root, name.removeprefix(prefix), MISSING)
@@ -62,19 +63,19 @@ def test_the_page_has_rows_of_every_part():
 
 
 def _check(name: str, given: str, here: str) -> None:
-    """Raises where the library has a name that the page calls AMD's own, lacks another, or has other parameters."""
-    found = _found(name)
+    """Raises where the library has a name that the page calls not provided, lacks another, or has other parameters."""
+    actual = _value(name)
     owner, _, field = name.rpartition(".")
     config = {"iris.ccl.Config": Config, "iris.ops.FusedConfig": FusedConfig}.get(owner)
-    if here == "AMD's own":
-        assert found is MISSING
+    if here == "not provided":
+        assert actual is MISSING
         if config is not None:
             assert field in config.unused
         elif owner == "iris":
             with pytest.raises(AttributeError, match="expected .* here .docs/guides/coming-from-iris.md"):
                 getattr(iris, field)
         return
-    assert found is not MISSING
+    assert actual is not MISSING
     if config is not None and not given:
         own = config.aliases.get(field, field)
         assert own in config.__dataclass_fields__
@@ -83,7 +84,7 @@ def _check(name: str, given: str, here: str) -> None:
     if owner == "ctx" and field in CONSTRUCTORS:
         return
     if given:
-        assert set(given.split(", ")) <= _parameters(found)
+        assert set(given.split(", ")) <= _parameters(actual)
 
 
 @pytest.mark.parametrize("name, given, here", ROWS, ids=[name for name, _, _ in ROWS])

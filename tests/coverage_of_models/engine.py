@@ -66,33 +66,33 @@ def _answer(engine: layers.Engine, rows: list[list[int]]) -> tuple[list[list[int
     engine.accept(logits[0])
     while len(logits) < NEW:
         logits.append(engine.step())
-    made = engine.output[:, :NEW].tolist()
-    return made, torch.stack([each.cpu() for each in logits])
+    generated = engine.output[:, :NEW].tolist()
+    return generated, torch.stack([each.cpu() for each in logits])
 
 
 @torch.no_grad()
 def stepped(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch.Tensor:
     """As `expected`, by steps over a cache of transformers' own."""
-    found, name = [], cache_name(model)
+    logits_of_steps, name = [], cache_name(model)
     for row, more in zip(rows, words, strict=True):
         result = model(torch.tensor([row]), use_cache=True)
         logits = [result.logits[0, -1]]
         for word in more[: NEW - 1]:
             result = model(torch.tensor([[word]]), use_cache=True, **{name: result[name]})
             logits.append(result.logits[0, -1])
-        found.append(torch.stack(logits))
-    return torch.stack(found, dim=1)
+        logits_of_steps.append(torch.stack(logits))
+    return torch.stack(logits_of_steps, dim=1)
 
 
 @torch.no_grad()
 def expected(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch.Tensor:
     """Logits [NEW, rows, vocabulary] of the unsplit model for the same words, each by a call on all before it."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
-    found = []
+    logits_of_steps = []
     for row, more in zip(rows, words, strict=True):
-        known = [torch.tensor([row + more[:made]]) for made in range(NEW)]
-        found.append(torch.stack([model(each, **options).logits[0, -1] for each in known]))
-    return torch.stack(found, dim=1)
+        known = [torch.tensor([row + more[:generated]]) for generated in range(NEW)]
+        logits_of_steps.append(torch.stack([model(each, **options).logits[0, -1] for each in known]))
+    return torch.stack(logits_of_steps, dim=1)
 
 
 def judge(model_type: str, outcomes: list[Served], others: Mapping[str, Any] = NONE) -> str:

@@ -26,13 +26,12 @@ _PART = r"(<!-- {} -->\n).*?(<!-- end -->)"
 def render(page: str, results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
     """Return `page` with the rows of `results`, by type, between its marks."""
     counts = Counter(row["outcome"] for row in results.values())
-    found = " | ".join(str(counts.get(key, 0)) for key in ("split", "refused", "untried", "wrong"))
+    counted = " | ".join(str(counts.get(key, 0)) for key in ("split", "refused", "untried", "wrong"))
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("transformers", "torch"))
     over = " and ".join(map(str, ranks)) + " ranks"
     measured = f"Measured with {versions}, {over}, on CPUs in Triton's interpreter.\n\n"
-    measured += (
-        f"| of {len(results)} types | split | refused | not tried | wrong |\n|---|---:|---:|---:|---:|\n| | {found} |\n"
-    )
+    measured += f"| of {len(results)} types | split | refused | not tried | wrong |\n|---|---:|---:|---:|---:|\n"
+    measured += f"| | {counted} |\n"
     split = [_split_line(name, row) for name, row in sorted(results.items()) if row["outcome"] == "split"]
     columns = ["| type | split | plan | engine | formats | note |", "|---|---:|---|---|---|---|"]
     parts = {"measured": measured, "split": "\n".join([*columns, *split]) + "\n", "others": ""}
@@ -49,10 +48,10 @@ def updated(page: str, results: dict[str, dict[str, Any]]) -> str:
     """`page` with other rows for the types in `results`, all of which it has as split ones."""
     lines = page.splitlines(keepends=True)
     for name, row in results.items():
-        found = [i for i, line in enumerate(lines) if re.match(rf"\| {re.escape(name)} \| \d+ % \| (own|built)", line)]
-        if row["outcome"] != "split" or len(found) != 1:
-            raise ValueError(f"{name} is {row['outcome']}, and the page has {len(found)} rows of it: make all of it")
-        lines[found[0]] = _split_line(name, row) + "\n"
+        places = [i for i, line in enumerate(lines) if re.match(rf"\| {re.escape(name)} \| \d+ % \| (own|built)", line)]
+        if row["outcome"] != "split" or len(places) != 1:
+            raise ValueError(f"{name} is {row['outcome']}, and the page has {len(places)} rows of it: make all of it")
+        lines[places[0]] = _split_line(name, row) + "\n"
     return "".join(lines)
 
 

@@ -60,7 +60,7 @@ def test_layers_over_two_hosts(inside: int) -> None:
 
 
 def _in_memory(rank: int, world_size: int, inside: int, names: tuple[str, ...]) -> list[Any]:
-    mesh, found = _mesh(world_size, inside), []
+    mesh, tokens = _mesh(world_size, inside), []
     with iris.iris(1 << 26, group=mesh["tp"], across=mesh["hosts"]) as ctx:
         for name in names:
             model = models.build(name)
@@ -73,9 +73,9 @@ def _in_memory(rank: int, world_size: int, inside: int, names: tuple[str, ...]) 
                 engine = layers.Engine(model, ctx, batch_size=2, max_length=32, compile=compile)
                 assert engine.generate(models.prompt(), models.NEW) == new, (name, compile)
             torch.manual_seed(rank)  # rank 0's counts
-            found.append(models.generate(model, do_sample=True, temperature=1.5).tolist())
-            found.append(engine.generate(models.prompt(), models.NEW, temperature=1.5))
-    return found
+            tokens.append(models.generate(model, do_sample=True, temperature=1.5).tolist())
+            tokens.append(engine.generate(models.prompt(), models.NEW, temperature=1.5))
+    return tokens
 
 
 @pytest.mark.parametrize(

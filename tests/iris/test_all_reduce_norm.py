@@ -68,8 +68,8 @@ def random_calls(ctx: iris.Iris, dtype: torch.dtype, two_shot: bool) -> torch.Te
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", STEPS)
 def test_matches_float64(world: int, dtype: torch.dtype) -> None:
-    found = run_ranks(world, random_calls, dtype, False)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    actual = run_ranks(world, random_calls, dtype, False)
+    assert all(torch.equal(actual[0], other) for other in actual[1:])
 
 
 def test_two_shot_gives_the_bits_of_one_shot() -> None:

@@ -24,9 +24,9 @@ def calls(ctx: iris.Iris, held: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """List calls that allocate, free or wait, each with its error message."""
     A, B = torch.ones(64, 32), torch.ones(32, 64)
     return {
-        "is to be allocated on the heap": lambda: ctx.zeros(10),
+        "cannot be allocated on the heap": lambda: ctx.zeros(10),
         "empty_ragged": lambda: ctx.empty_ragged(3),
-        r"free\(\) is called": lambda: ctx.free(held),
+        r"free\(\) cannot be called": lambda: ctx.free(held),
         "memory_pool": lambda: ctx.memory_pool().__enter__(),
         r"barrier\(\) waits on the host": lambda: ctx.barrier(),
         "device_barrier": lambda: ctx.device_barrier(),

@@ -24,10 +24,10 @@ def sums_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
             inp[place] = row
             out = torch.empty_like(inp)
             ctx.ccl.all_reduce(out, inp, config=Config(all_reduce_variant=variant, protocol=protocol))
-            found = out[place].view(torch.uint8).clone()
-            first = found if first is None else first
-            if not torch.equal(found, first):
-                messages.append(f"{variant} by {protocol}, {M} rows: {int((found != first).sum())} bytes differ")
+            actual = out[place].view(torch.uint8).clone()
+            first = actual if first is None else first
+            if not torch.equal(actual, first):
+                messages.append(f"{variant} by {protocol}, {M} rows: {int((actual != first).sum())} bytes differ")
     scattered = torch.empty(1, 200, dtype=dtype, device=ctx.device)
     ctx.ccl.reduce_scatter(scattered, row.expand(ctx.num_ranks, 200).contiguous())
     if not torch.equal(scattered[0].view(torch.uint8), first):
@@ -39,4 +39,4 @@ def sums_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.some(2)
 def test_sums_have_the_same_bits_by_any_way(world_size, dtype):
-    assert not any(found := run_ranks(world_size, sums_body, dtype)), found
+    assert not any(actual := run_ranks(world_size, sums_body, dtype)), actual

@@ -170,13 +170,13 @@ def parts(ctx: iris.Iris) -> None:
     rank, world = ctx.cur_rank, ctx.num_ranks
     part = ctx.empty_ragged(19 - rank, 16, dtype=torch.int32)
     assert part.shape == (19 - rank, 16) and part.dtype == torch.int32 and ctx.is_symmetric(part)
-    behind = ctx.full((4,), rank)
+    after = ctx.full((4,), rank)
     part.fill_(rank)
     ctx.barrier()
-    theirs = ctx.peer_view(behind, (rank + 1) % world)
+    theirs = ctx.peer_view(after, (rank + 1) % world)
     assert (theirs == (rank + 1) % world).all(), "what comes behind lies at the same place"
     ctx.barrier()
-    ctx.free(part, behind)
+    ctx.free(part, after)
     assert ctx.empty_ragged((rank, 3)).shape == (rank, 3)
     with pytest.raises(ArgumentError, match=rf"rank {world - 1}: .*negative"):
         ctx.empty_ragged(-1 if rank == world - 1 else 4)

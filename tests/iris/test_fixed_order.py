@@ -20,8 +20,8 @@ def test_a_row_has_the_same_bits_in_any_place(N, K):
         first = int(random.integers(0, 300 - M + 1))
         others = np.full((300, K), np.nan, np.float32)  # what is in other rows is nobody's affair
         others[first : first + M] = a[first : first + M]
-        for found in (fixed_order.product(a[first : first + M], b), fixed_order.product(others, b)[first : first + M]):
-            assert found.tobytes() == whole[first : first + M].tobytes()
+        for actual in (fixed_order.product(a[first : first + M], b), fixed_order.product(others, b)[first : first + M]):
+            assert actual.tobytes() == whole[first : first + M].tobytes()
 
 
 @pytest.mark.parametrize(("N", "K"), SIZES)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="of the interpreter")
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of tests run like a user's, and like the library's."""
     if request.param:
-        found = Fast(frozenset({"tests"}))
-        monkeypatch.setattr(launching, "fast", lambda: found)
+        actual = Fast(frozenset({"tests"}))
+        monkeypatch.setattr(launching, "fast", lambda: actual)
 
 
 def test_types_that_were_made_before_are_those_asked_for() -> None:
@@ -30,14 +30,14 @@ def test_types_that_were_made_before_are_those_asked_for() -> None:
         for kind in kinds:
             for shape in ([16], [2, 8], [core.constexpr(16)], [8, 2]):
                 sizes = [getattr(size, "value", size) for size in shape]
-                made = core.block_type(kind, shape)
-                assert made.element_ty is kind and list(made.shape) == sizes and made.numel == 16
+                result = core.block_type(kind, shape)
+                assert result.element_ty is kind and list(result.shape) == sizes and result.numel == 16
                 for other in kinds:
-                    assert made.with_element_ty(other) == core.block_type(other, shape)
-                    assert (made == core.block_type(other, shape)) == (kind is other)
-                value = core.tensor(None, made)
+                    assert result.with_element_ty(other) == core.block_type(other, shape)
+                    assert (result == core.block_type(other, shape)) == (kind is other)
+                value = core.tensor(None, result)
                 assert [size.value for size in value.shape] == sizes and value.numel.value == 16
-                assert value.type == made and value.dtype == kind
+                assert value.type == result and value.dtype == kind
             alone = core.tensor(1, kind)
             assert alone.handle == 1 and alone.dtype == kind and not list(alone.shape) and alone.numel.value == 1
     with pytest.raises(TypeError):

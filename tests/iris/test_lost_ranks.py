@@ -165,7 +165,7 @@ def test_who_gives_up_on_a_rank_tells_the_others(tmp_path: Path) -> None:
     first, victim, other = (end.result for end in ended)
     assert first.startswith(f"rank 0 lost rank {VICTIM} before between two: {reason}. ")
     assert other.startswith(f"rank 2 lost rank {VICTIM} before mine: {reason}, as rank 0 found. ")
-    assert victim.startswith(f"rank {VICTIM} comes too late to mine: rank 0 has given up on it. ")
+    assert victim.startswith(f"rank {VICTIM} reached mine too late: rank 0 had stopped waiting for it. ")
 
 
 PLACES = {

@@ -76,7 +76,9 @@ def test_the_environment_names_a_file_or_the_data_sheet(cache: Path, monkeypatch
     with pytest.raises(PlatformError, match="IRIS_RATES is 'data-sheet', which ignores measured rates; unset it"):
         rates.check_writable(H200.name)
     monkeypatch.setenv(rates.ENV_RATES, str(cache / "mine.json"))
-    with pytest.raises(PlatformError, match=r"IRIS_RATES is '.*mine.json', which is no file; expected one, or 'data"):
+    with pytest.raises(
+        PlatformError, match=r"IRIS_RATES is '.*mine.json', which is not a file; expected one, or 'data"
+    ):
         calibrated(H200)
     rates.write(table(hbm_gbs=2000.0))
     assert calibrated(H200).hbm_gbs == 2000.0 and (cache / "mine.json").is_file()
@@ -87,8 +89,8 @@ def changed(**fields: object) -> Callable[[dict], object]:
 
 
 MALFORMED = {
-    "no JSON": (lambda content: "{", "it is no JSON"),
-    "empty": (lambda content: "", "it is no JSON"),
+    "no JSON": (lambda content: "{", "it is not JSON"),
+    "empty": (lambda content: "", "it is not JSON"),
     "a list": (lambda content: [content], "it holds list, expected an object"),
     "another format": (changed(format=0), "its format is 0, expected 1: another version wrote it"),
     "no format": (lambda content: {k: v for k, v in content.items() if k != "format"}, "its format is None"),

@@ -57,5 +57,5 @@ def test_versions_may_be_missing() -> None:
 @pytest.mark.parametrize("reported", [{"path": "/tmp/a\0b/socket"}, {"path": "/tmp/\ud800/socket"}])
 def test_a_socket_that_is_none_is_refused(reported: dict) -> None:
     alone = channel.Channel(dist.HashStore(), "here", 0, 1, 5.0, lambda: False)
-    with pytest.raises(PlatformError, match="what rank 1 wrote about its socket is invalid: "):
+    with pytest.raises(PlatformError, match="rank 1's entry about its socket is invalid: "):
         alone._dial(1, OWN | reported, time.monotonic() + 1)

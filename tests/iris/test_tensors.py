@@ -58,24 +58,24 @@ def _same_as_torch(ctx, name, args, keywords):
     outside = torch.get_rng_state()
     if ctx.device.type == "cuda":
         outside = torch.cuda.get_rng_state()
-    made = getattr(ctx, name)(*args, **keywords)
+    result = getattr(ctx, name)(*args, **keywords)
     torch.cuda.set_rng_state(outside) if ctx.device.type == "cuda" else torch.set_rng_state(outside)
     theirs = getattr(torch, name)(*args, device=ctx.device, **keywords)
-    assert made.dtype == theirs.dtype and made.shape == theirs.shape and made.stride() == theirs.stride()
-    assert made.requires_grad == theirs.requires_grad and made.is_leaf
-    assert made.device == ctx.device and ctx.is_symmetric(made)
+    assert result.dtype == theirs.dtype and result.shape == theirs.shape and result.stride() == theirs.stride()
+    assert result.requires_grad == theirs.requires_grad and result.is_leaf
+    assert result.device == ctx.device and ctx.is_symmetric(result)
     if name != "empty":
-        assert torch.equal(made, theirs), (made, theirs)
+        assert torch.equal(result, theirs), (result, theirs)
     # the same values into `out`
     if "memory_format" not in keywords:
-        out = torch.zeros_like(made, requires_grad=False)
+        out = torch.zeros_like(result, requires_grad=False)
         onto = ctx.empty(out.shape, dtype=out.dtype)
         torch.cuda.set_rng_state(outside) if ctx.device.type == "cuda" else torch.set_rng_state(outside)
         used = ctx.heap.used
         assert getattr(ctx, name)(*args, out=onto, **keywords) is onto
         assert ctx.heap.used == used
-        assert onto.requires_grad == made.requires_grad
-        assert name == "empty" or torch.equal(onto, made)
+        assert onto.requires_grad == result.requires_grad
+        assert name == "empty" or torch.equal(onto, result)
 
 
 def _all_calls(ctx):
@@ -117,13 +117,13 @@ def _zeros_like(ctx):
     for like in (base, base.t(), base[::2, 1:3], base.bfloat16(), base.expand(3, 4, 6), torch.tensor(3)):
         for keywords in ({}, {"dtype": torch.int32}, {"memory_format": torch.contiguous_format}):
             theirs = torch.zeros_like(like, **keywords)
-            made = ctx.zeros_like(like, **keywords)
+            result = ctx.zeros_like(like, **keywords)
             assert (
-                made.stride() == theirs.stride()
-                and made.dtype == theirs.dtype
-                and torch.equal(made.cpu(), theirs.cpu())
+                result.stride() == theirs.stride()
+                and result.dtype == theirs.dtype
+                and torch.equal(result.cpu(), theirs.cpu())
             )
-            assert ctx.is_symmetric(made)
+            assert ctx.is_symmetric(result)
 
 
 @pytest.mark.parametrize("world_size", WORLDS[:1])

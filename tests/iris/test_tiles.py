@@ -23,9 +23,9 @@ BF16 = torch.bfloat16
 
 
 def _inputs(dtype, call, rank, *shape):
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + rank)).to(dtype)
-    made.view(-1)[:2] = torch.tensor([float("inf"), float("nan")])
-    return made
+    tile = torch.randn(shape, generator=torch.Generator().manual_seed(100 * call + rank)).to(dtype)
+    tile.view(-1)[:2] = torch.tensor([float("inf"), float("nan")])
+    return tile
 
 
 def _of_all(ctx, dtype, call, *shape):
@@ -36,7 +36,7 @@ def _of_all(ctx, dtype, call, *shape):
 def _sums(ctx, dtype, count, flat, two_shot):
     space = ctx.ccl.tile_space(count, M * N, dtype)
     out = torch.full((count, M, N), 7.0, device=ctx.device)
-    found = []
+    actual = []
     for call in range(5):
         inputs = _of_all(ctx, dtype, call, count, M, N)
         tile_reduce_kernel[(min(2, count),)](
@@ -49,10 +49,10 @@ def _sums(ctx, dtype, count, flat, two_shot):
             want = want.to(dtype).double() if dtype != torch.float32 else want
         rtol = torch.finfo(dtype).eps if two_shot else 1e-6
         torch.testing.assert_close(out.double(), want, rtol=rtol, atol=1e-6, equal_nan=True)
-        found.append(out.cpu().view(torch.int32).clone())
+        actual.append(out.cpu().view(torch.int32).clone())
     ctx.barrier()
     assert (space[64:] == -1).all(), "a value was left behind"
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 @pytest.mark.some(4)

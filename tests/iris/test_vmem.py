@@ -85,9 +85,9 @@ def _grow_and_trim(ctx):
         assert mapped(heap) == 2 * CHUNK  # at the low end and at the high end
         large = heap.zeros(200 * MIB // 4, dtype=torch.int32)  # crosses from the first chunk into a new one
         assert mapped(heap) == 5 * CHUNK
-        behind = heap.zeros(CHUNK // 4, dtype=torch.int32)
+        later = heap.zeros(CHUNK // 4, dtype=torch.int32)
         exchange_through(heap, large)
-        exchange_through(heap, behind)
+        exchange_through(heap, later)
         whole, place = mapped(heap), large.data_ptr()
         if ON_GPU:
             assert free_before - torch.cuda.mem_get_info()[0] >= whole
@@ -101,20 +101,20 @@ def _grow_and_trim(ctx):
         assert returned == 2 * CHUNK and mapped(heap) == whole - returned  # those between `small` and `behind`
         assert heap.trim() == 0
         assert (small == 1).all()
-        exchange_through(heap, behind)  # the chunk behind the gap is still there
+        exchange_through(heap, later)  # the chunk behind the gap is still there
         again = heap.zeros(200 * MIB // 4, dtype=torch.int32)
         assert again.data_ptr() == place and mapped(heap) == whole
         exchange_through(heap, again)
         assert (heap.empty(3 * CHUNK, dtype=torch.uint8)[CHUNK:] == 0).all()  # memory is zeroed when it comes
         with pytest.raises(errors.HeapExhausted, match="of them together. Make the heap larger"):
             heap.empty(1 << 40, dtype=torch.uint8)
-        return [t.data_ptr() - heap.heap.base for t in (small, again, behind)]
+        return [t.data_ptr() - heap.heap.base for t in (small, again, later)]
 
 
 @pytest.mark.parametrize("world_size", FEW)
 def test_a_heap_grows_by_chunks_and_gives_them_back(world_size):
     offsets = run_ranks(world_size, _grow_and_trim)
-    assert all(found == offsets[0] for found in offsets)
+    assert all(actual == offsets[0] for actual in offsets)
 
 
 def _freed_memory_is_reused(ctx):
@@ -206,12 +206,12 @@ def _pool(ctx, allocator):
             y = layer(x)
             y.sum().backward()
             large = torch.zeros(30 * MIB // 4, dtype=torch.int32, device=ctx.device)
-            made = torch.tensor([1, 2, 3], device=ctx.device)
+            output = torch.tensor([1, 2, 3], device=ctx.device)
             view = large[5:100].view(5, 19)
-        for tensor in (layer.weight, layer.bias, x, y, large, made, view):
+        for tensor in (layer.weight, layer.bias, x, y, large, output, view):
             assert heap.is_symmetric(tensor), tensor.shape
         assert ON_GPU or heap.is_symmetric(layer.weight.grad)  # torch's backward has a thread for each GPU
-        assert isinstance(layer.weight, torch.nn.Parameter) and made.tolist() == [1, 2, 3]
+        assert isinstance(layer.weight, torch.nn.Parameter) and output.tolist() == [1, 2, 3]
         expected = x.cpu().double() @ layer.weight.detach().cpu().double().t() + layer.bias.detach().cpu().double()
         torch.testing.assert_close(y.detach().cpu().double(), expected, rtol=1e-2, atol=1e-2)
         assert not heap.is_symmetric(torch.zeros(3, device=ctx.device))
@@ -223,7 +223,7 @@ def _pool(ctx, allocator):
                 heap.free(large)
         with heap.memory_pool():
             assert heap.is_symmetric(torch.ones(4, device=ctx.device) + 1)
-        offsets = [t.data_ptr() - heap.heap.base for t in (layer.weight, x, y, large, made)]
+        offsets = [t.data_ptr() - heap.heap.base for t in (layer.weight, x, y, large, output)]
         with pytest.raises(errors.HeapExhausted, match="Make the heap larger"):
             with heap.memory_pool():
                 torch.empty(1 << 30, dtype=torch.uint8, device=ctx.device)
@@ -244,7 +244,7 @@ def _pool(ctx, allocator):
 @pytest.mark.parametrize("world_size", FEW)
 def test_what_torch_allocates_in_the_pool_lies_on_the_heap(world_size, allocator):
     offsets = run_ranks(world_size, _pool, allocator)
-    assert all(found == offsets[0] for found in offsets)
+    assert all(actual == offsets[0] for actual in offsets)
 
 
 # --- everything else on such a heap ----------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _rma_and_ops(ctx, cases):
         heap.free(heap.empty(100 * MIB, dtype=torch.uint8))
         heap.trim()
         test_rma._moves(heap, torch.bfloat16)
-        found = check_cases(heap, cases)
+        actual = check_cases(heap, cases)
         with heap.memory_pool():
             out = torch.empty(64, 48, dtype=torch.float32, device=ctx.device)
         a = torch.full((64, 32), ctx.cur_rank + 1.0, device=ctx.device)
@@ -263,7 +263,7 @@ def _rma_and_ops(ctx, cases):
         heap.ops.matmul_all_reduce(out, a, b)
         total = sum(range(1, ctx.num_ranks + 1))
         assert (out[:, :32] == total).all() and (out[:, 32:] == 0).all()
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])

@@ -11,7 +11,7 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris.launch import relaunch
 from iris_ops import FusedConfig, steps, torch_ops  # noqa: F401
 from iris_ops.kernels.hopper import gather_matmul  # noqa: F401
-from iris_ops.local import gated_matmul, gating  # noqa: F401
+from iris_ops.local import gated_matmul  # noqa: F401
 from iris_ops.planning.operations import GATED
 from iris_ops.problem import part_of
 import pytest

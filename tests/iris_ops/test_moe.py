@@ -7,7 +7,7 @@ import hashlib
 
 import iris
 from iris_ops import FusedConfig
-from iris_ops.moe.activation import Activation
+from iris_ops.activation import Activation
 from iris_ops.planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
 import pytest

@@ -202,7 +202,7 @@ def instruction(problem: Problem, config: FusedConfig, name: str) -> object:
     """What multiplies a tile, by its sides; in the interpreter, what is added at once along K."""
     if name == "interpreter":
         return config.block_k
-    columns = config.block_n // 2 if problem.epilogue else config.block_n  # gate and up are two products
+    columns = config.block_n // problem.epilogue.matrices
     if name.startswith("AMD"):
         return min(config.block_m, columns) >= 32
     return (columns if config.block_m < 64 <= columns else config.block_m) >= 64

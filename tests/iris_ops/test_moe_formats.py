@@ -9,7 +9,7 @@ from typing import Any
 import iris
 from iris.errors import ArgumentError, DtypeError, IrisError, ShapeError
 from iris_ops import FusedConfig
-from iris_ops.moe.activation import Activation
+from iris_ops.activation import Activation
 from iris_ops.planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
 from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
@@ -218,6 +218,9 @@ OTHERS: dict[str, Mixture] = {
     "in_steps": Mixture("int4", 23, algorithm="sequential", shared=True),
     "summed": Mixture("fp8_block", 11, algorithm="overlapped", bias=True, block=(16, 64, 128)),
     "none": Mixture("int4", 0),
+    "no_share": Mixture("int4", 3, widths=(34, 0, 16, 0)),
+    "no_share_mxfp4": Mixture("mxfp4", 1, widths=(0, 34, 0, 16), bias=True),
+    "no_share_streamed": Mixture("int4", 12, k=3, hidden=256, widths=(96, 0, 0, 64)),  # on Hopper
     "narrow": Mixture("int4", 3, hidden=2, widths=(2, 2, 4, 2)),
 }
 
@@ -252,9 +255,9 @@ def refused_body(ctx: iris.Iris) -> None:
     cases: list[tuple[dict, type[IrisError], str]] = [
         (dict(scale=scale.int()), DtypeError, "scale has dtype torch.int32; expected torch.bfloat16 or"),
         (dict(scale=None), DtypeError, "B has dtype torch.int32; expected one of .* with a scale"),
-        (dict(scale=scale[:, :width]), ShapeError, r"scale is \(3, 32, 16\); expected \(3, 64, 16\) or"),
-        (dict(scale=scale[:, :, :3]), ShapeError, r"scale is \(3, 64, 3\); expected \(3, 64, 16\) or"),
-        (dict(scale=scale[0, 0]), ShapeError, r"scale is \(16,\); expected \(3, 64, 16\) or"),
+        (dict(scale=scale[:, :width]), ShapeError, r"scale is \(3, 32, 16\); expected \(3, 64, 16\), in int4, groups"),
+        (dict(scale=scale[:, :, :3]), ShapeError, r"scale is \(3, 64, 3\); expected \(3, 64, 16\), in int4, groups"),
+        (dict(scale=scale[0, 0]), ShapeError, r"scale is \(16,\); expected \(3, 64, 16\), in int4, groups"),
         (dict(scale=scale.transpose(1, 2).contiguous().transpose(1, 2)), ArgumentError, "scale has strides"),
         (dict(scale=[1]), ArgumentError, "scale is list"),
         (dict(B=int4.contiguous()), ArgumentError, "B has strides"),

@@ -34,7 +34,7 @@ class Token:
         self.layer = Layer(case, ctx.num_ranks, ctx.device)
         self.first = stored(self.layer.first[ctx.cur_rank], True)
         self.second = stored(self.layer.second[ctx.cur_rank], True)
-        self.found: dict[str, torch.Tensor] = {}
+        self.actual: dict[str, torch.Tensor] = {}
 
     def among(self, tokens: int) -> list[str]:
         """Which ops give other bits than the first time. Tokens change places with the first one."""
@@ -62,7 +62,7 @@ class Token:
         return [f"{each}: {tokens} tokens, place {place}, others {'NaN' if nan else 'random'}" for each in differences]
 
     def compare(self, op: str, row: torch.Tensor) -> list[str]:
-        expected = self.found.setdefault(op, row.clone())
+        expected = self.actual.setdefault(op, row.clone())
         unlike = int((row.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum())
         return [f"{op} differs in {unlike} bytes"] if unlike or row.isnan().any() else []
 

@@ -29,7 +29,7 @@ def test_a_product_without_ranks_is_of_one_instruction(name):
     for rows in (*range(1, 66), 100, 128, 200, 1000, 4096):
         for columns in (64, 1024, 4096, 28672):
             problem = Problem(GATHER_MATMUL, "rows", rows, columns, 1024, 1, torch.bfloat16, sums=BATCH)
-            m, n = skinny_matmul.tile_of(rows, columns, False, machine.num_programs, orders.least_rows(machine))
+            m, n = skinny_matmul.tile_of(rows, columns, 1, machine.num_programs, orders.least_rows(machine))
             tile = FusedConfig(m, n, algorithm="one_shot")
             assert orders.of_tiles(problem, tile, machine) == orders.of_product(problem, machine), (rows, columns, tile)
 

@@ -269,3 +269,18 @@ def test_the_stream_serves_more_rows_where_converting_takes_longer() -> None:
         assert launches[:4] == [1] * 4 and launches[4] in (0, 2) and launches[6] == 0, (name, launches)
         assert launches[4] == launches[5]
     assert stream_launches(BY_NAME["int4"], 32, 4096 + 8, 8192, H200) == 0  # K is no multiple of the granule
+
+
+@pytest.mark.parametrize("weights", [None, "fp8", "fp8_block", "int4"])
+@pytest.mark.parametrize(
+    "M, k_per_rank", [(102, (2112, 0, 2112, 2112)), (9, (2176, 2112, 2112, 2112)), (32, (1312, 1280))]
+)
+def test_ranks_with_parts_of_their_own_plan_alike(M: int, k_per_rank: tuple[int, ...], weights: str | None) -> None:
+    def planned(K: int, given: tuple[int, ...] | None) -> FusedConfig:
+        form = PLAIN if weights is None else BY_NAME[weights]
+        request = Request(ALL_REDUCE, M, 5120, K, len(k_per_rank), torch.bfloat16, weights=form, k_per_rank=given)
+        return plan(requested_problem(request), H200)
+
+    assert len({planned(K, k_per_rank) for K in k_per_rank}) == 1
+    alike = (max(k_per_rank),) * len(k_per_rank)
+    assert planned(alike[0], alike) == planned(alike[0], None)

@@ -7,6 +7,7 @@ from iris.errors import ArgumentError, DtypeError, ShapeError
 from iris_ops import FusedConfig
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.epilogues import GATE
 from iris_ops.planning.weights import BY_NAME, GROUPED, format_of
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER
 from iris_ops.quantised import restoring, scaled_matmul, weight_stream
@@ -63,11 +64,12 @@ def stored(name: str, N: int, K: int, seed: int, device: torch.device | str) -> 
     return pair, (numbers * by_entry.double()).to(device)
 
 
-def operands(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool):
-    """Return this rank's A, (weight, scale), the bias, and the exact sum over all ranks."""
-    draw = torch.Generator().manual_seed(M * N + K)
-    A = torch.randn(ctx.num_ranks, M, K, generator=draw).to(BF16).to(ctx.device)
-    weights = [stored(name, N, K, K + rank, ctx.device) for rank in range(ctx.num_ranks)]
+def operands(ctx: iris.Iris, name: str, M: int, N: int, K: int | tuple[int, ...], biased: bool):
+    """Return this rank's A, (weight, scale), the bias, and the exact sum over all ranks. `K`: of all, or of each."""
+    depths = K[: ctx.num_ranks] if isinstance(K, tuple) else (K,) * ctx.num_ranks
+    draw = torch.Generator().manual_seed(M * N + sum(depths))
+    A = [torch.randn(M, depth, generator=draw).to(BF16).to(ctx.device) for depth in depths]
+    weights = [stored(name, N, depth, depth + rank, ctx.device) for rank, depth in enumerate(depths)]
     bias = torch.randn(N, generator=draw).to(BF16).to(ctx.device) if biased else None
     exact = sum(a.double() @ w.t() for a, (_, w) in zip(A, weights, strict=True))
     return A[ctx.cur_rank], weights[ctx.cur_rank][0], bias, exact if bias is None else exact + bias.double()
@@ -108,6 +110,26 @@ def numbers_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool
 @pytest.mark.some(24, on_gpus=64)
 def test_numbers(world_size: int, name: str, case: tuple) -> None:
     first, *others = run_ranks(world_size, numbers_body, name, *case)
+    assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
+
+
+@torch.no_grad()
+def unequal_body(ctx: iris.Iris, name: str, M: int, N: int) -> torch.Tensor:
+    depths = (160, 0, 32, 96)
+    A, (weight, scale), bias, exact = operands(ctx, name, M, N, depths, True)
+    out, k_per_rank = torch.empty(M, N, dtype=BF16, device=ctx.device), depths[: ctx.num_ranks]
+    for _ in range(2):
+        ctx.ops.matmul_all_reduce(poison(out), A, weight.t(), bias, scale=scale, k_per_rank=k_per_rank)
+        check(out, exact, room_of(name, M, ctx.num_ranks + 1))
+    return out.cpu()
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [w for w in WORLDS if w > 1])
+@pytest.mark.some(9, on_gpus=27)
+def test_ranks_may_have_unequal_parts_or_none(world_size: int, name: str, rows: int) -> None:
+    first, *others = run_ranks(world_size, unequal_body, name, rows, 72)
     assert all(torch.equal(first, other) for other in others), "the same bits on all ranks"
 
 
@@ -231,9 +253,9 @@ def local_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool) 
     check(skinny_matmul.linear(x, weight, bias, scale), product, room_of(name, M, 2))
     if weight_stream.supports(x, weight.t(), scale) is None:
         check(skinny_matmul.skinny_matmul(x, weight, bias, scale), product, ULP)
-        if M <= BY_NAME[name].gated_rows:
+        if M <= BY_NAME[name].joined_rows:
             gate, up = product.to(BF16).double().chunk(2, 1)
-            check(skinny_matmul.skinny_matmul(x, weight, bias, scale, True), F.silu(gate) * up, 4 * ULP)
+            check(skinny_matmul.skinny_matmul(x, weight, bias, scale, GATE.name), F.silu(gate) * up, 4 * ULP)
     else:
         assert not ON_GPU or M > BY_NAME[name].streamed_rows or K % BY_NAME[name].granule
 

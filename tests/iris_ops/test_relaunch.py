@@ -41,11 +41,11 @@ class Repeats:
 
         def run_and_keep(*args):
             run_all(*args)
-            return relaunch.Launch(self.found)
+            return relaunch.Launch(self.actual)
 
         monkeypatch.setattr(steps, "run_all", run_and_keep)
 
-    def found(self, *_) -> bool:
+    def actual(self, *_) -> bool:
         self.count += 1
         return False
 

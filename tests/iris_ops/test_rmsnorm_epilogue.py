@@ -6,7 +6,7 @@ import iris
 from iris.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from iris_ops import FusedConfig, torch_ops  # noqa: F401  (which registers operators)
 from iris_ops.kernels.rmsnorm_epilogue import SPAN, second_half, spans
-from iris_ops.planning import needs
+from iris_ops.planning import epilogues
 from iris_ops.planning.plan import way_for
 from iris_ops.problem import NORM, Request, requested_problem
 import pytest
@@ -44,7 +44,7 @@ CASES = [
 
 
 def ends_with_norm(problem, chosen) -> bool:
-    return needs.NORM in way_for(problem, chosen).fuses(problem, chosen)
+    return epilogues.NORM in way_for(problem, chosen).fuses(problem, chosen)
 
 
 def operands(ctx: iris.Iris, M: int, N: int, K: int, bias: bool, dtype: torch.dtype):

@@ -7,6 +7,7 @@ from functools import partial
 import iris
 from iris.errors import ArgumentError, ClosedError
 from iris_ops import torch_ops
+from iris_ops.local import gated_matmul
 from iris_ops.local.gated_matmul import matmul_gated
 from iris_ops.planning.operations import GATED
 from iris_ops.problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, OPS, REDUCE_SCATTER, part_of
@@ -61,8 +62,8 @@ def gated_alone_body(ctx) -> None:
         gate, up = (A @ B + (0 if b is None else b)).chunk(2, 1)
         assert torch.allclose(expected, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
         assert torch.equal(registered("matmul_gated")(A, B, b, ctx.group_name), expected)
-        assert torch.equal(torch_ops.gated(ctx, A, B, b), expected)
-        compiled = torch.compile(partial(torch_ops.gated, ctx), fullgraph=True, backend="eager")
+        assert torch.equal(gated_matmul.gated(ctx, A, B, b), expected)
+        compiled = torch.compile(partial(gated_matmul.gated, ctx), fullgraph=True, backend="eager")
         assert torch.equal(compiled(A, B, b), expected)
 
 

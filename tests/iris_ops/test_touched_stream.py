@@ -9,8 +9,9 @@ from unittest import mock
 
 from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig
-from iris_ops.moe.activation import Activation, activation_of
+from iris_ops.activation import Activation, activation_of
 from iris_ops.moe.operands import GateUp
+from iris_ops.planning.epilogues import NO_EPILOGUE
 from iris_ops.planning.experts import Experts
 from iris_ops.planning.needs import WeightFormat
 from iris_ops.planning.operations import BY_NAME, GATE_UP
@@ -76,7 +77,7 @@ def problem_of(case: Case, form: WeightFormat) -> Problem:
     operation, N = BY_NAME[GATE_UP], case.width * (1 + case.gated)
     return Problem(
         GATE_UP, operation.forms[0], case.tokens, N, case.hidden, 2, BF16, form,
-        operation.epilogue if case.gated else None, experts=Experts(case.experts, case.k),
+        operation.epilogue if case.gated else NO_EPILOGUE, experts=Experts(case.experts, case.k),
     )  # fmt: skip
 
 

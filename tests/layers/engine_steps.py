@@ -47,7 +47,7 @@ def exact(model: Any) -> nn.Module:
 
 def served(ctx, model: nn.Module) -> list[Batch]:
     """Generate for one batch repeatedly on a rank, with replayed steps where possible."""
-    made = []
+    generated = []
     layers.parallelize(model, ctx)
     with exact_convolutions():
         engine = layers.Engine(model, ctx, batch_size=2, max_length=64)
@@ -59,9 +59,9 @@ def served(ctx, model: nn.Module) -> list[Batch]:
             for _ in range(STEPS):
                 engine.decode()
                 logits.append(engine.logits.clone())
-            made.append((torch.stack(logits).cpu(), engine.output[:, :STEPS].tolist()))
+            generated.append((torch.stack(logits).cpu(), engine.output[:, :STEPS].tolist()))
     assert len(engine.steps) == int(ON_GPU), "steps are captured on GPUs"
-    return made
+    return generated
 
 
 def judge(outcomes: Sequence[list[Batch]], whole: nn.Module, double: nn.Module) -> None:
@@ -83,7 +83,7 @@ def judge(outcomes: Sequence[list[Batch]], whole: nn.Module, double: nn.Module) 
 @torch.no_grad()
 def _stepped(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch.Tensor:
     """Logits [1 + STEPS, rows, vocabulary] of the unsplit model, each row by itself over a cache of transformers."""
-    found, name = [], cache_name(model)
+    logits_of_steps, name = [], cache_name(model)
     for row, more in zip(rows, words, strict=True):
         result = model(torch.tensor([row]), use_cache=True)
         logits = [result.logits[0, -1]]
@@ -91,5 +91,5 @@ def _stepped(model: Any, rows: list[list[int]], words: list[list[int]]) -> torch
             options = {name: result[name], **placed(model, torch.tensor([[number]]))}
             result = model(torch.tensor([[word]]), use_cache=True, **options)
             logits.append(result.logits[0, -1])
-        found.append(torch.stack(logits))
-    return torch.stack(found, dim=1)
+        logits_of_steps.append(torch.stack(logits))
+    return torch.stack(logits_of_steps, dim=1)

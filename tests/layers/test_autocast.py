@@ -34,13 +34,13 @@ def products(ctx, linear: nn.Linear, x: torch.Tensor) -> dict[str, torch.Tensor]
     rows, features = (slice(*chunk(size, ctx.num_ranks, ctx.cur_rank)) for size in (TOKENS, N_IN))
     column = {"gathered": {"gather_output": True}, "local": {}, "gathers tokens": {"sequence_parallel": True}}
     row = {"reduced": {}, "partial": {"reduce_results": False}, "scatters tokens": {"sequence_parallel": True}}
-    made = {}
+    output = {}
     for name, options in column.items():
         layer = ColumnParallelLinear.from_linear(linear, ctx=ctx, **options)
-        made[name] = layer(x[rows], tokens=TOKENS) if "tokens" in name else layer(x)
+        output[name] = layer(x[rows], tokens=TOKENS) if "tokens" in name else layer(x)
     for name, options in row.items():
-        made[name] = RowParallelLinear.from_linear(linear, ctx=ctx, **options)(x[:, features])
-    return made
+        output[name] = RowParallelLinear.from_linear(linear, ctx=ctx, **options)(x[:, features])
+    return output
 
 
 def linears_body(ctx) -> list[str]:
@@ -52,9 +52,9 @@ def linears_body(ctx) -> list[str]:
         reference = x.double() @ linear.weight.double().t() + linear.bias.double()
         for dtype in HALVES:
             with torch.autocast(ctx.device.type, dtype):
-                made, torchs = products(ctx, linear, x), linear(x)
-            del made["partial"]  # a test of its own sums them
-            for name, result in made.items():
+                output, torchs = products(ctx, linear, x), linear(x)
+            del output["partial"]  # a test of its own sums them
+            for name, result in output.items():
                 if result.dtype != dtype:
                     errors.append(f"{name} of {weights} in {dtype}: {result.dtype}")
                 where = part.get(name, (slice(None),))

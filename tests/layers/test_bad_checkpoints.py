@@ -207,11 +207,11 @@ def nowhere_body(ctx, folder: str) -> str:
 def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
     folder = agreed(tmp_path)
     for text in run_ranks(world_size, nowhere_body, str(folder / "nowhere")):
-        assert "nowhere' is no folder" in text
+        assert "nowhere' is not a folder" in text
     file = folder / "file"
     file.touch()
     for text in run_ranks(world_size, nowhere_body, str(file)):
-        assert "file' is no folder, but a file" in text
+        assert "file' is a file, not a folder" in text
 
 
 def one_rank_body(ctx, folder: str) -> None:

@@ -34,21 +34,21 @@ OWN_WIDTH = ("lara_mini", "qwen4_exp", "solar_open", "minimax_m3", "deepseek_v4"
 
 def settings(model_type: str, heads: int, kv_heads: int) -> dict[str, Any]:
     """Return settings of a type's tiny model with this number of heads, with biases where the type has them."""
-    found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    actual = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if not model_type.startswith(OWN_WIDTH):
-        found["hidden_size"] = 8 * heads
+        actual["hidden_size"] = 8 * heads
     if model_type in ("granitemoe", "granitemoeshared", "granitemoe_swa", "phimoe", "solar_open"):
-        found["attention_bias"] = True
+        actual["attention_bias"] = True
     if model_type == "glm4_moe_lite":
-        found["num_key_value_heads"] = heads
+        actual["num_key_value_heads"] = heads
     if model_type.startswith(("lara_mini", "qwen4_exp")):
-        found |= {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
+        actual |= {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
     if model_type == "minimax_m3_vl_text":
-        found["index_n_heads"] = kv_heads
+        actual["index_n_heads"] = kv_heads
     if model_type == "deepseek_v4":
-        found["o_groups"] = 2
+        actual["o_groups"] = 2
     if model_type.startswith("inkling"):
-        found |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": kv_heads}
+        actual |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": kv_heads}
     if model_type == "dbrx":
         own = tiny.CHANGES["dbrx"]
         return {
@@ -56,7 +56,7 @@ def settings(model_type: str, heads: int, kv_heads: int) -> dict[str, Any]:
             "attn_config": {**own["attn_config"], "kv_n_heads": kv_heads},
             "ffn_config": {**own["ffn_config"], "hidden_size": 8 * heads},
         }  # fmt: skip
-    return {f"text_config.{key}": value for key, value in found.items()} if model_type == "qwen4_exp" else found
+    return {f"text_config.{key}": value for key, value in actual.items()} if model_type == "qwen4_exp" else actual
 
 
 def generated(model: Any, device: torch.device | str = "cpu") -> list[list[int]]:

@@ -187,7 +187,7 @@ def refused_body(ctx) -> None:
                 engine.accept(logits)
         assert not engine.count.item(), "nothing was accepted"
         for call in (engine.prefill, engine.read):
-            with pytest.raises(ArgumentError, match=r"prompts come after others in the engine's cache: expected reset"):
+            with pytest.raises(ArgumentError, match=r"the engine's cache still holds earlier prompts: expected reset"):
                 call(two)
         engine.reset()
         with pytest.raises(ArgumentError, match="the engine holds no prompts"):
@@ -285,17 +285,17 @@ def shared_cache_body(ctx) -> None:
     first = layers.Engine(model, ctx, 2, 16)
     other = layers.Engine(model, ctx, 2, 16, cache=first.cache)
     first.accept(first.prefill(prompt))
-    with pytest.raises(ArgumentError, match="prompts come after others in the engine's cache"):
+    with pytest.raises(ArgumentError, match="the engine's cache still holds earlier prompts"):
         other.prefill(prompt.flip(0))
     tokens = other.generate(prompt.flip(0), 3)
     for call in (first.decode, first.step, lambda: first.accept(first._shape and torch.zeros(first._shape))):
-        with pytest.raises(ArgumentError, match="another engine has used the cache that both share: expected reset"):
+        with pytest.raises(ArgumentError, match="another engine has overwritten the shared cache: expected reset"):
             call()
     assert first.generate(prompt.flip(0), 3) == tokens
     for name, dtype in (("kv1", torch.float32), ("plain", torch.float16)):
         unlike = models.build(name).to(dtype)
         layers.parallelize(unlike, ctx)
-        with pytest.raises(ArgumentError, match="cache is a StaticCache: expected that .* with a like model"):
+        with pytest.raises(ArgumentError, match="cache is a StaticCache: expected that .* with an equal model"):
             layers.Engine(unlike, ctx, 2, 16, cache=first.cache)
     encoder = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
     with pytest.raises(ArgumentError, match="model is a T5ForConditionalGeneration: expected a decoder"):

@@ -30,7 +30,7 @@ REFUSED = {
     "minimax": "MiniMaxForCausalLM, which keeps its own cache: use its generate()",
     "deepseek_v4": "DeepseekV4ForCausalLM has layers of 'heavily_compressed_attention', .* use the model's generate()",
     "xlm": "XLMWithLMHeadModel, which cannot be run over a static cache .*: use its generate()",
-    "openai-gpt": "OpenAIGPTLMHeadModel keeps nothing in the cache that it is given: use its generate()",
+    "openai-gpt": "OpenAIGPTLMHeadModel stores nothing in the cache that it receives: use its generate()",
 }
 ONE_LENGTH = {
     "recurrent_gemma": "RecurrentGemmaForCausalLM takes padding into its state: expected prompts of one length",
@@ -98,11 +98,11 @@ def compiled_body(ctx: Any, case: str) -> tuple[list, list]:
     layers.parallelize(model, ctx)
     rows = [engine.prompts((9, 9)), *map(engine.prompts, engine.LENGTHS.values())]
     eager, compiled = (layers.Engine(model, ctx, 2, 16, compile=each) for each in (False, "eager"))
-    found = []
+    actual = []
     for each in (eager, compiled):
-        logits, made = engine._answer(each, rows[2])[1], [each.generate(prompts, 4) for prompts in rows]
-        found.append((logits, made))
-    (expected, words), (logits, others) = found
+        logits, result = engine._answer(each, rows[2])[1], [each.generate(prompts, 4) for prompts in rows]
+        actual.append((logits, result))
+    (expected, words), (logits, others) = actual
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     return words, others
 
@@ -122,14 +122,14 @@ def hybrid_body(ctx: Any) -> list:
     first = layers.Engine(model, ctx, 2, 16)
     second = layers.Engine(model, ctx, 2, 16, cache=first.cache)
     rows, others = (engine.prompts(lengths) for lengths in engine.LENGTHS.values())
-    found = [
+    actual = [
         first.generate(rows, 4),
         second.generate(others, 4),
         first.generate(rows[::-1], 4),
         first.generate(rows, 4),
     ]
-    assert found[0] == found[2][::-1] == found[3], "a state is left over"
-    return found
+    assert actual[0] == actual[2][::-1] == actual[3], "a state is left over"
+    return actual
 
 
 def test_states_are_forgotten_and_shared_like_keys_and_values() -> None:
@@ -137,7 +137,7 @@ def test_states_are_forgotten_and_shared_like_keys_and_values() -> None:
     expected = []
     for lengths in engine.LENGTHS.values():
         rows = [torch.tensor([row]) for row in engine.prompts(lengths)]
-        made = [whole.generate(row, max_new_tokens=4, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
-        expected.append(made)
-    for found in run_ranks(2, hybrid_body, timeout=400):
-        assert found[:2] == expected
+        result = [whole.generate(row, max_new_tokens=4, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+        expected.append(result)
+    for actual in run_ranks(2, hybrid_body, timeout=400):
+        assert actual[:2] == expected

@@ -46,12 +46,12 @@ def possible(model: nn.Module, ways: list[str], device) -> list[str]:
     """The ways that this torch can go with the unsplit model: 2.11's export guards some views by the length."""
     if _TORCH >= (2, 13):
         return ways
-    found = []
+    actual = []
     for way in ways:
         with suppress(RuntimeError, torch._dynamo.exc.UserError):
             graph_of(way, model, device)
-            found.append(way)
-    return found
+            actual.append(way)
+    return actual
 
 
 def body(ctx, name: str, ways: list[str]) -> list[tuple[str, torch.Tensor]]:
@@ -74,8 +74,8 @@ def test_a_graph_serves_other_lengths_than_it_was_made_with(world_size: int, nam
     whole = models.build(name)
     expected = [Logits(whole)(prompts(length, "cpu")) for length in LENGTHS]
     exact = [Logits(whole.double())(prompts(length, "cpu")) for length in LENGTHS]
-    for made in run_ranks(world_size, body, name, ways):
-        for i, (way, logits) in enumerate(made):
+    for result in run_ranks(world_size, body, name, ways):
+        for i, (way, logits) in enumerate(result):
             own = (expected[i % 3] - exact[i % 3]).abs().max()
             assert (logits - exact[i % 3]).abs().max() <= 4 * own, (way, i % 3)
 

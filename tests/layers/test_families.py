@@ -168,7 +168,7 @@ def refused_body(ctx) -> None:
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     holder: Any = model
     holder._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "diagonal"}
-    with pytest.raises(StyleError, match="style 'diagonal' of model.layers.0.mlp.up_proj is not served: expected one"):
+    with pytest.raises(StyleError, match="'diagonal' of model.layers.0.mlp.up_proj is not supported: expected one"):
         parallelize(model, ctx)
     after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     assert after.keys() == before.keys() and all(after[name][0] is before[name][0] for name in before)

@@ -162,13 +162,13 @@ SERVED: dict[str, Callable[[Path], None]] = {
 
 
 def served_body(ctx, root: str) -> dict[str, tuple[torch.Tensor, torch.dtype, dict[str, Any]]]:
-    found = {}
+    answers = {}
     for case in SERVED:
         model = layers.from_pretrained(f"{root}/{case}", ctx)
         kept = model.generation_config.to_dict()
         kept.pop("disable_compile")
-        found[case] = models.logits(model, ctx.device).float().cpu(), model.dtype, kept
-    return found
+        answers[case] = models.logits(model, ctx.device).float().cpu(), model.dtype, kept
+    return answers
 
 
 @two_ranks
@@ -179,8 +179,8 @@ def test_what_transformers_acts_on_is_done_alike(world_size: int, tmp_path: Path
             models.build("plain").save_pretrained(root / case)
             prepare(root / case)
     agreed(None)
-    for found in run_ranks(world_size, served_body, str(root)):
-        for case, (logits, dtype, kept) in found.items():
+    for answers in run_ranks(world_size, served_body, str(root)):
+        for case, (logits, dtype, kept) in answers.items():
             whole = transformers.AutoModelForCausalLM.from_pretrained(root / case, trust_remote_code=False)
             expected = models.logits(whole, torch.device("cpu")).float()
             error = (logits - expected).abs().max() / expected.abs().max()

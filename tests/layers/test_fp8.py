@@ -142,9 +142,9 @@ def uneven_body(ctx) -> tuple:
 
 @two_ranks
 def test_ranks_take_norms_apart_alike(world_size: int) -> None:
-    found = run_ranks(world_size, uneven_body)
-    assert [each[1:] for each in found] == [(True, False)] * world_size
-    assert UNDER_TORCHRUN or [each[0] for each in found] == [128, 64]
+    actual = run_ranks(world_size, uneven_body)
+    assert [each[1:] for each in actual] == [(True, False)] * world_size
+    assert UNDER_TORCHRUN or [each[0] for each in actual] == [128, 64]
 
 
 def unserved_body(ctx) -> None:

@@ -100,7 +100,7 @@ def cached(model: Any, device: Any) -> int:
 
 
 def families_body(ctx: Any, folder: str, names: list[str]) -> dict[str, Any]:
-    found = {}
+    actual = {}
     for name in names:
         model = build(name)
         report = parallelize(model, ctx)
@@ -112,8 +112,8 @@ def families_body(ctx: Any, folder: str, names: list[str]) -> dict[str, Any]:
         linears = [row for row in rows if "matmul" in row]
         assert len(linears) == 2 and sum(" colwise " in row for row in linears) == 1, report
         assert sum(" rowwise " in row for row in linears) == 1, report
-        found[name] = (*answers(model, ctx.device), cached(model, ctx.device))
-    return found
+        actual[name] = (*answers(model, ctx.device), cached(model, ctx.device))
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_families_with_one_projection_are_split_by_heads(world_size: int, rare: 
         assert single[2] == double[2], f"{name}: tokens too close to tell"
         groups = {"falcon_40b": 2, "falcon_alibi": 3}.get(name, heads)  # whose k and v are cached for each query head
         for rank, (plain, padded, words, kept) in enumerate(result[name] for result in results):
-            for found, own, exact in zip((plain, padded), single, double, strict=False):
-                error, allowed = (found - exact).abs().max(), (own - exact).abs().max()
+            for actual, own, exact in zip((plain, padded), single, double, strict=False):
+                error, allowed = (actual - exact).abs().max(), (own - exact).abs().max()
                 assert error <= 4 * allowed + 1e-5 * exact.abs().max(), f"{name}: {error:.1e}, allowed {allowed:.1e}"
             assert words == single[2], name
             assert kept == split_heads(heads, groups, world_size, rank).num_local_heads, f"{name}, rank {rank}"

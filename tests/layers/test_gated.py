@@ -8,7 +8,7 @@ from types import MethodType
 from iris import platform
 from iris.errors import ArgumentError
 from iris_ops import torch_ops
-from iris_ops.local import skinny_matmul
+from iris_ops.local import gated_matmul, skinny_matmul
 import layers
 from layers.hf import gated_mlp
 from layers.hf.gated_mlp import GatedMLP
@@ -190,7 +190,7 @@ def who_is_served_body(ctx) -> None:
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "has_warp_specialisation", lambda device: True)
-        patch.setattr(torch_ops, "gated", reported(torch_ops.gated, "gated", called))
+        patch.setattr(gated_matmul, "gated", reported(gated_matmul.gated, "gated", called))
         model = Stack().bfloat16()
         layers.parallelize(model, ctx, plan=PLAN)
         mlp, many = model.layers[0].to(ctx.device), torch.randn(2, 200, 32).to(ctx.device, torch.bfloat16)
@@ -250,7 +250,7 @@ def many_rows_body(ctx, name: str, sequence_parallel: int | bool, backend: str |
         layers.parallelize(model, ctx, sequence_parallel=sequence_parallel)
         with pytest.MonkeyPatch.context() as patch:
             serve(patch)
-            patch.setattr(torch_ops, "gated", reported(torch_ops.gated, "matmul_gated", called))
+            patch.setattr(gated_matmul, "gated", reported(gated_matmul.gated, "matmul_gated", called))
             patch.setattr(torch_ops, "product", reported(torch_ops.product, None, called))
             found.append(layers.Engine(model, ctx, 2, 32, compile=backend).read(torch.arange(24).view(2, 12)))
     assert close(*found)

@@ -18,11 +18,11 @@ pytest.importorskip("transformers")
 pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])]
 
 
-def made(ctx) -> dict[str, nn.Module]:
+def result(ctx) -> dict[str, nn.Module]:
     """A layer of each kind, for whole inputs."""
     linear = nn.Linear(8, 8).requires_grad_(False)
     column, row = ColumnParallelLinear.from_linear, RowParallelLinear.from_linear
-    found = {
+    actual = {
         "column": column(linear, ctx=ctx),
         "gathered": column(linear, True, ctx=ctx),
         "sequence column": column(linear, sequence_parallel=True, ctx=ctx),
@@ -32,9 +32,9 @@ def made(ctx) -> dict[str, nn.Module]:
         "merged": layers.MergedColumnParallelLinear.from_linear([linear, linear], ctx=ctx),
         "qkv": layers.QKVParallelLinear.from_linear([linear, linear, linear], 4, 2, 2, ctx=ctx),
     }
-    found["in fp8"] = column(linear, ctx=ctx)
-    found["in fp8"].store_as(FORMS["fp8"])
-    return found
+    actual["in fp8"] = column(linear, ctx=ctx)
+    actual["in fp8"].store_as(FORMS["fp8"])
+    return actual
 
 
 def layers_body(ctx) -> list[str]:
@@ -50,7 +50,7 @@ def layers_body(ctx) -> list[str]:
 
     x = torch.ones(4, 8, device=ctx.device)
     tracked = x.clone().requires_grad_()
-    for name, layer in made(ctx).items():
+    for name, layer in result(ctx).items():
         expect_refusal(name, lambda layer=layer: layer(tracked))
         expect_refusal(f"{name}, torch.func.grad", lambda layer=layer: torch.func.grad(lambda t: layer(t).sum())(x))
         expect_refusal(f"{name}, torch.func.jvp", lambda layer=layer: torch.func.jvp(layer, (x,), (x,)))
@@ -67,7 +67,7 @@ def layers_body(ctx) -> list[str]:
         with torch.inference_mode():
             layer(x)
         layer(x)
-    expect_refusal("gated", lambda: made(ctx)["merged"].gated(tracked))
+    expect_refusal("gated", lambda: result(ctx)["merged"].gated(tracked))
     return accepted
 
 

@@ -220,18 +220,18 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
             work = ctx.ops._calls.workspace
             assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
             ctx.ops.forget_launches()
-        made = []
+        built = []
         for each in (engine, eager, *([other] if len(turns) > len(FEW) and length == 7 else [])):
             each.reset()
             logits = each.prefill(prompts, mask)
             each.accept(logits)
             each.decode(1)
-            made.append((logits, each.output[:, :2].tolist()))
-        held.append(made)
+            built.append((logits, each.output[:, :2].tolist()))
+        held.append(built)
     assert len(engine.prompts) == 2 and len(eager.prompts) == 0
-    for made in held:
-        for logits, tokens in made:
-            assert tokens == made[1][1] and alike(ctx, logits, made[1][0]), "or a later replay has overwritten them"
+    for built in held:
+        for logits, tokens in built:
+            assert tokens == built[1][1] and alike(ctx, logits, built[1][0]), "or a later replay has overwritten them"
     if len(turns) > len(FEW):
         options = [{"temperature": 3.0, "seed": seed} for seed in (5, 6, 5)]
         one, two = ([each.generate(models.prompt(), 3, **option) for option in options] for each in (engine, eager))
@@ -268,17 +268,17 @@ def common_body(ctx, name: str, options: dict, compile: bool) -> None:
         for seed, (length, padding) in enumerate(LENGTHS):
             rows = drawn(seed, length).tolist()
             given = padded([rows[0], rows[1][padding:]], 6, eager)
-            made = []
+            built = []
             for each in (engine, eager):
                 each.reset()
                 logits = each.prefill(*given)
                 each.accept(logits)
                 each.decode(2)
-                made.append((logits, each.output[:, :3].tolist(), each.mask.clone(), int(each.filled)))
+                built.append((logits, each.output[:, :3].tolist(), each.mask.clone(), int(each.filled)))
                 assert {int(layer.cumulative_length) for layer in each.cache.layers} == {length + 2}
-            assert made[0][1] == made[1][1] and made[0][3] == made[1][3] and torch.equal(made[0][2], made[1][2])
-            room = (2e-2 if ctx.device.type == "cuda" else 1e-5) * float(made[1][0].abs().max())
-            assert (made[0][0] - made[1][0]).abs().max() <= room, "rounded elsewhere, for it is longer"
+            assert built[0][1] == built[1][1] and built[0][3] == built[1][3] and torch.equal(built[0][2], built[1][2])
+            room = (2e-2 if ctx.device.type == "cuda" else 1e-5) * float(built[1][0].abs().max())
+            assert (built[0][0] - built[1][0]).abs().max() <= room, "rounded elsewhere, for it is longer"
     assert [key[0] for key in engine.prompts._kept] == [(2, 8), (2, 8)]
 
 

@@ -117,8 +117,8 @@ def test_a_prompt_with_an_image_gives_the_unsplit_models_logits(world_size: int,
 
 def check(results: list[Any], single: Any, double: Any) -> None:
     for (first, second, words), report in results:
-        for found, own, exact in zip((first, second), single, double, strict=False):
-            error, allowed = (found - exact).abs().max(), (own - exact).abs().max()
+        for actual, own, exact in zip((first, second), single, double, strict=False):
+            error, allowed = (actual - exact).abs().max(), (own - exact).abs().max()
             assert error <= 4 * allowed + 1e-5 * exact.abs().max(), f"off by {error:.1e}, allowed {allowed:.1e}"
         assert words == single[2]
         rows = report.splitlines()

@@ -28,14 +28,14 @@ def generated() -> dict[str, list[str]]:
 
 def kernels(code: str) -> dict[str, list[str]]:
     """The lines of each kernel's body, by its name."""
-    found = re.findall(r"^def (triton_\w+)\(.*?\):\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
-    assert len(found) == code.count("= async_compile.triton(") > 0
-    return {name: body.splitlines() for name, body in found}
+    actual = re.findall(r"^def (triton_\w+)\(.*?\):\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
+    assert len(actual) == code.count("= async_compile.triton(") > 0
+    return {name: body.splitlines() for name, body in actual}
 
 
 def hasty(body: list[str]) -> list[str]:
     """Lines that name memory and that a thread may come to before it has waited."""
-    found, waited = [], None
+    actual, waited = [], None
     for line in body:
         depth = len(line) - len(line.lstrip())
         if waited is not None and line.strip() and depth < waited:
@@ -43,8 +43,8 @@ def hasty(body: list[str]) -> list[str]:
         if WAIT in line and waited is None:
             waited = depth
         if waited is None and re.search(r"_ptr\d|\bws_ptr|tl\.(load|store|atomic)", line):
-            found.append(line.strip())
-    return found
+            actual.append(line.strip())
+    return actual
 
 
 @pytest.mark.compile

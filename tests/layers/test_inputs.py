@@ -29,7 +29,7 @@ def differing(rank: int, ctx) -> list[tuple]:
     warmer = transformers.GenerationConfig(max_new_tokens=2, do_sample=True, temperature=1.0 + rank)
     options = {"max_new_tokens": 2, "do_sample": False}
 
-    def behind(call) -> None:
+    def after(call) -> None:
         engine.reset()
         logits = engine.prefill(ids)
         call(logits)
@@ -52,8 +52,8 @@ def differing(rank: int, ctx) -> list[tuple]:
         (partial(engine.generate, ids, 2, top_p=0.5 + 0.1 * rank, temperature=1.0), "Engine.generate: top_p differs"),
         (partial(engine.read, other), "Engine: prompts differs"),
         (partial(engine.prefill, ids, shorter), "Engine: mask differs"),
-        (partial(behind, lambda logits: engine.accept(logits + rank)), "Engine.accept: logits differs"),
-        (partial(behind, lambda logits: (engine.accept(logits), engine.decode(1 + rank))), "Engine.decode: steps diff"),
+        (partial(after, lambda logits: engine.accept(logits + rank)), "Engine.accept: logits differs"),
+        (partial(after, lambda logits: (engine.accept(logits), engine.decode(1 + rank))), "Engine.decode: steps diff"),
     ]
 
 

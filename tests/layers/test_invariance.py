@@ -7,7 +7,8 @@ import random
 
 import iris  # before triton: it may set up the interpreter
 from iris_ops.kernels import rmsnorm_epilogue
-from iris_ops.local import decode_attention, gating, matmul
+from iris_ops.local import decode_attention, gated_matmul, matmul
+from iris_ops.planning.epilogues import GATE
 from iris_tp import verify
 import layers
 from layers.hf import whole_products
@@ -75,9 +76,9 @@ def gated_body(ctx: iris.Iris, dtype: torch.dtype) -> list[str]:
     for M in (*ROWS, 700):
         A = torch.randn(M, 320).to(ctx.device, dtype)
         found, behind, both = (A.new_full((M, width), float("nan")) for width in (192, 192, 384))
-        matmul.gated(ctx, found, A, B, bias)
+        matmul.multiply(ctx, found, A, B, bias, epilogue=GATE)
         matmul.multiply(ctx, both, A, B, bias)
-        gating.gate(behind, both)
+        gated_matmul.gate(GATE, behind, both)
         if not found.view(torch.uint8).equal(behind.view(torch.uint8)):
             messages.append(f"{M} rows: {int((found != behind).sum())} numbers differ")
         gate, up = torch.addmm(bias.double(), A.double(), B.double()).chunk(2, 1)

@@ -187,7 +187,7 @@ def even_body(ctx) -> None:
         with pytest.raises(ArgumentError, match=f"tokens is {tokens!r}: expected None or an integer from 0 on"):
             column(torch.zeros(2, 17, device=ctx.device), tokens=tokens)
     local = ColumnParallelLinear.from_linear(whole_linear(17, 4 * ctx.num_ranks), ctx=ctx)
-    with pytest.raises(ArgumentError, match="tokens is 13: expected None, for the layer is not sequence_parallel"):
+    with pytest.raises(ArgumentError, match="tokens is 13: expected None, because the layer is not sequence_parallel"):
         local(torch.zeros(2, 17, device=ctx.device), tokens=13)
     with pytest.raises(ArgumentError, match="gated is for layers that do not gather"):
         column.gated(torch.zeros(2, 17, device=ctx.device))

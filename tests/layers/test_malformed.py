@@ -43,10 +43,10 @@ HEADERS = {
     "header of all memory": (stored({"a": PLAIN}, length=(1 << 64) - 1), "its header has 18446744073709551615"),
     "header behind the end": (stored({"a": PLAIN}, length=1000), "says that its header has 1000"),
     "no JSON": (stored(b"{nonsense"), "the header Expecting property name"),
-    "no UTF-8": (stored(b'{"\xff": 1}'), "the header is no text"),
+    "no UTF-8": (stored(b'{"\xff": 1}'), "the header is not text"),
     "a list": (stored([]), "is a JSON list: expected an object"),
-    "deep": (stored(b"[" * 100_000), "the header is JSON of too many levels"),
-    "NaN": (stored(b'{"a": NaN}'), "holds NaN, which is no number"),
+    "deep": (stored(b"[" * 100_000), "the header is JSON with too many levels"),
+    "NaN": (stored(b'{"a": NaN}'), "holds NaN, which is not a number"),
     "a number of many digits": (stored(b'{"a": ' + b"9" * 5000 + b"}"), "the header Exceeds the limit"),
     "a key twice": (stored(b'{"a": {}, "a": {}}'), "has a twice"),
     "metadata": (stored({"__metadata__": {"a": 1}}, 0), "__metadata__ is {'a': 1}: expected texts by name"),
@@ -217,19 +217,22 @@ def many_strangers(folder: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "weights in a FIFO": (fifo("model.safetensors"), "model.safetensors is no regular file"),
-    "weights in a device": (link("model.safetensors", "/dev/zero"), "model.safetensors is no regular file"),
-    "weights in a folder": (directory, "model.safetensors is no regular file"),
+    "weights in a FIFO": (fifo("model.safetensors"), "model.safetensors is not a regular file"),
+    "weights in a device": (link("model.safetensors", "/dev/zero"), "model.safetensors is not a regular file"),
+    "weights in a folder": (directory, "model.safetensors is not a regular file"),
     "weights in themselves": (
         link("model.safetensors", "model.safetensors"),
         "model.safetensors: .*levels of symbolic",
     ),
     "weights in a broken link": (link("model.safetensors", "nowhere"), "model.safetensors: .*No such file"),
-    "the index is a FIFO": (index_fifo, "model.safetensors.index.json is no regular file"),
-    "a shard is a FIFO": (shard_fifo, "x.safetensors is no regular file"),
-    "the configuration is a FIFO": (fifo("config.json"), "config.json is no regular file"),
-    "the configuration is a device": (link("config.json", "/dev/zero"), "config.json is no regular file"),
-    "the generation configuration is a FIFO": (fifo("generation_config.json"), "generation_config.json is no regular"),
+    "the index is a FIFO": (index_fifo, "model.safetensors.index.json is not a regular file"),
+    "a shard is a FIFO": (shard_fifo, "x.safetensors is not a regular file"),
+    "the configuration is a FIFO": (fifo("config.json"), "config.json is not a regular file"),
+    "the configuration is a device": (link("config.json", "/dev/zero"), "config.json is not a regular file"),
+    "the generation configuration is a FIFO": (
+        fifo("generation_config.json"),
+        "generation_config.json is not a regular",
+    ),
     "many layers": (
         lambda folder: configure(folder, num_hidden_layers=20_000),
         "num_hidden_layers is 20000, and the files hold 21 tensors",
@@ -241,7 +244,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "labels": (lambda folder: configure(folder, num_labels=10**10), "num_labels is 10{10}: expected at most 100000"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]") and None, "is a JSON list: expected an object"),
-    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff") and None, "config.json: is no text"),
+    "no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff") and None, "config.json: is not text"),
     "many strangers": (many_strangers, r"500 problem\(s\):\n  model.\\x1b\[30m\\n0 has no place .*\n  and 460 more$"),
 }
 

@@ -238,7 +238,7 @@ def experts_body(ctx) -> dict[str, torch.Tensor]:
         parallelize(block, ctx, plan={"experts": "moe_tp_experts"})
     for style, why in {"grouped_gemm": "gives whole experts to ranks", "ep_dispatch_experts": "as uneven as",
                        "sequence_parallel": "attention takes its shape"}.items():  # fmt: skip
-        with pytest.raises(StyleError, match=f"style '{style}' of experts is not served: .*{why}"):
+        with pytest.raises(StyleError, match=f"style '{style}' of experts is not supported: .*{why}"):
             parallelize(block, ctx, plan={"experts": style})
     assert type(block.experts) is Normed and not block.experts._forward_hooks
     return results
@@ -257,9 +257,9 @@ def test_experts_are_served_by_what_they_compute(world_size: int) -> None:
 @pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
 def test_activations_that_the_ops_have_are_recognised() -> None:
     kinds = {name: models.build(name).model.layers[-1].mlp.experts for name in models.MIXTURES}
-    found = {name: form_of("experts", module, {}).activation for name, module in kinds.items()}
-    assert found["gpt_oss"].limit == 7.0 and found["gpt_oss"].shift == 1.0
-    assert all(found[name].kind == "silu" and found[name].limit is None for name in found if name != "gpt_oss")
+    actual = {name: form_of("experts", module, {}).activation for name, module in kinds.items()}
+    assert actual["gpt_oss"].limit == 7.0 and actual["gpt_oss"].shift == 1.0
+    assert all(actual[name].kind == "silu" and actual[name].limit is None for name in actual if name != "gpt_oss")
 
 
 @pytest.mark.parametrize("limit", [0.5, 7.0, 20.0, 1000.0])

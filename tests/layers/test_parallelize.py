@@ -204,13 +204,13 @@ def test_packed_colwise_splits_both_halves(world_size: int) -> None:
 
 LAYER = "model.layers.*."
 REFUSED = {
-    "unknown style": ({LAYER + "mlp.up_proj": "diagonal"}, r"'diagonal' of model.layers.0.mlp.up_proj is not served"),
+    "unknown style": ({LAYER + "mlp.up_proj": "diagonal"}, "'diagonal' of model.layers.0.mlp.up_proj is not supported"),
     "experts": ({LAYER + "mlp": "moe_tp_experts"}, "model.layers.0.mlp is a LlamaMLP whose parts do not add up"),
     "experts by rank": (
         {LAYER + "mlp": "grouped_gemm"},
-        "'grouped_gemm' of model.layers.0.mlp is not served: it gives",
+        "'grouped_gemm' of model.layers.0.mlp is not supported: it gives",
     ),
-    "sequence": ({"model.norm": "sequence_parallel"}, "'sequence_parallel' of model.norm is not served"),
+    "sequence": ({"model.norm": "sequence_parallel"}, "'sequence_parallel' of model.norm is not supported"),
     "no linear": ({LAYER + "input_layernorm": "colwise"}, "input_layernorm is a LlamaRMSNorm"),
     "parameter": ({"model.norm.weight": "colwise"}, "model.norm.weight is a parameter, not a module"),
     "no match": ({"model.blocks.*.q": "colwise"}, "'model.blocks.\\*.q' of the plan matches no module"),
@@ -229,7 +229,7 @@ REFUSED = {
     ),
     "half of the words": (
         {"lm_head": "colwise"},
-        "lm_head has style 'colwise', by which each rank has",
+        "lm_head has style 'colwise', with which each rank has only its part",
     ),
     "empty": ({}, "the plan is empty: pass plan={name: style}"),
 }

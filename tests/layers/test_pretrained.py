@@ -187,9 +187,9 @@ def test_a_tied_head_that_is_not_split_like_the_embedding_is_loaded(world_size: 
 def typed_body(ctx, folder: str, model_type: str) -> None:
     loaded, split = layers.from_pretrained(folder, ctx, dtype=torch.float32), tiny.build(model_type).to(ctx.device)
     parallelize(split, ctx)
-    found, expected = loaded.state_dict(), split.state_dict()
-    assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    actual, expected = loaded.state_dict(), split.state_dict()
+    assert actual.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
 
 
 @two_ranks

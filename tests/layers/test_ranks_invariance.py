@@ -45,8 +45,8 @@ def layers_body(ctx: iris.Iris, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_layers_have_the_same_bits_on_any_number_of_ranks(dtype):
     (alone,) = run_ranks(1, layers_body, dtype)
     for world_size in (2, 3, 4):
-        for found in run_ranks(world_size, layers_body, dtype):
-            for name, result in found.items():
+        for actual in run_ranks(world_size, layers_body, dtype):
+            for name, result in actual.items():
                 assert torch.equal(result, alone[name]), f"{name} on {world_size} ranks"
 
 
@@ -62,9 +62,9 @@ def test_a_models_logits_have_the_same_bits_on_any_number_of_ranks(name):
     pytest.importorskip("transformers")
     (alone,) = run_ranks(1, model_body, name)
     for world_size in (2, 3):
-        for found in run_ranks(world_size, model_body, name):
-            assert len(found) == len(alone) == 6
-            assert all(map(torch.equal, found, alone)), f"on {world_size} ranks"
+        for actual in run_ranks(world_size, model_body, name):
+            assert len(actual) == len(alone) == 6
+            assert all(map(torch.equal, actual, alone)), f"on {world_size} ranks"
 
 
 def levels_body(ctx: iris.Iris, level: str) -> list:
@@ -78,8 +78,8 @@ def test_verify_names_where_bits_differ_first():
     """Of a context that sums in another order on two ranks than on one."""
     pytest.importorskip("transformers")
     (alone,), split = (run_ranks(world_size, levels_body, "batch") for world_size in (1, 2))
-    (found,) = verify_ranks.compared(alone, split, 2)
-    assert found.differing and "o_proj (matmul_all_reduce" in found.first, verify_ranks.table([found])
+    (actual,) = verify_ranks.compared(alone, split, 2)
+    assert actual.differing and "o_proj (matmul_all_reduce" in actual.first, verify_ranks.table([actual])
 
 
 def refusals_body(ctx: iris.Iris) -> list[str]:

@@ -78,8 +78,8 @@ def answers(model: Any, device: torch.device | str = "cpu") -> torch.Tensor:
             options = {name: result[name], **steps.placed(model, places)}
             result = model(step, attention_mask=mask, use_cache=True, **options)
             logits.append(result.logits)
-    found = torch.cat(logits, dim=1).cpu()
-    return torch.cat([found[0], found[1, 2:]])  # what padding makes is no answer
+    actual = torch.cat(logits, dim=1).cpu()
+    return torch.cat([actual[0], actual[1, 2:]])  # what padding makes is no answer
 
 
 def split_body(ctx, case: str) -> tuple[torch.Tensor, list[str]]:

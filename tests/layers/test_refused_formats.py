@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         with_tensors(lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(160)})),
         "up_proj.weight has a pre_quant_scale",
     ),
-    "pattern": ("ct_int4_32", changed(ignore=["re:(["]), "ignore has 're:..', which is no expression"),
+    "pattern": ("ct_int4_32", changed(ignore=["re:(["]), "ignore has 're:..', which is not a pattern"),
 }
 
 

@@ -81,16 +81,16 @@ def body(ctx, name: str) -> list:
     prompts = models.prompt().tolist()
     engine = layers.Engine(model, ctx, 2, 7 + NEW)
     short = [prompts[0], prompts[1][3:]]
-    found = [engine.generate(prompts, NEW), engine.generate(short, NEW), engine.generate(prompts, NEW)]
+    actual = [engine.generate(prompts, NEW), engine.generate(short, NEW), engine.generate(prompts, NEW)]
     if name == "phi3":
         engine.reset()
         engine.accept(engine.read(models.prompt().to(ctx.device)))
         for _ in range(NEW - 1):
             engine.step()
-        found.append(engine.output[:, :NEW].tolist())
+        actual.append(engine.output[:, :NEW].tolist())
         compiled = layers.Engine(model, ctx, 2, 7 + NEW, compile="eager")
-        found.append(compiled.generate(prompts, NEW))
-    return found
+        actual.append(compiled.generate(prompts, NEW))
+    return actual
 
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2])

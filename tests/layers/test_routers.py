@@ -53,19 +53,19 @@ def serving(ctx: iris.Iris, name: str) -> None:
     before = {key: type(module) for key, module in model.named_modules()}
     names = [key for key in model.state_dict() if ".gate." in key or ".router." in key]
     parallelize(model, ctx)
-    found = routers_of(model)
-    assert found and all(each._rule.scoring == RULES[name] for each in found)
-    assert all(isinstance(module, before[key]) for key, module in model.named_modules() if module in found)
+    actual = routers_of(model)
+    assert actual and all(each._rule.scoring == RULES[name] for each in actual)
+    assert all(isinstance(module, before[key]) for key, module in model.named_modules() if module in actual)
     assert names and set(names) <= model.state_dict().keys()
     calls: list[int] = []
     counting(ctx, calls)
     try:
         result = models.logits(model, ctx.device)  # 14 tokens, 28 pairs of 4 experts: sorted
-        assert calls == [14] * len(found), "each router in one call, and nothing sorts again"
+        assert calls == [14] * len(actual), "each router in one call, and nothing sorts again"
     finally:
         stop_counting(ctx)
     assert torch.allclose(result.cpu(), models.logits(models.build(name)), 1e-4, 1e-5)
-    assert all(each._experts[0].choice is None for each in found), "no choice outlives its forward"
+    assert all(each._experts[0].choice is None for each in actual), "no choice outlives its forward"
     assert torch.equal(models.generate(model, ctx.device).cpu(), models.generate(models.build(name)))
 
 

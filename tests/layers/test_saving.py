@@ -198,10 +198,10 @@ def test_gamma_and_beta_are_weight_and_bias(tmp_path: Path) -> None:
     with torch.device("meta"):
         empty = transformers.BertLMHeadModel(config)
     with Checkpoint(tmp_path, Staging("cpu")) as checkpoint:
-        found, problems = names.find(empty, checkpoint, strict=True)
+        actual, problems = names.find(empty, checkpoint, strict=True)
         assert not problems
-        assert found["bert.embeddings.LayerNorm.weight"] is checkpoint["bert.embeddings.LayerNorm.gamma"]
-        for name, stored in found.items():
+        assert actual["bert.embeddings.LayerNorm.weight"] is checkpoint["bert.embeddings.LayerNorm.gamma"]
+        for name, stored in actual.items():
             read = torch.empty(stored.shape)
             stored.copy_to(read)
             assert torch.equal(read, model.state_dict()[name]), name

@@ -77,15 +77,15 @@ def engine_body(ctx) -> list:
     parallelize(model, ctx, sequence_parallel=LEAST)
     seen = []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-    rows, made = models.prompt().tolist(), []
+    rows, built = models.prompt().tolist(), []
     for batch in ([rows[0]], [rows[0], rows[1][2:]]):  # 7 tokens; 14, with two of padding
         engine = layers.Engine(model, ctx, len(batch), 14)
-        made.append((engine.generate(batch, models.NEW), engine.generate(batch, models.NEW)))
+        built.append((engine.generate(batch, models.NEW), engine.generate(batch, models.NEW)))
         assert len(seen[0]) == 2 and len(seen[1]) == 3, "prompts are shared, steps are not"
         seen.clear()
     engine = layers.Engine(model, ctx, 1, 8)  # no room behind
-    made.append((engine.generate([rows[0]], 1), engine.generate([rows[0]], 1)))
-    return made
+    built.append((engine.generate([rows[0]], 1), engine.generate([rows[0]], 1)))
+    return built
 
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [3])
@@ -125,7 +125,7 @@ def default_body(ctx) -> list[bool]:
     ways = [("bias", {}), ("bias", {"sequence_parallel": False}), ("bias", {"fuse": False})]
     ways += [("bias", {"weights": "fp8"}), ("bias", {"filter_fn": lambda name, module: "layers.1.mlp" not in name})]
     ways += [("bias", {"plan": models.build("bias").tp_plan}), ("fused", {})]
-    found = []
+    calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "LEAST", LEAST)
         for name, options in ways:
@@ -137,15 +137,15 @@ def default_body(ctx) -> list[bool]:
                 model(prompts)
             model(prompts)  # launched piece by piece, with tokens enough for a graph only
             assert seen[1] == 3
-            found.append(seen[0] == 2)
-            assert ("sequence parallel all_gather_matmul" in str(report)) == found[-1]
-    return found
+            calls.append(seen[0] == 2)
+            assert ("sequence parallel all_gather_matmul" in str(report)) == calls[-1]
+    return calls
 
 
 @pytest.mark.parametrize("world_size", [world for world in WORLDS if world > 1] if UNDER_TORCHRUN else [2])
 def test_known_families_share_their_tokens_by_default(world_size: int) -> None:
-    for found in run_ranks(world_size, default_body):
-        assert found == [True] + [False] * 6
+    for calls in run_ranks(world_size, default_body):
+        assert calls == [True] + [False] * 6
 
 
 def compiled_body(ctx) -> None:

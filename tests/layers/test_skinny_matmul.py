@@ -5,6 +5,8 @@ from __future__ import annotations
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.kernels.rmsnorm_epilogue import first_half
 from iris_ops.local import skinny_matmul
+from iris_ops.planning.epilogues import GATE
+from iris_ops.planning.weights import format_of
 from iris_ops.quantised import scaled_matmul
 import layers
 from layers.hf.gated_mlp import GatedMLP
@@ -18,6 +20,8 @@ from tests.layers import models
 pytestmark = both
 DEVICE = "cuda" if UNDER_TORCHRUN and torch.cuda.is_available() else "cpu"
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+EPILOGUE = {False: "", True: GATE.name}
 
 
 def reference(x, weight, bias, gated: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +62,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
     x = torch.randn(*rows, 2 * depth, **like)[..., :depth]  # rows lie apart
     weight = torch.randn((1 + gated) * outputs, depth, **like) * depth**-0.5
     added = torch.randn((1 + gated) * outputs, **like) if bias else None
-    out = skinny_matmul.skinny_matmul(x, weight, added, None, gated)
+    out = skinny_matmul.skinny_matmul(x, weight, added, None, EPILOGUE[gated])
     expected = reference(x, weight, added, gated, dtype)
     assert out.shape == (*rows, outputs) and out.dtype == dtype
 
@@ -67,7 +71,7 @@ def test_few_rows(monkeypatch, rows, outputs: int, depth: int, bias: bool, room:
 
     # a sum on the border between two numbers may be rounded to the other one before the gate
     assert missed(out) <= (2 if gated else 0.6) * EPS[dtype]
-    assert missed(skinny_matmul.skinny_matmul(x, weight.roll(1, 0), added, None, gated)) > 0.1
+    assert missed(skinny_matmul.skinny_matmul(x, weight.roll(1, 0), added, None, EPILOGUE[gated])) > 0.1
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -92,11 +96,13 @@ def test_rows_scaled_by_the_second_half_of_a_norm(monkeypatch, rows, outputs: in
     h, norm = torch.randn(*rows, depth, **like) * 30, torch.randn(depth, **like)
     weight, bias = torch.randn((1 + gated) * outputs, depth, **like), torch.randn((1 + gated) * outputs, **like)
     scaled, squares = first_half(h, norm)
-    out = skinny_matmul.skinny_matmul(scaled, weight, bias, None, gated, squares, 1e-5)
+    out = skinny_matmul.skinny_matmul(scaled, weight, bias, None, EPILOGUE[gated], squares, 1e-5)
     x = h.double() / (h.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     expected = reference(x, weight, bias, gated, torch.bfloat16)
     assert (out.double() - expected).norm() <= (2 + gated) * EPS[torch.bfloat16] * expected.norm()
-    torch.library.opcheck(torch.ops.iris_ops.skinny_matmul, (scaled, weight, bias, None, gated, squares, 1e-5))
+    torch.library.opcheck(
+        torch.ops.iris_ops.skinny_matmul, (scaled, weight, bias, None, EPILOGUE[gated], squares, 1e-5)
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -115,13 +121,12 @@ def test_fp8_weights(rows: tuple, outputs: int, depth: int, gated: bool) -> None
     odd = torch.randn(*rows, depth + 9, **like)
     for x in (wide[..., :depth], wide[..., 8:].contiguous(), odd[..., 1:-8]):
         for added in (None, bias):
-            assert skinny_matmul.streams(weight.shape, x.device)
-            out = skinny_matmul.skinny_matmul(x, weight, added, scale, gated)
+            out = skinny_matmul.skinny_matmul(x, weight, added, scale, EPILOGUE[gated])
             expected = reference(x, exact, added, gated, x.dtype)
             assert out.shape == (*rows, outputs)
             assert (out.double() - expected).norm() <= (2 if gated else 1) * 2**-8 * expected.norm()
     scaled, squares = first_half(wide[..., :depth] * 30, norm)
-    out = skinny_matmul.skinny_matmul(scaled, weight, bias, scale, gated, squares, 1e-5)
+    out = skinny_matmul.skinny_matmul(scaled, weight, bias, scale, EPILOGUE[gated], squares, 1e-5)
     h = (wide[..., :depth] * 30).double()
     expected = reference(h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm, exact, bias, gated, x.dtype)
     assert (out.double() - expected).norm() <= (2 + gated) * 2**-8 * expected.norm()
@@ -131,7 +136,7 @@ def test_fp8_weights(rows: tuple, outputs: int, depth: int, gated: bool) -> None
 def test_fp8_weights_that_are_not_served() -> None:
     x, weight = torch.randn(2, 96, device=DEVICE).bfloat16(), torch.randn(32, 96, device=DEVICE)
     rounded, scale = scaled_matmul.quantised(weight)
-    assert not skinny_matmul.streams(rounded.shape, x.device)
+    assert not format_of(rounded.t(), scale).streamable(*x.shape)
     out, expected = skinny_matmul.linear(x, rounded, None, scale), x.double() @ weight.double().t()
     assert (out.double() - expected).norm() <= 0.06 * expected.norm()
 
@@ -205,9 +210,9 @@ def engine_body(ctx, name: str, sequence_parallel: bool | int) -> tuple[list, li
     exchanged = sum(isinstance(module, GatedMLP) for module in model.modules())
     calls, own = [], skinny_matmul.skinny_matmul
 
-    def counted(x, weight, bias=None, scale=None, gated=False):
-        calls.append(gated)
-        return own(x, weight, bias, scale, gated)
+    def counted(x, weight, bias=None, scale=None, epilogue=""):
+        calls.append(epilogue)
+        return own(x, weight, bias, scale, epilogue)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skinny_matmul, "skinny_matmul", counted)
@@ -225,5 +230,5 @@ def test_the_engine_makes_the_same_tokens_by_it(name: str, gates: int, sequence_
     whole, steps = models.generate(models.build(name))[:, 7:].tolist(), models.NEW - 1
     for tokens, calls, exchanged in run_ranks(3, engine_body, name, sequence_parallel):
         assert tokens == whole
-        assert exchanged == gates and calls.count(True) == steps * gates
-        assert calls.count(False) == steps * (2 if gates else 4)  # qkv, and gate and up where they are not gated
+        assert exchanged == gates and calls.count(GATE.name) == steps * gates
+        assert calls.count("") == steps * (2 if gates else 4)  # qkv, and gate and up where they are not gated

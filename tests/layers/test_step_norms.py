@@ -232,40 +232,40 @@ def between_body(ctx) -> None:
     def sum_changed():
         h = x + reduced().view(2, 1, 64)
         h[0] = 0
-        return product(normed(h), weight, None, None, False)
+        return product(normed(h), weight, None, None, "")
 
     def operand_changed():
         mine = a.clone()
         r = reduced(mine)
         mine.zero_()
-        return product(normed(x + r.view(2, 1, 64)), weight, None, None, False)
+        return product(normed(x + r.view(2, 1, 64)), weight, None, None, "")
 
     def made_late():
         h = x + reduced().view(2, 1, 64)
-        return product(normed(h, norm * 2), weight, None, None, False)
+        return product(normed(h, norm * 2), weight, None, None, "")
 
     def strided():
         w = wide[::2]
-        return product(normed(x + reduced().view(2, 1, 64), w), weight, None, None, False)
+        return product(normed(x + reduced().view(2, 1, 64), w), weight, None, None, "")
 
     def shorter_rows():
-        return product(normed(x.view(4, 32) + reduced().view(4, 32), half), narrow, None, None, False)
+        return product(normed(x.view(4, 32) + reduced().view(4, 32), half), narrow, None, None, "")
 
     def as_weight_too():
         n = normed(x.view(2, 64) + reduced().view(2, 64))
-        return product(n, n, None, None, False)
+        return product(n, n, None, None, "")
 
     def norm_by_names():
         h = x + reduced().view(2, 1, 64)
         n = nn.functional.rms_norm(input=h, normalized_shape=(64,), weight=norm, eps=1e-6)
-        return product(n, weight, None, None, False)
+        return product(n, weight, None, None, "")
 
     def view_by_name():
-        return product(normed(x + reduced().view(size=(2, 1, 64))), weight, None, None, False)
+        return product(normed(x + reduced().view(size=(2, 1, 64))), weight, None, None, "")
 
     def reduction_by_names():
         r = reduce(A=a, B=b.t(), bias=None, size=size, group=ctx.group_name)
-        return product(normed(x + r.view(2, 1, 64)), weight, None, None, False)
+        return product(normed(x + r.view(2, 1, 64)), weight, None, None, "")
 
     for function in (sum_changed, operand_changed, made_late, shorter_rows, as_weight_too, view_by_name,
                      reduction_by_names):  # fmt: skip

@@ -19,14 +19,14 @@ pytestmark = [*both, pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCH
 
 def graphs_of(patch: pytest.MonkeyPatch) -> list[list]:
     """Of each graph that is compiled for an engine, what its nodes call."""
-    found, fold = [], whole_norms.fold
+    actual, fold = [], whole_norms.fold
 
     def seen(graph):
         fold(graph)
-        found.append([node.target for node in graph.nodes])
+        actual.append([node.target for node in graph.nodes])
 
     patch.setattr(whole_norms, "fold", seen)
-    return found
+    return actual
 
 
 @torch.no_grad()
@@ -101,17 +101,17 @@ def functions_body(ctx: iris.Iris) -> None:
 def assert_folds(function: Callable, folds: int) -> None:
     """Check that compiled `function` has this number of norms with a residual sum, and bit-identical results."""
     torch.compiler.reset()
-    found = []
+    actual = []
 
     def taken(graph, inputs):
         whole_norms.fold(graph.graph)
         graph.graph.lint()
         graph.recompile()
-        found.append([node.target for node in graph.graph.nodes].count(norm.add_rms_norm))
+        actual.append([node.target for node in graph.graph.nodes].count(norm.add_rms_norm))
         return graph
 
     result = torch.compile(function, backend=taken, fullgraph=True)()
-    assert found == [folds], function.__name__
+    assert actual == [folds], function.__name__
     for mine, whole in zip(*map(torch.utils._pytree.tree_leaves, (result, function())), strict=True):
         assert torch.equal(mine, whole), function.__name__
 

@@ -32,18 +32,18 @@ class Fault:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name == self.function:
                 replacing.generic_visit(node)
-        if not replacing.found:
+        if not replacing.count:
             raise LookupError(f"{self.name}: {self.old} is not in {self.function} of {self.file}")
         return ast.unparse(ast.fix_missing_locations(tree))
 
 
 class _Replacing(ast.NodeTransformer):
     def __init__(self, old: ast.expr, new: ast.expr) -> None:
-        self.old, self.new, self.found = old, new, 0
+        self.old, self.new, self.count = old, new, 0
 
     def visit(self, node: ast.AST) -> ast.AST:
         if _alike(node, self.old):
-            self.found += 1
+            self.count += 1
             return self.new
         return self.generic_visit(node)
 

@@ -103,8 +103,8 @@ class Soak:
         now = time.monotonic()
         return now + part * max(0.0, self.end - now)
 
-    def write(self, **found: Any) -> None:
-        self.written |= found
+    def write(self, **entries: Any) -> None:
+        self.written |= entries
         self.written["seconds"] = self.seconds + time.monotonic() - self.begin
         self.written["failures"] = self.failures
         path = report.path(self.written, self.args)
@@ -135,14 +135,14 @@ class Soak:
 
         end = self.share(0.22)
         worlds = sorted({2, 3, self.args.ranks})
-        found = Calls(1000 * self.args.seed, say=self.say)
-        found.run(worlds, min(end, self.share(0.3)))  # what is kept of calls that are new, is kept by now
-        held = resources.of_ranks(worlds) if not found.failures else {}
-        found.run(worlds, end)
-        more, wrong = resources.growth(held, resources.of_ranks(worlds) if held and not found.failures else held)
+        random_calls = Calls(1000 * self.args.seed, say=self.say)
+        random_calls.run(worlds, min(end, self.share(0.3)))  # what is kept of calls that are new, is kept by now
+        held = resources.of_ranks(worlds) if not random_calls.failures else {}
+        random_calls.run(worlds, end)
+        more, wrong = resources.growth(held, resources.of_ranks(worlds) if held and not random_calls.failures else held)
         harness.close_pools()
-        self.failures += [*found.failures, *wrong]
-        self.write(calls=found.table(), resources=more)
+        self.failures += [*random_calls.failures, *wrong]
+        self.write(calls=random_calls.table(), resources=more)
 
     def stress(self) -> None:
         gpu = self.args.device == "cuda"
@@ -155,9 +155,9 @@ class Soak:
         options = stress.parse([str(each) for each in requested])
         code = launch(stress.run, options, limit_s)
         path = here / "stress.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        kept = {key: found.get(key) for key in ("command", "cases", "calls", "replays", "deviating")}
-        if code or not found:
+        recorded = json.loads(path.read_text()) if path.exists() else {}
+        kept = {key: recorded.get(key) for key in ("command", "cases", "calls", "replays", "deviating")}
+        if code or not recorded:
             self.failures.append(f"stress ended with {code}; deviating: {kept['deviating']}")
         self.write(stress=kept | {"command": re.sub(r" --name \S+", "", kept["command"] or "")})
 

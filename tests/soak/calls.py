@@ -52,10 +52,10 @@ def steps(world: int) -> strategies.SearchStrategy[list[Step]]:
     return strategies.lists(strategies.tuples(cases, late), min_size=1, max_size=_MOST_CALLS)
 
 
-def check_steps(ctx: iris.Iris, made: list[Step]) -> list[str]:
+def check_steps(ctx: iris.Iris, steps: list[Step]) -> list[str]:
     """All calls after each other, then all results; a digest of each."""
-    calls = [(ops.Call if isinstance(case, Case) else ccl.Call)(ctx, case) for case, _ in made]
-    for call, (_, late) in zip(calls, made, strict=True):
+    calls = [(ops.Call if isinstance(case, Case) else ccl.Call)(ctx, case) for case, _ in steps]
+    for call, (_, late) in zip(calls, steps, strict=True):
         time.sleep(late[ctx.cur_rank])
         call.run()
     digests = []
@@ -67,9 +67,9 @@ def check_steps(ctx: iris.Iris, made: list[Step]) -> list[str]:
     return digests
 
 
-def assert_right(world: int, made: list[Step], timeout_s: float) -> None:
-    digests = run_ranks(world, check_steps, made, timeout=timeout_s)
-    cases = [case for case, _ in made]
+def assert_right(world: int, steps: list[Step], timeout_s: float) -> None:
+    digests = run_ranks(world, check_steps, steps, timeout=timeout_s)
+    cases = [case for case, _ in steps]
     ops.assert_same_bits([case if isinstance(case, Case) else _AsOp(case) for case in cases], digests)
 
 
@@ -107,18 +107,18 @@ class Calls:
         @seed(number)
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(steps(world))
-        def holds(made: list[Step]) -> None:
+        def holds(steps: list[Step]) -> None:
             if time.monotonic() < end:
                 try:
-                    assert_right(world, made, self.timeout_s)
+                    assert_right(world, steps, self.timeout_s)
                 except Exception as error:
-                    failing[:] = [f"seed {number}, {world} ranks: {error!r}\ncalls: {made}"[:4000]]
+                    failing[:] = [f"seed {number}, {world} ranks: {error!r}\ncalls: {steps}"[:4000]]
                     raise
-                collectives = sum(isinstance(case, ccl.Case) for case, _ in made)
+                collectives = sum(isinstance(case, ccl.Case) for case, _ in steps)
                 self.sequences += 1
                 self.collectives += collectives
-                self.ops += len(made) - collectives
-                self.worlds[world] = self.worlds.get(world, 0) + len(made)
+                self.ops += len(steps) - collectives
+                self.worlds[world] = self.worlds.get(world, 0) + len(steps)
 
         try:
             holds()

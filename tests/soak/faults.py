@@ -184,10 +184,10 @@ def run_to_the_fault(case: Case, model: Path, folder: Path, timeout_s: float) ->
     and how many were repeated.
     """
     for number in range(_MOST_RUNS):
-        found = run_case(case, model, folder / f"run-{number}", timeout_s * 2**number)
-        if not found["early"]:
+        outcome = run_case(case, model, folder / f"run-{number}", timeout_s * 2**number)
+        if not outcome["early"]:
             break
-    return found, number
+    return outcome, number
 
 
 def _survivor(case: Case, end: Ended, failed_at: float | None, limit_s: float, seconds: list[float]) -> str | None:
@@ -281,12 +281,12 @@ class Faults:
                     number, case = next(numbered, (None, None))
                 if case is None:
                     return
-                found, again = run_to_the_fault(case, model, self.folder / f"case-{number}", self.timeout_s)
+                outcome, again = run_to_the_fault(case, model, self.folder / f"case-{number}", self.timeout_s)
                 with self._lock:
                     self.repeated += again
-                    self.results.append((case, found))
-                    if found["wrong"]:
-                        self.failures.append(f"{case}: {'; '.join(found['wrong'])}")
+                    self.results.append((case, outcome))
+                    if outcome["wrong"]:
+                        self.failures.append(f"{case}: {'; '.join(outcome['wrong'])}")
                         self.say(f"FAULT CASE FAILED: {self.failures[-1]}")
                     tell()
 
@@ -296,15 +296,15 @@ class Faults:
 
     def table(self) -> dict[str, dict[str, Any]]:
         """By state, then by how the rank failed: cases, those that went wrong, seconds until the survivors' errors."""
-        found: dict[str, dict[str, Any]] = {}
+        outcome: dict[str, dict[str, Any]] = {}
         for state, how in itertools.product(STATES, HOWS):
             here = [result for case, result in self.results if (case.state, case.how) == (state, how)]
             if here:
                 seconds = [result["seconds"] for result in here if result["seconds"] is not None]
-                found.setdefault(state, {})[how] = {
+                outcome.setdefault(state, {})[how] = {
                     "cases": len(here),
                     "wrong": sum(bool(result["wrong"]) for result in here),
                     "median_s": statistics.median(seconds) if seconds else None,
                     "max_s": max(seconds, default=None),
                 }
-        return found
+        return outcome

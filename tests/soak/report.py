@@ -72,26 +72,26 @@ def _faults(run: dict) -> str:
     return "\n".join(lines)
 
 
-def _cell(found: dict | None) -> str:
-    if not found:
+def _cell(case: dict | None) -> str:
+    if not case:
         return "not run"
-    seconds = "no error" if found["max_s"] is None else f"{found['median_s']:.2f} / {found['max_s']:.2f}"
-    wrong = f", **{found['wrong']} wrong**" if found["wrong"] else ""
-    return f"{seconds} ({found['cases']}{wrong})"
+    seconds = "no error" if case["max_s"] is None else f"{case['median_s']:.2f} / {case['max_s']:.2f}"
+    wrong = f", **{case['wrong']} wrong**" if case["wrong"] else ""
+    return f"{seconds} ({case['cases']}{wrong})"
 
 
-def _resources(found: dict) -> str:
+def _resources(left: dict) -> str:
     messages = [
-        f"{found['shared_memory_left']} names left in `/dev/shm`",
-        f"{found['temporary_files_left']} temporary files left",
-        f"file descriptors of the parent {found['descriptors'][0]} before, {found['descriptors'][1]} after",
+        f"{left['shared_memory_left']} names left in `/dev/shm`",
+        f"{left['temporary_files_left']} temporary files left",
+        f"file descriptors of the parent {left['descriptors'][0]} before, {left['descriptors'][1]} after",
     ]
-    if "gpu_mib_less" in found:
-        messages.append(f"the GPU that lost most memory has {max(0, found['gpu_mib_less'])} MiB less")
-    if "most_rss_mib_more" in found:
+    if "gpu_mib_less" in left:
+        messages.append(f"the GPU that lost most memory has {max(0, left['gpu_mib_less'])} MiB less")
+    if "most_rss_mib_more" in left:
         messages.append(
-            f"the rank that grew most by {max(0, found['most_rss_mib_more'])} MiB of memory, "
-            f"{found['most_descriptors_more']} descriptors and {found['most_heap_bytes_more']} bytes of heap"
+            f"the rank that grew most by {max(0, left['most_rss_mib_more'])} MiB of memory, "
+            f"{left['most_descriptors_more']} descriptors and {left['most_heap_bytes_more']} bytes of heap"
         )
     return f"Left over: {'; '.join(messages)}."
 

@@ -43,8 +43,8 @@ IN_TURN = [
 @pytest.mark.parametrize(("state", "how", "victim"), IN_TURN)
 def test_a_fault_in_each_state(state: str, how: str, victim: int, model: Path, tmp_path: Path) -> None:
     case = Case(state, how, victim, delay_s=0.1)
-    found, _ = faults.run_to_the_fault(case, model, tmp_path, TIMEOUT_S)
-    assert not found["wrong"], f"{case}: {found['wrong']}"
+    outcome, _ = faults.run_to_the_fault(case, model, tmp_path, TIMEOUT_S)
+    assert not outcome["wrong"], f"{case}: {outcome['wrong']}"
 
 
 def test_random_calls_of_late_ranks() -> None:

@@ -101,8 +101,8 @@ def descendants(pid: int) -> list[int]:
 def worker_of(pid: int, rank: int) -> int:
     """Return the worker of `rank` below the engine's process `pid`, found by the title that vLLM gives it."""
     titles = {each: Path(f"/proc/{each}/cmdline").read_bytes().decode(errors="replace") for each in descendants(pid)}
-    (found,) = [each for each, title in titles.items() if f"Worker_TP{rank}" in title]
-    return found
+    (pid,) = [each for each, title in titles.items() if f"Worker_TP{rank}" in title]
+    return pid
 
 
 def main() -> None:

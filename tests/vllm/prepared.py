@@ -24,6 +24,7 @@ def main() -> None:
     mode = fake_gpu.pretend("sm_90")
     from iris.launch import ahead
     from iris_ops.local.skinny_matmul import skinny_matmul
+    from iris_ops.planning.epilogues import GATE
     from layers.vllm import ops, prepare
     from layers.vllm.limits import FEW_ROWS
     import torch
@@ -42,7 +43,7 @@ def main() -> None:
             if rows <= FEW_ROWS:
                 _, scaled, squares = ops.matmul_all_reduce_norm(ctx, A, weight, residual, norm)
                 skinny_matmul(scaled, new(QKV // WORLD, HIDDEN), squares=squares, eps=EPS)
-                skinny_matmul(scaled, new(GATES // WORLD, HIDDEN), gated=True, squares=squares, eps=EPS)
+                skinny_matmul(scaled, new(GATES // WORLD, HIDDEN), epilogue=GATE.name, squares=squares, eps=EPS)
 
     prepared: dict[str, ahead.Form] = {}
     with mode, mock.patch.object(prepare, "_without_memory", lambda like, shape: like.new_empty(shape)):

@@ -118,7 +118,7 @@ def main(rank: int, stages: int, port: int, on: bool, cache: str) -> None:
         for layer in (model.o, model.up, model.down, model.last):
             layer.cpu_linear = torch.nn.functional.linear
         calls.clear()  # of layers that were prepared
-        found = {}
+        by_rows = {}
         for rows in ROWS:
             generator = torch.Generator().manual_seed(100 * rows + rank)
             x = torch.randn(rows, HIDDEN // tp, generator=generator).bfloat16()
@@ -131,10 +131,10 @@ def main(rank: int, stages: int, port: int, on: bool, cache: str) -> None:
                 out = model(x, residual)
             if not get_pp_group().is_last_rank:
                 get_pp_group().send_tensor_dict({"residual": out}, all_gather_group=get_tp_group())
-            found[rows] = {"calls": dict(calls), "digest": out.double().sum(0).tolist()}
+            by_rows[rows] = {"calls": dict(calls), "digest": out.double().sum(0).tolist()}
             calls.clear()
     if get_tp_group().rank_in_group == 0:
-        result = {"stage": rank // tp, "layer": type(model.o).__name__, "rows": found}
+        result = {"stage": rank // tp, "layer": type(model.o).__name__, "rows": by_rows}
         print("RESULT", json.dumps(result | {"ranges": compilation.compile_ranges_endpoints}))
     dist.barrier()
     os._exit(0)  # without the context's own end, which vLLM does not give it either

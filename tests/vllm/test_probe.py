@@ -23,9 +23,9 @@ def probed(on: bool, cache: Path, stages: int = 1) -> dict:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PROBE_CACHE": str(cache)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found = sorted(map(json.loads, lines), key=lambda each: each["stage"])
-    assert [each["stage"] for each in found] == list(range(stages))
-    return found[-1]
+    actual = sorted(map(json.loads, lines), key=lambda each: each["stage"])
+    assert [each["stage"] for each in actual] == list(range(stages))
+    return actual[-1]
 
 
 def test_the_plug_in_takes_its_ranges_and_leaves_the_others(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_the_plug_in_takes_its_ranges_and_leaves_the_others(tmp_path: Path) -> N
     assert calls["1200"] == {}
     assert ours["rows"]["1200"]["digest"] == stock["rows"]["1200"]["digest"]  # bit for bit
     for rows in ("8", "64", "65", "128"):
-        found, expected = (each["rows"][rows]["digest"] for each in (ours, stock))
-        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 0.02 * max(map(abs, expected)) + 0.2
+        actual, expected = (each["rows"][rows]["digest"] for each in (ours, stock))
+        assert max(abs(a - b) for a, b in zip(actual, expected, strict=True)) <= 0.02 * max(map(abs, expected)) + 0.2
     warm = probed(True, tmp_path / "on")  # loads what it compiled before
     assert {rows: row["calls"] for rows, row in warm["rows"].items()} == calls
     assert all(warm["rows"][rows]["digest"] == ours["rows"][rows]["digest"] for rows in calls)

@@ -95,26 +95,26 @@ def arguments(function: ast.FunctionDef) -> list[str]:
 
 def defined(body: ast.ClassDef) -> set[str]:
     """What a class's body defines, and what its methods set of `self`."""
-    found = set()
+    matches = set()
     for node in ast.walk(body):
         match node:
             case ast.FunctionDef(name=name) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.add(name)
+                matches.add(name)
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-    return found
+                matches.add(name)
+    return matches
 
 
 @pytest.mark.parametrize("file, name, first", FUNCTIONS, ids=lambda each: each if isinstance(each, str) else "")
 def test_a_function_takes_what_the_plug_in_gives(file: str, name: str, first: list[str]) -> None:
-    found = functions(parsed(file), name)
-    assert any(arguments(each)[: len(first)] == first for each in found), [arguments(each) for each in found]
+    matches = functions(parsed(file), name)
+    assert any(arguments(each)[: len(first)] == first for each in matches), [arguments(each) for each in matches]
 
 
 @pytest.mark.parametrize("file, name, members", CLASSES, ids=lambda each: each if isinstance(each, str) else "")
 def test_a_class_has_what_the_plug_in_reads(file: str, name: str, members: set[str]) -> None:
-    (found,) = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.ClassDef) and n.name == name]
-    assert members <= defined(found), members - defined(found)
+    (matches,) = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.ClassDef) and n.name == name]
+    assert members <= defined(matches), members - defined(matches)
 
 
 @pytest.mark.parametrize("file, text", WORDS)
@@ -123,8 +123,8 @@ def test_a_file_has_the_name(file: str, text: str) -> None:
 
 
 def test_the_fused_node_that_the_rewrite_replaces_has_its_arguments() -> None:
-    (found,) = functions(parsed("compilation/passes/fusion/allreduce_rms_fusion.py"), FUSED)
-    assert set(arguments(found)) >= FUSED_ARGUMENTS, set(arguments(found))
+    (matches,) = functions(parsed("compilation/passes/fusion/allreduce_rms_fusion.py"), FUSED)
+    assert set(arguments(matches)) >= FUSED_ARGUMENTS, set(arguments(matches))
 
 
 def test_a_custom_pass_runs_behind_the_fusion_with_flashinfer_and_before_the_operators_are_lowered() -> None:

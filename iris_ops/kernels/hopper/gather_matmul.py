@@ -2,8 +2,8 @@
 
 Tiles of this rank's rows come first, then those of each rank in the order in which they arrive
 (`with_torch/copy_gather.py`). The MMA warps look for a rank's flag before they load its first rows, two steps before
-they need them. The mover warps store finished tiles. Of a gated product, whose B is two matrices side by side, they
-store silu(A @ first) * (A @ second). With one rank it is a product without an exchange.
+they need them. The mover warps store finished tiles. Where B is two matrices side by side, they store the columns
+joined by an activation. With one rank it is a product without an exchange.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,18 @@ import triton.language as tl
 
 from ...config import FusedConfig
 from ...operands import Operands
-from ...planning.needs import GATE
 from ...planning.waves import gemm_tiles
 from ...problem import Problem
+from ..activations import joined_tiles
 from ..arguments import World
 from ..descriptors import as_stored
 from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
-from .pipeline import Unshared, Work, allocate, await_tile, give_back, multiply_tiles, part_of
+from .pipeline import Work, allocate, await_tile, give_back, multiply_tiles, part_of
 from .policies import mma_of
+from .tile_sums import Unshared
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -100,8 +101,8 @@ class _Gathered:
 
 
 @gluon.jit
-def _store_tiles(shared, work, C, GATED: gl.constexpr, MOVE: gl.constexpr):
-    """Run the mover warps: store each tile to `C`, half as many columns if the product is gated."""
+def _store_tiles(shared, work, C, activation: gl.constexpr, MOVE: gl.constexpr):
+    """Run the mover warps: store each tile to `C`, half as many columns where an activation joins them."""
     units, tiles, out, M = work.units, work.tiles, C.data, C.rows
     PARTS: gl.constexpr = shared.PARTS
     ROWS: gl.constexpr = shared.BLOCK_M // PARTS
@@ -116,15 +117,14 @@ def _store_tiles(shared, work, C, GATED: gl.constexpr, MOVE: gl.constexpr):
             await_tile(shared, done)
             for part in range(PARTS):
                 rows = part_of(shared, done, part)
-                if GATED:
+                if activation is not None:
                     values = rows.slice(0, tiles.BLOCK_N, dim=1).load(MOVE)
                     second = rows.slice(tiles.BLOCK_N, tiles.BLOCK_N, dim=1).load(MOVE)
                 else:
                     values = rows.load(MOVE)
                 give_back(shared, done, part)
-                if GATED:
-                    gate = values.to(gl.float32)
-                    values = arch.round_to(gate / (1.0 + gl.exp(-gate)) * second.to(gl.float32), out.dtype.element_ty)
+                if activation is not None:
+                    values = joined_tiles(values, second, activation)
                 r = first + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MOVE))
                 place = (r.to(gl.int64) * C.stride_row)[:, None] + c[None, :]
                 gl.store(out + place, values, mask=((r >= row) & (r < end))[:, None] & (c < C.cols)[None, :])
@@ -134,18 +134,18 @@ def _store_tiles(shared, work, C, GATED: gl.constexpr, MOVE: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "part_rows"])
 def hopper_gather_matmul_kernel(
     a, gathered, b, epilogue, out, flags, passed, ctx_ptr, M, N, K, stride_om, part_rows, tile: gl.constexpr,
-    pipeline: gl.constexpr, world: gl.constexpr, GATED: gl.constexpr,
+    pipeline: gl.constexpr, world: gl.constexpr, activation: gl.constexpr,
 ):  # fmt: skip
     """Multiply gathered rows by B as they arrive; MMA warps multiply, mover warps store.
 
-    a, gathered, b: descriptors of this rank's rows, of all ranks' rows [M, K], and of B [K, N] or [N, K]. With `GATED`,
-    b describes [2, N, K], the gate and what it scales, and out is still [M, N]. flags: [rank]; passed: the value of a
-    rank's flag once its rows have arrived.
+    a, gathered, b: descriptors of this rank's rows, of all ranks' rows [M, K], and of B [K, N] or [N, K]. With an
+    `activation`, b describes two matrices, [2, N, K], whose columns it joins, and out is still [M, N]. flags: [rank];
+    passed: the value of a rank's flag once its rows have arrived.
     """
     MOVE: gl.constexpr = pipeline.MOVE
     WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
-    width: gl.constexpr = tile.BLOCK_N // 2 if GATED else tile.BLOCK_N
+    width: gl.constexpr = tile.BLOCK_N if activation is None else tile.BLOCK_N // 2
     num_m, num_n = gl.cdiv(part_rows, tile.BLOCK_M), gl.cdiv(N, width)
     rank = ctx.rank % world.WORLD_SIZE  # alone, any is the first
     tiles = SourceTiles(rank, part_rows, num_m, num_n, tile.BLOCK_M, width, tile.GROUP_M, world.WORLD_SIZE)
@@ -157,7 +157,7 @@ def hopper_gather_matmul_kernel(
     gl.warp_specialize(
         [
             (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
-            (_store_tiles, (shared, work, C, GATED, MOVE)),
+            (_store_tiles, (shared, work, C, activation, MOVE)),
         ],
         [pipeline.MOVER_WARPS],
         [pipeline.MOVER_REGISTERS],
@@ -177,7 +177,7 @@ def product(
 ) -> Callable[[], None]:
     """Return a function that launches the kernel on tensors at these addresses; `A` is this rank's rows.
 
-    Where the product is gated, B is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N].
+    Where B is two matrices, it is [K, 2 N], the transpose of a contiguous tensor, and `out` [M, N].
     """
     out, A, B, bias, _ = tensors
     addresses = tuple(0 if t is None else t.data_ptr() for t in (out, A, B, bias))
@@ -248,12 +248,11 @@ class _Alone:
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
     out, A, B, bias, scale = tensors
     args = operands.arguments(A, B, bias, config, False, problem.weights, scale)
-    if problem.epilogue is GATE:
-        stored = as_stored(B)
-        both = stored.view(2, stored.shape[0] // 2, stored.shape[1])
+    if (matrices := problem.epilogue.matrices) > 1:
+        width = config.block_n // matrices
         args |= dict(
-            b=operands.described(both, (2, config.block_n // 2, config.block_k)),
-            pipeline=replace(args["pipeline"], MOVE=operands.in_rows(operands.MOVER_WARPS, config.block_n // 2)),
+            b=operands.described(as_stored(B).view(matrices, -1, B.shape[0]), (matrices, width, config.block_k)),
+            pipeline=replace(args["pipeline"], MOVE=operands.in_rows(operands.MOVER_WARPS, width)),
         )
     rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(
@@ -263,5 +262,5 @@ def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathere
         N=out.shape[1],
         K=A.shape[1],
         stride_om=out.stride(0),
-        GATED=problem.epilogue is GATE,
+        activation=problem.epilogue.activation,
     )

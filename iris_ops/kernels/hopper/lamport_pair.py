@@ -46,7 +46,6 @@ from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import (
     NOWHERE,
     Shared,
-    Unshared,
     Work,
     allocate,
     await_tile,
@@ -58,6 +57,7 @@ from .pipeline import (
     rows_of,
 )
 from .policies import mma_of
+from .tile_sums import Unshared
 
 if TYPE_CHECKING:
     from iris.rank import Rank

@@ -32,8 +32,9 @@ from ..tile_orders import PartTiles, by_columns
 from ..tiles import Matrix, known
 from .mma import MMA_WARPS
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
-from .pipeline import NOWHERE, Unshared, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
+from .tile_sums import Unshared
 
 if TYPE_CHECKING:
     from iris.rank import Rank

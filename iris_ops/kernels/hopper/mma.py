@@ -57,8 +57,8 @@ def accumulator(block_m: int, block_n: int, itemsize: int, warps: int) -> gl.NVM
 class Mma:
     """The products of one program: blocks of A, which may be folded, by blocks of B, which may be two matrices'.
 
-    FOLDED: A's block comes as [2, BLOCK_M / 2, BLOCK_K] (`tiles.first_row`). GATED: B's comes as [2, BLOCK_N / 2,
-    BLOCK_K], a half of each of two matrices. B_TRANSPOSED: B's comes as [BLOCK_N, BLOCK_K].
+    FOLDED: A's block comes as [2, BLOCK_M / 2, BLOCK_K] (`tiles.first_row`). MATRICES: of two, B's comes as
+    [2, BLOCK_N / 2, BLOCK_K], a half of each. B_TRANSPOSED: B's comes as [BLOCK_N, BLOCK_K].
     """
 
     LAYOUT: gl.constexpr
@@ -69,7 +69,7 @@ class Mma:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     FOLDED: gl.constexpr
-    GATED: gl.constexpr
+    MATRICES: gl.constexpr
     B_TRANSPOSED: gl.constexpr
 
     @triton.constexpr_function
@@ -81,7 +81,7 @@ class Mma:
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([m, k], a.dtype))
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([n, k], b.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
-        self.FOLDED, self.GATED = known(len(a.block_shape) == 3), known(len(b.block_shape) == 3)
+        self.FOLDED, self.MATRICES = known(len(a.block_shape) == 3), known(len(b.block_shape) - 1)
         self.B_TRANSPOSED = known(tile.B_TRANSPOSED)
 
     @gluon.jit
@@ -92,7 +92,7 @@ class Mma:
     @gluon.jit
     def columns_at(self, col, k):
         """Return where B's descriptor has the block from column `col` and from `k` along K on."""
-        if self.GATED:
+        if self.MATRICES > 1:
             return 0, col, k
         elif self.B_TRANSPOSED:
             return col, k
@@ -104,7 +104,7 @@ class Mma:
         """Begin to add the product of two blocks, which lie in shared memory as they were loaded."""
         if self.FOLDED:
             rows = reinterpret(rows, rows.dtype, [self.BLOCK_M, self.BLOCK_K], self.A_FORM)
-        if self.GATED:
+        if self.MATRICES > 1:
             columns = reinterpret(columns, columns.dtype, [self.BLOCK_N, self.BLOCK_K], self.B_FORM)
         if self.B_TRANSPOSED:
             columns = columns.permute((1, 0))

@@ -98,7 +98,7 @@ class ScaledMma:
     BLOCK_K: gl.constexpr
     HIGH: gl.constexpr
     WIDE: gl.constexpr
-    GATED: gl.constexpr
+    MATRICES: gl.constexpr
 
     @triton.constexpr_function
     def __init__(self, a, b, scales, stride, cols, last, tile, pipeline):
@@ -112,7 +112,7 @@ class ScaledMma:
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([high, k], b.dtype))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
-        self.GATED = known(False)
+        self.MATRICES = known(1)
         self.TOGETHER = known(pipeline.TOGETHER)
 
     @gluon.jit

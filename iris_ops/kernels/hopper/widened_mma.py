@@ -137,8 +137,7 @@ class WidenedMma:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
-    GATED: gl.constexpr
-    B_TRANSPOSED: gl.constexpr
+    MATRICES: gl.constexpr
 
     @triton.constexpr_function
     def __init__(self, a, b, codes, tile, pipeline):
@@ -151,7 +150,7 @@ class WidenedMma:
         groups, zeros = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS))
         self.LINES, self.OF_STEP = known(lines), known(lines * groups * (1 + zeros))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
-        self.GATED, self.B_TRANSPOSED = known(False), known(True)
+        self.MATRICES = known(1)
 
     @gluon.jit
     def begin(self, col, step):

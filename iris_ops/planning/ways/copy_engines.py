@@ -10,7 +10,8 @@ from iris.machines import Machine
 from ...config import FusedConfig, Prediction
 from ...problem import GATHER_MATMUL, Problem, part_of
 from ..candidates import copy_gather_configs
-from ..needs import GATE, PLAIN, Epilogue
+from ..epilogues import Epilogue
+from ..needs import PLAIN
 from ..orders import Order, of_library
 from ..overlap_model import specialised_refused
 from ..product_model import library_us_in_turn
@@ -28,7 +29,7 @@ _LEAST_ROWS = 512
 
 
 class Brought(Way):
-    """One kernel multiplies all rows as they come, and gates them on their way out."""
+    """One kernel multiplies all rows as they come, and joins two matrices' columns on their way out."""
 
     kernel = HOPPER_GATHER_FIRST
     launcher = "with_torch.copy_gather:prepare"
@@ -67,11 +68,11 @@ class Brought(Way):
         return Sizes(staging=max(1, problem.M * problem.K) * problem.dtype.itemsize)
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return (GATE,)
+        return problem.epilogue.of_tiles
 
 
 class CopyGather(Brought):
-    """Torch multiplies one rank's rows after the other's, or several ranks' together, and a kernel gates each."""
+    """Torch multiplies one rank's rows after the other's, or several ranks' together; the epilogue follows each."""
 
     kernel = COPY_GATHER
     supports = ""
@@ -101,7 +102,7 @@ class CopyGather(Brought):
     def times(self, problem: Problem, config: FusedConfig, machine: Machine) -> Prediction:
         """Return the times of the rank that takes longest."""
         product, link, total = _copied_us(problem, config, machine)
-        return Prediction(product, link, total + (problem.epilogue.us(problem, machine) if problem.epilogue else 0.0))
+        return Prediction(product, link, total + problem.epilogue.us(problem, machine))
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         together = f", {config.ranks_together} ranks' rows together" if config.ranks_together > 1 else ""

@@ -8,7 +8,8 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import ALL_REDUCE, Problem
-from ..needs import LINE, Epilogue
+from ..epilogues import Epilogue
+from ..needs import LINE
 from ..orders import Order
 from ..sums import ANY_ORDER
 from ..weights import FORMATS

@@ -10,7 +10,8 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM_SPAN, REDUCE_SCATTER, SUMS, Problem
 from .. import interpreted
 from ..candidates import fitting, movers, narrow, tiled
-from ..needs import NORM, PLAIN, Epilogue
+from ..epilogues import NORM, Epilogue
+from ..needs import PLAIN
 from ..overlap_model import hops, unhidden
 from ..tile_model import EXCHANGED_TILES
 from ..waves import gemm_tiles, programs_of

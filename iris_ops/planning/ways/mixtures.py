@@ -8,6 +8,7 @@ from iris.machines import Machine
 
 from ...config import FusedConfig, Prediction
 from ...problem import Problem
+from ..epilogues import Epilogue
 from ..experts import least_k
 from ..moe_ways import (
     DEEP,
@@ -34,7 +35,7 @@ from ..moe_ways import (
     waits_too_wide,
     weight_bytes,
 )  # fmt: skip
-from ..needs import GATE, PLAIN, Epilogue
+from ..needs import PLAIN
 from ..operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
 from ..way import Sizes, Way
 from ..weights import FORMATS
@@ -67,7 +68,7 @@ class Mixture(Way):
         return f"config.block_n is {config.block_n}; expected more, for {wide}" if wide else None
 
     def fuses(self, problem: Problem, config: FusedConfig) -> tuple[Epilogue, ...]:
-        return (GATE,)
+        return problem.epilogue.of_tiles
 
     def rounds_rows(self, problem: Problem) -> bool:
         return False  # kernels widen experts to the tokens' dtype
@@ -130,7 +131,7 @@ def _stages(problem: Problem, m: int, n: int, k: int, machine: Machine) -> int:
 
 
 class GroupedFew(Mixture):
-    """Gate and up of so few pairs that each program looks for its rows by itself."""
+    """The first product of so few pairs that each program looks for its rows by itself."""
 
     kernel = GROUPED
     launcher = "moe.grouped_matmul:launch"
@@ -146,7 +147,7 @@ class GroupedFew(Mixture):
 
 
 class GroupedMany(GroupedFew):
-    """Gate and up of tokens that are sorted first."""
+    """The first product of tokens that are sorted before it."""
 
     algorithms = ("sequential",)
 

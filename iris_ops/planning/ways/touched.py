@@ -1,4 +1,4 @@
-"""Gate and up of few tokens and quantised experts: a stream of the experts touched (`moe/touched_stream.py`)."""
+"""The first product of few tokens and quantised experts: a stream of the experts touched (`moe/touched_stream.py`)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@ and what `iris_ops/quantised/` needs for it: a packing, and a policy by which ke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from iris.errors import ArgumentError
 import torch
 
@@ -38,6 +40,6 @@ def named_format(name: str | None, fp8: bool = False) -> WeightFormat:
     return BY_NAME[name]
 
 
-def dtypes() -> str:
-    """Return the dtypes of weights with scales, as messages list them."""
-    return " or ".join(dict.fromkeys(str(w.dtype) for w in FORMATS))
+def dtypes(formats: Iterable[WeightFormat] | None = None) -> str:
+    """Return the dtypes of weights with scales, of `formats` or all, as messages list them."""
+    return " or ".join(dict.fromkeys(str(w.dtype) for w in (FORMATS if formats is None else formats)))

@@ -124,7 +124,7 @@ def _format(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=64, gated_rows=32, local_rows=64, local_launches=2, **more,
+        streamed_rows=64, joined_rows=32, local_rows=64, local_launches=2, **more,
     )  # fmt: skip
 
 
