@@ -194,11 +194,11 @@ class Run:
         stored, exact = {}, {}
         for form in ["bf16", *self.args.formats, *self.args.rivals]:
             if form in RIVALS:
-                made, reason = self.team.attempt(partial(RIVALS[form].prepared, exact["bf16"]))
-                if made is None:
+                prepared, reason = self.team.attempt(partial(RIVALS[form].prepared, exact["bf16"]))
+                if prepared is None:
                     self.team.say(f"no {form}: {reason}"[:300])
                     continue
-                weight, exact[form] = made
+                weight, exact[form] = prepared
             else:
                 weight, exact[form] = weight_of(form, n, k, 1 + self.team.rank, self.team.device)
             copies = max(2, min(16, ROTATED_BYTES // _nbytes(weight))) if self.team.cuda else 2
