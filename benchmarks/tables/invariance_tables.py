@@ -19,7 +19,7 @@ from benchmarks.tables.model_tables import MODELS
 
 _FEW = 64  # rows of a decode step, at most
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
-          "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
+          "ga": "`matmul_all_gather`", "linear": "a product without a collective"}  # fmt: skip
 
 
 def invariance(folder: str) -> str:
