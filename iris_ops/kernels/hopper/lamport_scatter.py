@@ -48,15 +48,6 @@ _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
 
 
 @gluon.jit
-def _complete_after(tiles, tile_n):
-    """Return the number of the first tile after those with own rows of the column blocks up to `tile_n`."""
-    before = tile_n // tiles.group * tiles.group
-    others, columns = tiles.num_m - tiles.own, tile_n - before + 1
-    sent = others * gl.minimum(tiles.group, tiles.num_n - before)
-    return before * tiles.num_m + gl.where(tiles.own > 0, sent + columns * tiles.own, columns * others)
-
-
-@gluon.jit
 def _store_sums(
     exchange, row, col, own_rows, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, SUMMED: gl.constexpr
 ):  # fmt: skip
@@ -98,9 +89,7 @@ def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED
         send_to_owners(exchange, shared, done, bases, row, col, push)
         ctx.tracing.record_event_end(span)
         done += 1
-        while (unit < shares * tiles.num_n) & (
-            _complete_after(tiles, unit // gl.maximum(shares, 1)) <= t + programs
-        ):
+        while (unit < shares * tiles.num_n) & (tiles.complete_after(unit // gl.maximum(shares, 1)) <= t + programs):
             share, tile_n = by_columns(unit, shares)
             _store_sums(exchange, share * ROWS, tile_n * tiles.BLOCK_N, own_rows, dtype, tiles.BLOCK_N, ROWS, SUMMED)
             unit += programs
