@@ -11,7 +11,7 @@ from math import ceil, log
 
 from iris.machines import Machine
 
-from ..problem import Problem
+from ..problem import GATHER_MATMUL, Problem
 from .needs import PLAIN, WeightFormat
 
 # Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.
@@ -28,7 +28,7 @@ _SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
-_STREAMED = 0.9  # of the memory's rate
+_STREAMED = 1.0  # of the memory's rate
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
@@ -100,6 +100,6 @@ def library_refused(problem: Problem, machine: Machine) -> str | None:
         return "the time of the library's product is not known here"
     elif problem.world_size == 1:
         return "one rank: no collective to follow"
-    else:
-        few = problem.gemm[0] <= 64
+    else:  # what gathers rows first cannot stream weights meanwhile, and a library's stream is as fast as ours
+        few = problem.gemm[0] <= 64 and problem.op != GATHER_MATMUL
     return "few rows: a stream of weights needs no library" if few else None
