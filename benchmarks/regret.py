@@ -11,8 +11,8 @@ table of rates, too, such as one that `iris-tp calibrate` wrote; its choices are
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 import math
 import os
@@ -71,6 +71,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", dest="time_limit", type=report.at_least(1), help="as --time-limit, from the start; default 90"
     )
+    parser.add_argument("--without", type=lambda text: text.split(","), default=[], help="kernels not to measure")
     parser.add_argument("--other-rates", type=Path, help="another table of rates, whose choices are measured, too")
     parser.set_defaults(time_limit=90)
     args = parser.parse_args(argv)
@@ -128,20 +129,39 @@ def problem_of(row: Row, world: int, dtype: torch.dtype) -> Problem:
     return requested_problem(Request(CALLS[row.op], row.M, row.N, row.K, world, dtype, form))
 
 
-def ways_of(problem: Problem, machines: dict[str, Machine], each: int) -> dict[str, Candidate]:
-    """Return by its name each candidate to measure: of each way and algorithm the first `each`, and all choices.
+@dataclass(frozen=True)
+class Selection:
+    """Which candidates are measured: of each way and algorithm the first `each` by each machine's rates.
 
-    A way that should take more than `_LONGEST` times the fastest one's time is left out.
+    A way that should take more than `_LONGEST` times the fastest one's time is left out, and so are the kernels
+    `without`.
     """
-    candidates_by_name: dict[str, Candidate] = {}
-    for machine in machines.values():
-        counts: dict[tuple[str, str], int] = {}
+
+    machines: dict[str, Machine]
+    each: int
+    without: Sequence[str] = ()
+
+    def compared(self, problem: Problem, machine: Machine) -> list[Candidate]:
+        """Return what the planner compares, the best first."""
         candidates = compare_ways(WAYS, problem, machine).candidates
+        return [candidate for candidate in candidates if candidate.config.kernel not in self.without]
+
+    def chosen(self, problem: Problem) -> dict[str, Candidate]:
+        """Return the planner's choice by each machine's rates."""
+        return {by: self.compared(problem, machine)[0] for by, machine in self.machines.items()}
+
+
+def ways_of(problem: Problem, selection: Selection) -> dict[str, Candidate]:
+    """Return by its name each candidate to measure."""
+    candidates_by_name: dict[str, Candidate] = {}
+    for machine in selection.machines.values():
+        counts: dict[tuple[str, str], int] = {}
+        candidates = selection.compared(problem, machine)
         longest_us = _LONGEST * min(candidate.times.total_us for candidate in candidates)
         for candidate in candidates:
             key = candidate.config.kernel, candidate.config.algorithm
             counts[key] = counts.get(key, 0) + 1
-            near = counts[key] <= each and candidate.times.total_us <= longest_us
+            near = counts[key] <= selection.each and candidate.times.total_us <= longest_us
             if near and way_for(problem, candidate.config) is candidate.way:
                 candidates_by_name.setdefault(_name_of(problem, candidate), candidate)
     return candidates_by_name
@@ -154,18 +174,12 @@ def _name_of(problem: Problem, candidate: Candidate) -> str:
     return candidate.label(problem) + more
 
 
-def chosen_by(problem: Problem, machine: Machine) -> str:
-    return _name_of(problem, compare_ways(WAYS, problem, machine).candidates[0])
-
-
-def run_row(
-    row: Row, team: Team, heap: Heap, machines: dict[str, Machine], each: int, dtype: torch.dtype
-) -> dict:  # fmt: skip
+def run_row(row: Row, team: Team, heap: Heap, selection: Selection, dtype: torch.dtype) -> dict:
     problem = problem_of(row, team.world, dtype)
     inputs, reason = team.attempt(lambda: Exact(row, team, dtype))
     if reason:
         raise RuntimeError(f"{row}: no inputs: {reason}")
-    ways = ways_of(problem, machines, each)
+    ways = ways_of(problem, selection)
     calls = {name: _call(heap, inputs, candidate) for name, candidate in ways.items()}
     timed = compare(
         team, {PRODUCT: separate.product(inputs), **calls},
@@ -185,13 +199,10 @@ def run_row(
             )
         results.append(result)
     us = {result["name"]: result[key] for result in results if key in result}
-    chosen = {by: chosen_by(problem, machine) for by, machine in machines.items()}
+    choices = selection.chosen(problem)
+    chosen = {by: _name_of(problem, candidate) for by, candidate in choices.items()}
     judged = {by: us[name] / min(us.values()) for by, name in chosen.items() if name in us}
-    predicted = {
-        by: compare_ways(WAYS, problem, machine).candidates[0].times.total_us / us[chosen[by]]
-        for by, machine in machines.items()
-        if chosen[by] in us
-    }
+    predicted = {by: choices[by].times.total_us / us[name] for by, name in chosen.items() if name in us}
     fields = {name: value for name, value in asdict(row).items() if (name, value) != ("form", "rows")}
     alone = {"product_us": timed["us"].get(PRODUCT), "floor_us": None}
     if product_us := alone["product_us"]:
@@ -199,16 +210,14 @@ def run_row(
     return {**fields, **alone, "chosen": chosen, "regret": judged, "predicted": predicted, "results": results}
 
 
-def make_calls(
-    team: Team, heap: Heap, row: Row, machines: dict[str, Machine], each: int, dtype: torch.dtype
-) -> None:  # fmt: skip
+def make_calls(team: Team, heap: Heap, row: Row, selection: Selection, dtype: torch.dtype) -> None:
     """Call every way of a shape once, on tensors without values: while forms are recorded, which launches no kernel."""
     A, W = (
         torch.empty(shape, dtype=dtype, device=team.device)
         for shape in (row.a_shape(team.rank, team.world), row.w_shape(team.world))
     )
     out, op = heap.out(*row.out_shape(team.rank, team.world)), getattr(heap.ctx.ops, CALLS[row.op])
-    for candidate in ways_of(problem_of(row, team.world, dtype), machines, each).values():
+    for candidate in ways_of(problem_of(row, team.world, dtype), selection).values():
         op(out, A, W.t(), config=candidate.config)
 
 
@@ -245,8 +254,9 @@ def machines_of(device: torch.device, other_rates: Path | None) -> dict[str, Mac
 def run(team: Team, args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     rows = draw(args.shapes, args.seed, team.world, args.ops, tiny=not team.cuda)
-    heap, machines = Heap(team, rows, dtype, int(args.heap_gib * 2**30)), machines_of(team.device, args.other_rates)
-    rates = {by: _published(machine.source) for by, machine in machines.items()}
+    heap = Heap(team, rows, dtype, int(args.heap_gib * 2**30))
+    selection = Selection(machines_of(team.device, args.other_rates), args.each, args.without)
+    rates = {by: _published(machine.source) for by, machine in selection.machines.items()}
     measured = {**report.describe_run(team, args), "rates": rates, "drawn": len(rows), "rows": []}
 
     def elapsed() -> float:
@@ -254,7 +264,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
 
     compiling = None
     if team.cuda:
-        cases = [partial(make_calls, team, heap, row, machines, args.each, dtype) for row in rows]
+        cases = [partial(make_calls, team, heap, row, selection, dtype) for row in rows]
         compiling, reason = team.attempt(partial(Ahead, team, [heap.ctx], cases))
         count = compiling.count if compiling else f"none ahead: {reason};"
         team.say(f"[{elapsed():4.0f} s] to compile: {count} kernels of {len(rows)} shapes")
@@ -263,7 +273,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if left < 0 or compiling and not compiling.wait_for(number, left):
             team.say(f"stopped after {elapsed():.0f} s: {len(rows) - number} shapes left out")
             break
-        result = run_row(row, team, heap, machines, args.each, dtype)
+        result = run_row(row, team, heap, selection, dtype)
         measured["rows"].append(result)
         measured["left_out"] = [str(skipped) for skipped in rows[number + 1 :]]
         if team.rank == 0:

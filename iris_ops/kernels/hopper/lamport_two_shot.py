@@ -123,7 +123,9 @@ def send_to_owners(exchange, shared, done, bases, row, col, spread):
 
 
 @gluon.jit
-def share_places(exchange, row, col, own_rows, width, BLOCK_N: gl.constexpr, SUMMED: gl.constexpr, number: gl.constexpr):
+def share_places(
+    exchange, row, col, own_rows, width, BLOCK_N: gl.constexpr, SUMMED: gl.constexpr, number: gl.constexpr
+):
     """Return (rows, columns, mask) of SUMMED rows of this rank's part, number `number` from `row` on, up to `width`."""
     r = row + number * SUMMED + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
     c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, exchange.MOVE))
