@@ -355,9 +355,6 @@ def hopper(target: GPUTarget) -> Iterator[Any]:
     shots = fused(reduce, M=1024, config=of(128, 128, 64, num_stages=5, algorithm="two_shot"))
     yield "lamport_two_shot", shots
     yield "traced_lamport_two_shot", shots, dict(recording=True)
-    scattered = fused(scatter, M=1024, config=of(128, 128, 64, num_stages=5, algorithm="one_shot"))
-    yield "lamport_scatter_hopper", scattered
-    yield "traced_lamport_scatter_hopper", scattered, dict(recording=True)
     streamed = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot")
     yield "lamport_fp8", fused(reduce, M=8, config=streamed, fp8=True)
     columns = partial(new, 16384, dtype=FP32)

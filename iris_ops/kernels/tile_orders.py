@@ -7,7 +7,7 @@ whose numbers follow each other, at about the same time.
     by_columns                few rows (Lamport)           one column of tiles: programs side by side share columns of B
     grouped, PartTiles        gathers of products          some rows of tiles, column by column: programs share A and B
     OwnedTiles                reductions                   others', then own ones: owners sum what has long arrived
-    OthersFirst               reduce-scatters (Lamport)    peers' rows: they travel while own ones are multiplied
+    OthersFirst               reduce-scatter of two ranks  the peer's rows: they travel while own ones are multiplied
     sources_in_turn           gathers, portable            own rows, then others' as they arrive, some columns at a time
     SourceTiles               gathers by copy engines      own rows, then others' as they arrive
 
@@ -165,10 +165,10 @@ def turn(t, owned, early, programs, WORLD_SIZE: tl.constexpr):
 
 @aggregate
 class OthersFirst:
-    """The order of num_m by num_n tiles in a reduce-scatter by rows: those with rows of peers come first.
+    """The order of num_m by num_n tiles between two ranks: those with rows of the peer's come first.
 
     Those travel while this rank multiplies its own, and after its last tile it has nothing to send. `group` columns of
-    tiles at a time, column by column: the peers' of a group, then its `own` row blocks from number `begin` on, which
+    tiles at a time, column by column: the peer's of a group, then its `own` row blocks from number `begin` on, which
     read the same columns of B, best from L2.
     """
 
@@ -199,14 +199,6 @@ class OthersFirst:
         row = t % high
         row += tl.where(is_own, self.begin, tl.where(row < self.begin, 0, self.own))
         return row * self.BLOCK_M, (before + t // high) * self.BLOCK_N, True
-
-    @device_function
-    def complete_after(self, tile_n):
-        """Return how many tiles come until this rank's rows of the column blocks up to `tile_n` are multiplied."""
-        before = tile_n // self.group * self.group
-        others, columns = self.num_m - self.own, tile_n - before + 1
-        sent = others * tl.minimum(self.group, self.num_n - before)
-        return before * self.num_m + tl.where(self.own > 0, sent + columns * self.own, columns * others)
 
 
 @device_function

@@ -40,7 +40,7 @@ LAMPORT += [
     replace(LAMPORT[1], block_n=128, block_k=64, num_stages=5),
     replace(LAMPORT[0], block_n=256, block_k=64, num_programs=7),
 ] if ON_GPU else []  # fmt: skip
-# The same in one shot, which warp-specialised programs serve between two ranks, and scattered rows among more.
+# The same in one shot, which warp-specialised programs serve between two ranks.
 PAIRS = [replace(SMALLEST, algorithm="one_shot"), replace(SMALLEST, block_m=128, num_programs=0, algorithm="one_shot")]
 PAIRS += [
     replace(PAIRS[1], block_n=128, block_k=64, num_stages=5),
@@ -55,11 +55,10 @@ def case_of(op: str, form: str, turn: int = 0, **changes) -> Case:
 
 
 def in_lamport(cases: list[Case], world_size: int) -> list[Case]:
-    """The all-reduces among them and the scattered rows, by Lamport values."""
+    """The all-reduces among them and, between two ranks, the scattered rows, by Lamport values."""
     lamport_cases = [case for case in cases if case.op == ALL_REDUCE]
-    scattered = [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
-    in_one = lamport_cases + scattered if world_size == 2 else scattered
-    ways = [(LAMPORT, lamport_cases), (PAIRS, in_one)]
+    swapped = lamport_cases + [case for case in cases if (case.op, case.form) == (REDUCE_SCATTER, "rows")]
+    ways = [(LAMPORT, lamport_cases), (PAIRS, swapped)] if world_size == 2 else [(LAMPORT, lamport_cases)]
     return [replace(case, config=way[turn % len(way)]) for way, some in ways for turn, case in enumerate(some)]
 
 

@@ -57,14 +57,6 @@ def others_first_kernel(rows, columns, first, own_rows, M, N, group, BLOCK_M: tl
 
 
 @triton.jit
-def complete_after_kernel(ends, first, own_rows, M, N, group, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    column = tl.arange(0, MOST)
-    begin, own = own_blocks(first, own_rows, M, BLOCK_M)
-    tiles = OthersFirst(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), begin, own, group, BLOCK_M, BLOCK_N)
-    tl.store(ends + column, tiles.complete_after(column))
-
-
-@triton.jit
 def source_tiles_kernel(
     rows, columns, rank, part_rows, num_m, num_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):
@@ -237,63 +229,3 @@ def passes(orders: list[list[tuple[int, int]]], owners: list[range], block_m: in
 
 def test_rows_that_two_ranks_send_each_other_come_in_an_order_without_circles() -> None:
     run_ranks(1, check_others_first)
-
-
-def check_sums_of_complete_columns(ctx: iris.Iris, world_size: int) -> None:
-    block_m, block_n, N = 64, 128, 1000
-    columns = -(-N // block_n)
-    for M, group in ((1, 1), (65, 8), (130, 3), (321, 1), (512, 3), (640, 8), (700, 3)):
-        part, blocks = -(-M // world_size), -(-M // block_m)
-        orders, ends, owners = [], [], []
-        for rank in range(world_size):
-            own = range(min(M, rank * part), min(M, (rank + 1) * part))
-            given, sizes = (rank * part, len(own), M, N, group), dict(BLOCK_M=block_m, BLOCK_N=block_n)
-            rows, cols = run(ctx, others_first_kernel, blocks * columns, 2, *given, **sizes)
-            orders.append(list(zip(rows, cols, strict=True)))
-            ends += run(ctx, complete_after_kernel, columns, 1, *given, **sizes)
-            owners.append(own)
-            for n, end in enumerate(ends[rank] if own else ()):
-                tiles = {(r, c) for r in range(0, M, block_m) for c in range(0, (n + 1) * block_n, block_n)}
-                mine = {(r, c) for r, c in tiles if r < own.stop and own.start < r + block_m}
-                assert mine <= set(orders[rank][:end]), (M, group, rank, n)
-        for programs in (1, 3, 132):
-            assert sums_end(orders, ends, owners, block_m, block_n, programs), (M, group, programs)
-
-
-def sums_end(
-    orders: list[list[tuple[int, int]]], ends: list[list[int]], owners: list[range], block_m: int, block_n: int,
-    programs: int,
-) -> bool:  # fmt: skip
-    """Whether all sums are made, side by side: a program sends its tiles, and sums own columns when they are complete.
-
-    There is one share of a column's rows.
-    """
-    ranks, grid = range(len(orders)), min(programs, len(orders[0]))
-    sent: list[set[tuple[int, int]]] = [set() for _ in ranks]
-    place = [[[p, p] for p in range(grid)] for _ in ranks]  # the next tile, the next column
-    going = True
-    while going:
-        going = False
-        for rank, p in product(ranks, range(grid)):
-            here, own = place[rank][p], owners[rank]
-            while here[0] < len(orders[rank]) or here[1] < len(ends[rank]):
-                column = here[1]
-                if own and column < len(ends[rank]) and ends[rank][column] <= here[0]:
-                    rows = range(own.start // block_m * block_m, own.stop, block_m)
-                    if any((row, column * block_n) not in sent[peer] for row in rows for peer in ranks):
-                        break
-                    here[1] += grid
-                elif here[0] < len(orders[rank]):
-                    sent[rank].add(orders[rank][here[0]])
-                    here[0] += grid
-                else:
-                    here[1] = len(ends[rank])  # a rank without rows sums nothing
-                going = True
-    return all(
-        tile >= len(orders[rank]) and column >= len(ends[rank]) for rank in ranks for tile, column in place[rank]
-    )
-
-
-@pytest.mark.parametrize("world_size", [3, 4, 8])
-def test_sums_of_rows_wait_for_no_tile_behind_them(world_size: int) -> None:
-    run_ranks(1, check_sums_of_complete_columns, world_size)

@@ -3,12 +3,11 @@
 `pipeline.py` is what they share, `mma.py` all that another architecture would do otherwise.
 """
 
-from . import gather_matmul, lamport_pair, lamport_scatter, lamport_two_shot, matmul_gather, matmul_reduce
+from . import gather_matmul, lamport_pair, lamport_two_shot, matmul_gather, matmul_reduce
 
 __all__ = [
     "gather_matmul",
     "lamport_pair",
-    "lamport_scatter",
     "lamport_two_shot",
     "matmul_gather",
     "matmul_reduce",

@@ -104,7 +104,7 @@ def _multiply_and_take(work, shared, epilogue, exchange, TAKE: gl.constexpr):
 
 
 @gluon.jit
-def send_to_owners(exchange, shared, done, bases, row, col, spread):
+def _send(exchange, shared, done, bases, row, col, spread):
     """Send the finished tile's rows to where their owners expect this rank's."""
     ctx, part_rows, ld, M = exchange.ctx, exchange.part_rows, exchange.ld, exchange.C.rows
     mine = exchange.half + (ctx.rank * part_rows).to(gl.int64) * ld
@@ -123,61 +123,41 @@ def send_to_owners(exchange, shared, done, bases, row, col, spread):
 
 
 @gluon.jit
-def share_places(
-    exchange, row, col, own_rows, width, BLOCK_N: gl.constexpr, SUMMED: gl.constexpr, number: gl.constexpr
-):
-    """Return (rows, columns, mask) of SUMMED rows of this rank's part, number `number` from `row` on, up to `width`."""
-    r = row + number * SUMMED + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
-    c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, exchange.MOVE))
-    return r, c, (r < own_rows)[:, None] & (c < width)[None, :]
-
-
-@gluon.jit
-def sum_share(
-    exchange, row, col, own_rows, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, SUMMED: gl.constexpr
+def _sum(
+    exchange, bases, row, col, own_rows, spread, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    SUMMED: gl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time.
-
-    Returns (the sums as `without_sentinel` gives them, a tuple; whether all values came in time).
-    """
-    ctx, bias, ld, N = exchange.ctx, exchange.bias, exchange.ld, exchange.C.cols
-    span = ctx.tracing.record_event_start(SUM, ctx.rank, exchange.half, row // ROWS, col // BLOCK_N, nbytes=0)
+    """Sum ROWS rows of this rank's part, from `row` on, in rank order, SUMMED at a time; send the sums to all."""
+    ctx, bias, half, ld, N = exchange.ctx, exchange.bias, exchange.half, exchange.ld, exchange.C.cols
+    step = exchange.step()
+    r = row + gl.arange(0, SUMMED, layout=gl.SliceLayout(1, exchange.MOVE))
+    c = col + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, exchange.MOVE))
+    place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
+    share, tile_n = row // ROWS, col // BLOCK_N
+    span = ctx.tracing.record_event_start(SUM, ctx.rank, half, share, tile_n, nbytes=0)
     sums = ()
     complete = True
     for i in gl.static_range(ROWS // SUMMED):  # all before the first is sent: loads wait behind stores to peers
-        r, c, mask = share_places(exchange, row, col, own_rows, ld, BLOCK_N, SUMMED, i)
-        values = exchange.half + (r.to(gl.int64) * ld)[:, None] + c[None, :]
+        mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
+        values = half + place + i * SUMMED * ld
         total, ok = take(
-            ctx, values, exchange.step(), mask, 0, exchange.epoch, exchange.WAITER, dtype, ctx.world_size, LANES=False
+            ctx, values, step, mask, 0, exchange.epoch, exchange.WAITER, dtype, ctx.world_size, LANES=False
         )
         if bias is not None:
             total += gl.load(bias + c, mask=c < N, other=0.0).to(gl.float32)[None, :]
         sums = sums + (without_sentinel(total, dtype),)
         complete = complete & ok
     ctx.tracing.record_event_end(span)
-    return sums, complete
-
-
-@gluon.jit
-def _sum(
-    exchange, bases, row, col, own_rows, spread, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
-    SUMMED: gl.constexpr,
-):  # fmt: skip
-    """Sum ROWS rows of this rank's part, from `row` on, and send the sums to all."""
-    ctx, half, ld = exchange.ctx, exchange.half, exchange.ld
-    step = exchange.step()
-    sums, complete = sum_share(exchange, row, col, own_rows, dtype, BLOCK_N, ROWS, SUMMED)
     if complete:
-        nbytes = tile_bytes(own_rows - row, exchange.C.cols - col, ROWS, BLOCK_N, dtype)
-        span = ctx.tracing.record_event_start(PUSH, -1, half, row // ROWS, col // BLOCK_N, nbytes=nbytes)
+        nbytes = tile_bytes(own_rows - row, N - col, ROWS, BLOCK_N, dtype)
+        span = ctx.tracing.record_event_start(PUSH, -1, half, share, tile_n, nbytes=nbytes)
         begin = arch.clock()
         for i in gl.static_range(ROWS // SUMMED):
             pace(begin, spread, i, ROWS // SUMMED)
-            r, c, mask = share_places(exchange, row, col, own_rows, ld, BLOCK_N, SUMMED, i)
-            place = (r.to(gl.int64) * ld)[:, None] + c[None, :]
+            mask = (r + i * SUMMED < own_rows)[:, None] & (c < ld)[None, :]
             for j in gl.static_range(1, ctx.world_size + 1):
                 target = remote(ctx, exchange.sums + ctx.rank * step, bases, (ctx.rank + j) % ctx.world_size)
-                gl.store(target + place, sums[i], mask=mask, cache_modifier=".wt")
+                gl.store(target + place + i * SUMMED * ld, sums[i], mask=mask, cache_modifier=".wt")
         ctx.tracing.record_event_end(span)
 
 
@@ -201,7 +181,7 @@ def _move_tiles(work, shared, exchange, sync, spread, ROWS: gl.constexpr, SUMMED
         tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
         span = ctx.tracing.record_event_start(PUSH, -1, exchange.half, tile_m, tile_n, nbytes=nbytes)
         push = gl.where(t + programs < count, spread, 0)  # nothing is loaded after the last
-        send_to_owners(exchange, shared, done, bases, row, col, push)
+        _send(exchange, shared, done, bases, row, col, push)
         ctx.tracing.record_event_end(span)
         done += 1
         while (unit < shares * tiles.num_n) & ((unit // gl.maximum(shares, 1) + 1) * tiles.num_m <= t + programs):
@@ -244,17 +224,17 @@ def lamport_two_shot_kernel(
 
 
 def layouts(block_m: int, block_n: int, world_size: int) -> dict:
-    """Return how sums are cut beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
+    """Return what this kernel is given beside `operands.layouts`; OWNED: of a tile, the rows of one owner."""
     parts = triton.next_power_of_2(world_size)
     lines = MOVER_WARPS * 32 * 8 // block_n  # of which all mover threads hold a vector each
     owned = max(lines, block_m // parts)
     summed = min(owned, lines * max(1, _UNDER_WAY // parts))
-    return dict(OWNED=owned, SUMMED=summed)
+    return dict(TAKE=in_rows(MMA_WARPS, block_n), OWNED=owned, SUMMED=summed)
 
 
 def launcher(
     rank: "Rank", workspace: "Workspace", problem: Problem, config: "FusedConfig", tensors: "Operands"
 ) -> "Launch":
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
-    args |= dict(TAKE=in_rows(MMA_WARPS, config.block_n), **layouts(config.block_m, config.block_n, problem.world_size))
+    args |= layouts(config.block_m, config.block_n, problem.world_size)
     return lamport_two_shot_kernel, grid, args

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..way import Way
 from .copy_engines import Brought, CopyGather
 from .fp8_stream import Fp8Stream
-from .hopper_lamport import LamportPair, LamportPairScatter, LamportScatter, LamportTwoShot
+from .hopper_lamport import LamportPair, LamportPairScatter, LamportTwoShot
 from .hopper_overlapped import HopperGather, HopperReduce
 from .lamport import Lamport, LamportGather
 from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
@@ -27,7 +27,6 @@ WAYS: tuple[Way, ...] = (
     LamportTwoShot(),
     LamportPair(),
     LamportPairScatter(),
-    LamportScatter(),
     Brought(),
     Sequential(),
     CopyGather(),

@@ -22,7 +22,7 @@ from .lamport import LAMPORT, PAIR, Lamport
 from .tree import TREE, exchanged, most_rows
 
 LAMPORT_TWO_SHOT, LAMPORT_PAIR = "hopper.lamport_two_shot", "hopper.lamport_pair"
-LAMPORT_PAIR_SCATTER, LAMPORT_SCATTER = "hopper.lamport_pair_scatter", "hopper.lamport_scatter"
+LAMPORT_PAIR_SCATTER = "hopper.lamport_pair_scatter"
 _DEEPEST_SCATTERED = 8192  # along K, of products whose rows two ranks send each other
 # In two shots, for each 64 x 128 of a tile: how long the link rests between two waves, and the time after the last.
 # Programs drift apart: each wave adds that part to the rest.
@@ -32,8 +32,6 @@ _BETWEEN_US, _LAST_US, _DRIFT = 3.0, 3.5, 0.15
 _PAIR_LAST_US, _PAIR_ALONE_US, _PAIR_WAVES, _PAIR_DRIFT = 1.5, 1.3, 4, 0.014
 # The same two times for a reduce-scatter, in which each rank sums its own rows of a tile.
 _PAIR_SCATTER_LAST_US, _PAIR_SCATTER_ALONE_US = 2.5, 1.5
-# Among more ranks: the sums of the last columns, as above. Estimated.
-_SCATTER_LAST_US = 2.5
 
 
 class LamportTwoShot(Lamport):
@@ -166,34 +164,3 @@ def _staggered(config: FusedConfig, problem: Problem, machine: Machine) -> Fused
     wave_us = problem.link_bytes / (machine.link_gbs * 1e3) / max(1, waves)
     over_us = round(0.4 * wave_us) if waves > 2 and problem.weights is PLAIN else 0
     return replace(config, stagger_us=over_us) if over_us else config
-
-
-class LamportScatter(LamportTwoShot):
-    """A reduce-scatter by rows among three ranks and more: peers' rows are sent while own ones are multiplied."""
-
-    kernel = LAMPORT_SCATTER
-    launcher = "kernels.hopper.lamport_scatter:launcher"
-    ops = frozenset((REDUCE_SCATTER,))
-    algorithms = ("one_shot",)
-    weights = frozenset((PLAIN,))
-    most = 1 << 24
-
-    def accepts(self, problem: Problem, machine: Machine) -> str | None:
-        return self.refuses(problem) or super().accepts(problem, machine)
-
-    def refuses(self, problem: Problem) -> str | None:
-        return None if problem.form == "rows" else "it scatters rows"
-
-    def means(self, problem: Problem, config: FusedConfig) -> bool:
-        plain = problem.weights is PLAIN and not problem.tree
-        return super().means(problem, config) and plain and problem.form == "rows" and problem.world_size > 2
-
-    def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
-        link = problem.link_bytes / (machine.link_gbs * 1e3)
-        tiles, programs = gemm_tiles(problem, config), programs_of(config, machine.num_programs)
-        others = tiles * (problem.world_size - 1) / problem.world_size
-        # of what peers sum, the part that is sent after the last product
-        late = max(0.0, 1 - (-(-tiles // programs) - 1) * programs / others) if others else 0.0
-        full = min(gemm, tile_us(problem, config, machine)) + link
-        area = config.block_m * config.block_n / (64 * 128)
-        return link, max(gemm + link * late, full) + area * _SCATTER_LAST_US + machine.exchange_us
