@@ -189,7 +189,7 @@ def run_row(row: Row, team: Team, heap: Heap, selection: Selection, dtype: torch
     for name, candidate in ways.items():
         times = candidate.times
         result = {"name": name, "kind": "ours", "status": "ok", "predicted_us": times.total_us, "notes": []}
-        result["parts_us"] = {"product": times.gemm_us, "link": times.link_us, "compared": candidate.compared_us}
+        result["parts"] = {"product": times.gemm_us, "link": times.link_us, "compared": candidate.compared_us}
         result["plan"] = {k: v for k, v in asdict(candidate.config).items() if k not in ("reasons", "prediction")}
         if name in timed["us"]:
             result |= {"error": timed["errors"][name], key: timed["us"][name]}
