@@ -37,13 +37,16 @@ def main(folder: Path) -> None:
     compilers = ahead.Compilers(2)
     compilers.add(forms.values())
     compilers.add([ahead.Form("iris_ops.local.norm", "no_such_kernel", {})])
+    first = compilers.wait_for(1, 400)
     compilers.wait()
+    waited = first and compilers.wait_for(len(forms) + 1, 0) and not compilers.errors[1:]
     anew: list[object] = []
     make_cubin = CUDABackend.make_cubin
     CUDABackend.make_cubin = lambda *args: anew.append(1) or make_cubin(*args)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "second")  # as Inductor does, meanwhile
     ahead.load(forms.values(), compilers.folder)
     result = {"forms": len(forms), "errors": compilers.errors, "anew": len(anew), "forgotten": len(forgotten)}
+    result |= {"waited": waited}
     result |= {"moved": (folder / "second").exists(), "folder": os.environ["TRITON_CACHE_DIR"]}
     print("RESULT", json.dumps(result))
 

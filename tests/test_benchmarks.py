@@ -44,6 +44,7 @@ RUNS = (
 )
 SLOW_RUNS = (
     ("all_scatter", 2, ["--dtype", "float16"], 1, all_scatter_plots.draw),
+    ("regret", 2, ["--shapes", "4", "--each", "1", "--without", "matmul_reduce"], 4, None),
     ("rooted", 3, ["--dtype", "float32"], len(rooted.OPS), None),
     ("tiles", 2, ["--dtype", "float32"], 5, None),
     ("fp8", 1, [], 1, None),

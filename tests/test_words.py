@@ -6,6 +6,7 @@
 import ast
 import io
 from pathlib import Path
+import pkgutil
 import re
 import tokenize
 
@@ -77,6 +78,34 @@ PATHS = re.compile(r"`((?:iris|iris_ops|layers|iris_tp|benchmarks|examples|tests
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in PATHS.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+NAMES = re.compile(r"(?<![\w./-])(?:iris|iris_ops|layers|iris_tp)(?:\.[A-Za-z_]\w*)+(?![\w./-]*/)")
+# without the pages of earlier names, and of those of another library
+CURRENT = [
+    each for each in PAGES if "lab" not in each.parts and each.name not in ("CHANGELOG.md", "coming-from-iris.md")
+]
+
+
+def missing_names(text: str) -> list[str]:
+    """Return the names of the library in a page's inline code that do not exist."""
+    missing = []
+    for name in {name for span in re.findall(r"`([^`\n]+)`", prose(text)) for name in NAMES.findall(span)}:
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    return [name for name in missing if not name.endswith((".py", ".md"))]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_names_of_the_library_that_a_page_names_exist(page: Path) -> None:
+    assert missing_names(page.read_text()) == []
+
+
+def test_missing_names_are_found() -> None:
+    text = "`kept = iris.memory.outputs.Kept()` and `iris.memory.outputs.GraphOutputs()`, in `iris/heap.py`."
+    assert missing_names(text) == ["iris.memory.outputs.Kept"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -22,7 +22,7 @@ import copy
 from dataclasses import dataclass
 import functools
 import inspect
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 from iris import registry
 from iris.errors import PlatformError
@@ -187,7 +187,10 @@ def on_gpus(model: Callable[[], nn.Module], ctx) -> nn.Module:
 
 
 def serve(model: nn.Module, ctx) -> None:
-    """Make the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours."""
+    """Make the split linears of `model` call the ops of `ctx`, and without an exchange torch's product unless ours.
+
+    The routers of a rival run transformers' code.
+    """
     from layers.experts import SplitExperts
     from layers.sharded import ShardedLinear
 
@@ -196,6 +199,10 @@ def serve(model: nn.Module, ctx) -> None:
             module.ctx, module.own_steps = ctx, not isinstance(ctx, _Context)
         elif isinstance(module, SplitExperts):
             module.ctx = ctx
+        elif hasattr(module, "_rule"):  # a router that `layers.hf.routers` has fused, by a subclass of its own
+            module.__dict__.pop("forward", None)
+            if isinstance(ctx, _Context):
+                module.forward = MethodType(type(module).__bases__[0].forward, module)
         for hook in module._forward_hooks.values():  # that gathers the tokens at the end
             if hasattr(hook, "ctx"):
                 hook.ctx = ctx

@@ -106,7 +106,7 @@ class GroupedOps:
     def moe_route(self, experts, num_experts):
         return experts
 
-    def moe_gate_up(self, out, A, B, experts, bias=None, activation="silu", interleaved=False) -> None:
+    def moe_gate_up(self, out, A, B, experts, bias=None, activation="silu", interleaved=False, scale=None) -> None:
         order = experts.flatten().argsort(stable=True)
         chosen = experts.flatten()[order]
         y = grouped(A[order // experts.shape[1]], B, chosen)
@@ -117,7 +117,7 @@ class GroupedOps:
             gate, up = (y[:, ::2], y[:, 1::2]) if interleaved else y.chunk(2, -1)
         out[order] = activated(activation, gate, up)
 
-    def moe_down_all_reduce(self, out, A, B, experts, weights, bias=None, shared=None) -> None:
+    def moe_down_all_reduce(self, out, A, B, experts, weights, bias=None, shared=None, scale=None) -> None:
         order = experts.flatten().argsort(stable=True)
         y = torch.empty(len(order), B.shape[2], dtype=A.dtype, device=A.device)
         y[order] = grouped(A[order], B, experts.flatten()[order])

@@ -32,7 +32,9 @@ OURS = ("ours", "ctx.ccl", "tiles", "ctx.ops")  # the first of these that a resu
 
 def render(run: dict[str, Any]) -> str:
     """Return the tables of a run, after machine, versions and command."""
-    parts = [f"{headline(run)} Medians, slowest rank; in brackets how many times ours. `{run['command']}`"]
+    parts = [
+        f"{headline(run)} Medians on the slowest rank. In brackets: the figure divided by ours. `{run['command']}`"
+    ]
     parts += [run["note"]] if "note" in run else []
     kinds = dict.fromkeys(_kind(row) for row in run["rows"])
     for kind in kinds:

@@ -15,10 +15,11 @@ from typing import Any
 from benchmarks.measuring.tables import figure, geometric_mean
 from benchmarks.tables.cells import lines_of, us
 from benchmarks.tables.marks import CHANGED, by_age, changed, gpu_of, gpus, header, in_short, newest
+from benchmarks.tables.model_tables import MODELS
 
 _FEW = 64  # rows of a decode step, at most
 _KINDS = {"ar": "`matmul_all_reduce`", "rs": "`matmul_reduce_scatter`", "ag": "`all_gather_matmul`",
-          "ga": "`matmul_all_gather`", "linear": "a product without ranks"}  # fmt: skip
+          "ga": "`matmul_all_gather`", "linear": "a product without a collective"}  # fmt: skip
 
 
 def invariance(folder: str) -> str:
@@ -67,16 +68,18 @@ def models(folder: str) -> str:
 
 def step_costs(_folder: str) -> str:
     """Return a sentence: by how much each level lengthens a decode step, from the least to the most in `models`."""
-    runs, parts, where = _of_levels(), [], {}
+    runs, parts, where, names = _of_levels(), [], {}, []
     for key in ("ours-batch", "ours-ranks"):
         costs = []
         for run, results in (_latest(runs, size, key) for size in _sizes(runs)):
             if run:
                 costs.append(100 * results[key]["step_graph_ms"] / results["ours"]["step_graph_ms"] - 100)
                 where[gpus(run)] = run
+                names.append(MODELS.get(run["model"], run["model"]))
         span = " to ".join(dict.fromkeys(f"{cost:.0f}" for cost in (min(costs), max(costs))))
-        parts.append(f'{span} % longer with `"{key.removeprefix("ours-")}"`')
-    return f"On {' and '.join(where)} a decode step takes {' and '.join(parts)}."
+        parts.append(f'{span} %{" longer" * (not parts)} with `"{key.removeprefix("ours-")}"`')
+    models = " and ".join(dict.fromkeys(names))
+    return f"On {' and '.join(where)} a decode step of {models} takes {' and '.join(parts)}."
 
 
 def _of_levels() -> list[dict[str, Any]]:
@@ -111,12 +114,12 @@ def _compared(run: dict[str, Any]) -> str:
     """Return how many products were compared, at ten numbers of rows each, and how many values differed."""
     differing, kind = run["differing"], "random products" if run["benchmark"] == "invariance_random" else "products"
     with_none = run.get("beside", run["products"])  # how many of them were compared with `None`, too
-    of_those = "" if with_none == run["products"] else f" of {with_none} of them"
+    of_those = "" if with_none == run["products"] else f" in {with_none} of them"
     ops: dict[str, int] = {}
     for name, count in run["counted"].items() if kind != "products" else ():
         for op in ["B in fp8"] * ("B in fp8" in name) or [name.rpartition(", ")[0].split(" ")[0].strip(",")]:
             ops[op] = ops.get(op, 0) + count
-    which = "".join(f", `{op}` {count}" if "_" in op else f", {op} {count}" for op, count in ops.items())
+    which = "".join(f", {count} of `{op}`" if "_" in op else f", {count} of {op}" for op, count in ops.items())
     return (
         f"{run['products']} {kind} were compared at 10 numbers of rows each{which and f' ({which[2:]})'}:"
         f' {differing["None"]} values{of_those} differed with `None`, {differing["batch"]} with `"batch"`'
@@ -138,31 +141,29 @@ def invariance_ranks(folder: str) -> str:
         f' For each row the result with `"ranks"` on two ranks was compared with that of one rank: {differing} values'
         " differed."
     )
-    text += _model_logits(by_age("invariance_models*_{gpu}_x2"))
+    logits = _model_logits(by_age("invariance_models*_{gpu}_x2"))
     few, many = (
         geometric_mean([row["us"]["ranks"] / row["us"]["None"] for row in run["times"] if (row["M"] <= _FEW) == is_few])
         for is_few in (True, False)
     )
     means = f"The geometric mean is {few:.2f} times the time of `None` up to {_FEW} rows, and {many:.2f} times above."
     head = ["layer", "rows", "kernel", "None", "batch", "ranks", "ranks / None", CHANGED]
-    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{means}"
+    return f"{_header(run, folder, text)}\n\n{lines_of(head, rows, 3)}\n\n{means}\n\n{logits}"
 
 
 def _model_logits(runs: list[dict[str, Any]]) -> str:
-    """Return how many logits of models differed at each level, as text."""
-    lines = []
+    """Return how many logits of models differed at each level, as a table."""
+    rows = []
     for run in runs:
         for model, layers, level in dict.fromkeys((row["model"], row["layers"], row["level"]) for row in run["rows"]):
-            rows = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
-            differing = sum(row["differing"] for row in rows)
-            batches = ", ".join(map(str, sorted({row["batch"] for row in rows})))
-            how = " and compiled" * any(row["mode"] == "compiled" for row in rows)
-            lines.append(f'{model}, {layers} layers, `"{level}"`{how}, batches of {batches}: {differing}')
-        lines[-1] += f" ({run['date']}, {gpus(run)}, commit {run['commit']})"
-    return (
-        " Whole models with random weights ran a prompt and three steps, eagerly, from CUDA graphs and, where noted,"
-        f" compiled. The number of logits that differed: {'; '.join(lines)}."
-    )
+            same = [row for row in run["rows"] if (row["model"], row["layers"], row["level"]) == (model, layers, level)]
+            batches = ", ".join(map(str, sorted({row["batch"] for row in same})))
+            compiled = "yes" if any(row["mode"] == "compiled" for row in same) else "no"
+            cells = [model, str(layers), f'`"{level}"`', compiled, batches, str(sum(row["differing"] for row in same))]
+            rows.append([*cells, f"{run['date']}, {gpus(run)}, commit {run['commit']}"])
+    head = ["model", "layers", "level", "also compiled", "batches", "logits that differ", "measured"]
+    text = "Whole models with random weights ran a prompt and three steps, eagerly and from CUDA graphs."
+    return f"{text}\n\n{lines_of(head, rows, 5)}"
 
 
 def _cost(name: str, costs: list[float], run: dict[str, Any]) -> list[str]:

@@ -95,7 +95,7 @@ def numbers(_folder: str) -> str:
         "A product's size is M x N x K on each rank. The rival is the fastest of all that were measured."
         " Every contender runs in a CUDA graph, with NVLink multicast off."
     )
-    head = ["what", "GPUs", "iris-tp", "best rival", "faster by"]
+    head = ["what", "GPUs", "iris-tp", "best rival", "speedup"]
     return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run], text)}"
 
 

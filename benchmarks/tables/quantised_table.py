@@ -10,6 +10,7 @@ from benchmarks.measuring.report import RESULTS
 _LINEARS = RESULTS / "quantised_variants_h200_x2.json"
 _EXPERTS = RESULTS / "experts_formats_h200_x2.json"
 _TOUCHED = RESULTS / "experts_touched_h200_x2.json"
+_FACTOR = "In brackets: bfloat16's time divided by this time."
 _FORMATS = "bf16", "fp8", "fp8_block", "int4", "mxfp4"
 
 
@@ -18,7 +19,7 @@ def linears(folder: str) -> str:
     run = json.loads(_LINEARS.read_text())
     sums = [row for row in run["rows"] if row["call"] == "matmul_all_reduce"]
     shape = f"{sums[0]['N']} x {sums[0]['K']} a rank"
-    head = f"**`matmul_all_reduce` of few rows, {shape}, \u00b5s; in brackets bfloat16's time over it.** {_header(run)}"
+    head = f"**`matmul_all_reduce` of few rows, {shape}, \u00b5s. {_FACTOR}** {_header(run)}"
     lines = [[str(row["rows"]), *_cells(row["us"])] for row in sums]
     return f"{head} [All figures]({folder}{_LINEARS.name}).\n\n" + _table("rows", lines)
 
@@ -29,7 +30,7 @@ def experts(folder: str) -> str:
     times: dict[tuple[str, int], dict[str, float]] = {}
     for row in run["rows"]:
         times.setdefault((row["shape"], row["T"]), {})[row["format"]] = row["up"] + row["down"]
-    head = f"**`moe_gate_up` and `moe_down_all_reduce`, \u00b5s; in brackets bfloat16's time over it.** {_header(run)}"
+    head = f"**`moe_gate_up` and `moe_down_all_reduce`, \u00b5s. {_FACTOR}** {_header(run)}"
     lines = [[f"{shape}, {tokens}", *_cells(us)] for (shape, tokens), us in times.items()]
     return f"{head} [All figures]({folder}{_EXPERTS.name}).\n\n" + _table("model, tokens", lines)
 
@@ -41,9 +42,10 @@ def touched(folder: str) -> str:
     for row in run["rows"]:
         us = times.setdefault((row["shape"], row["format"], row["T"]), {"bytes": row["up_floor"]})
         us[row["kernel"]] = row["up"]
-    head = f"**`moe_gate_up` of few tokens, \u00b5s; in brackets the time by tiles over it.** {_header(run)}"
+    title = "`moe_gate_up` of few tokens, \u00b5s. In brackets: the time by tiles divided by this time."
+    head = f"**{title}** {_header(run)}"
     lines = [
-        "| model, format | tokens | by tiles | stream | bytes at 4.3 TB/s |",
+        "| model, format | tokens | by tiles | stream | floor: bytes at 4.3 TB/s |",
         "| --- " + "| ---: " * 4 + "|",
     ]
     for (shape, stored, tokens), us in times.items():

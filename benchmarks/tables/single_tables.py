@@ -25,7 +25,7 @@ def mixtures(folder: str) -> str:
         rows.append([*size, us(ours), floor, versus(best[1], ours, best[0]), changed(run)])
     text = (
         f"µs of `moe_gate_up` and `moe_down_all_reduce` {GRAPHS}. The floor is the time to read the weights of all"
-        f" chosen experts at the rate of a copy; its factor is our time divided by it. {FACTOR}"
+        f" chosen experts at the rate of a copy. The factor beside it is our time divided by the floor. {FACTOR}"
     )
     head = ["GPUs", "model", "tokens", "experts", "ours", "floor", "best rival", CHANGED]
     return f"{_header_of(measured, folder, text)}\n\n{lines_of(head, rows, 2)}"

@@ -26,11 +26,11 @@ def table(run: dict, link: str) -> str:
     head = (
         f"**{_NAMES.get(model, model)}'s shape{layers} in vLLM, random weights, ms.** {run['gpus']} x "
         f"{run['gpu'].removeprefix('NVIDIA ')}, bfloat16, {versions}, {run['date']}, commit {run['commit']}. "
-        f"Stock vLLM uses FlashInfer's fused all-reduce."
+        f"Stock vLLM uses FlashInfer's fused all-reduce. Bold marks rows in which it is faster."
     )
     notes = [*run.get("notes", ()), *_tokens(run.get("greedy_tokens")), *_started(run.get("startup_s"))]
     source = f"`{run['command']}`, [all figures]({link})."
-    lines = ["| | stock | plug-in | faster by |", "|---|---:|---:|---:|"]
+    lines = ["| | stock | plug-in | speedup |", "|---|---:|---:|---:|"]
     both = {
         key: [case for case in run[key]["stock"] if case in run[key]["plugin"]] for key in ("step_ms", "first_token_ms")
     }

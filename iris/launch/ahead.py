@@ -107,13 +107,17 @@ class Compilers:
         self.errors: list[str] = []
         self._target = compile_target()
         self._most = max(1, processes)
-        self._waiting: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[int, Form] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._added, self._open, self._changed = 0, set[int](), threading.Condition()
 
     def add(self, forms: Iterable[Form]) -> None:
         """Compile `forms` in the background."""
         for form in forms:
-            self._waiting.put(form)
+            with self._changed:
+                self._open.add(self._added)
+            self._waiting.put((self._added, form))
+            self._added += 1
             if len(self._threads) < self._most:
                 thread = threading.Thread(target=self._work, name="iris compiler", daemon=True)
                 self._threads.append(thread)
@@ -127,6 +131,11 @@ class Compilers:
             thread.join()
         self._threads.clear()
 
+    def wait_for(self, count: int, seconds: float | None = None) -> bool:
+        """Wait until the first `count` forms that were added are compiled; return False after `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(number >= count for number in self._open), seconds)
+
     def _work(self) -> None:
         environment = os.environ | {"TRITON_CACHE_DIR": self.folder, "TRITON_INTERPRET": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -134,10 +143,16 @@ class Compilers:
             try:
                 pickle.dump(sys.path, child.stdin)
                 _dump(self._target, child.stdin)
-                while (form := self._waiting.get()) is not None:
-                    _dump(form, child.stdin)
-                    if error := pickle.load(child.stdout):
-                        self.errors.append(f"{form.module}.{form.name}: {error}")
+                while (next_form := self._waiting.get()) is not None:
+                    number, form = next_form
+                    try:
+                        _dump(form, child.stdin)
+                        if error := pickle.load(child.stdout):
+                            self.errors.append(f"{form.module}.{form.name}: {error}")
+                    finally:
+                        with self._changed:
+                            self._open.discard(number)
+                            self._changed.notify_all()
             except (EOFError, OSError) as error:  # the process ended: what is left compiles at its first launch
                 self.errors.append(f"a compiler ended: {error!r}")
 

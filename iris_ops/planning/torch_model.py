@@ -11,7 +11,7 @@ from math import ceil, log
 
 from iris.machines import Machine
 
-from ..problem import Problem
+from ..problem import GATHER_MATMUL, Problem
 from .needs import PLAIN, WeightFormat
 
 # Tiles that a library chooses from: by one side, with which others, and the share of the full rate that it reaches so.
@@ -28,7 +28,9 @@ _SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
-_STREAMED = 0.9  # of the memory's rate
+# Of the memory's rate, what a stream of weights gets; and where its tiles, of so many columns, leave a tenth of the
+# multiprocessors without one.
+_STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.85, 64, 0.9
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
@@ -47,7 +49,9 @@ def expected_in_turn(
     """Return the microseconds of each of several products in turn, with the given rows: they warm the chip together."""
     waves = [_waves_us(m, n, k, machine, most_splits) for m in rows]
     warm = _heated(sum(waves)) / max(sum(waves), 1e-9)
-    streams = ((m * k + k * n + m * n) * 2 / (_STREAMED * machine.hbm_gbs * 1e3) for m in rows)
+    wide = ceil(n / _STREAM_COLUMNS) >= _WIDE * machine.num_programs
+    rate = (_STREAMED if wide else _STREAMED_NARROW) * machine.hbm_gbs * 1e3
+    streams = ((m * k + k * n + m * n) * 2 / rate for m in rows)
     product_us = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
     return [weights.library_us(us, m, k, machine) for us, m in zip(product_us, rows, strict=True)]
 
@@ -100,6 +104,6 @@ def library_refused(problem: Problem, machine: Machine) -> str | None:
         return "the time of the library's product is not known here"
     elif problem.world_size == 1:
         return "one rank: no collective to follow"
-    else:
-        few = problem.gemm[0] <= 64
+    else:  # what gathers rows first cannot stream weights meanwhile, and a library's stream is as fast as ours
+        few = problem.gemm[0] <= 64 and problem.op != GATHER_MATMUL
     return "few rows: a stream of weights needs no library" if few else None

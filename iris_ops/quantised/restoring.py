@@ -53,6 +53,8 @@ def restore_kernel(
 
 def restored(weight: torch.Tensor, scale: torch.Tensor, K: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight [N, K] that a stored weight and its scale represent."""
+    if not (weight.numel() and K):
+        return torch.zeros(weight.shape[0], K, dtype=dtype, device=weight.device)
     form = format_of(weight.t(), scale)
     if weight.device.type == "cpu" or not form.widening or weight.stride(1) != 1:
         return PACKINGS[form.packing].unpack(weight, scale, K, dtype)

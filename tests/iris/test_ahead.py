@@ -24,6 +24,7 @@ def test_forms_compile_in_other_processes_and_load_from_their_cache(tmp_path: Pa
     (error,) = result["errors"]
     assert "no_such_kernel" in error
     assert result["anew"] == 0 and result["forgotten"] == 2
+    assert result["waited"], "one that cannot be compiled is not waited for"
     assert not result["moved"] and result["folder"] == str(tmp_path / "second"), "it looks in the folder of compiling"
 
 
