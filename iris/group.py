@@ -112,7 +112,8 @@ class Ranks:
             raise ArgumentError(f"broadcast: src differs between ranks: {values}; expected the same on all of them")
         data, failure = sent[src][1]
         if failure:
-            raise ArgumentError(f"{failure}; expected a tensor, an array, numbers or another picklable object")
+            named = "" if self.rank == src else f"rank {src}: "
+            raise ArgumentError(f"{named}{failure}; expected a tensor, an array, numbers or another picklable object")
         if self.rank == src:
             return value
         try:
