@@ -156,12 +156,14 @@ class Calls:
 
     def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
         """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
-        heap, workspace = self.ctx.heap, call.workspace
+        heap, workspace, operation = self.ctx.heap, call.workspace, BY_NAME[call.op]
         used = "the context's own"
         if workspace is not None and workspace is not self.workspace:
             used = f"at {heap.offset(workspace.sync)} of the heap"
-        facts = BY_NAME[call.op].facts(prepared.problem, prepared.config)
+        facts = operation.facts(prepared.problem, prepared.config)
         facts |= {"async_op": call.async_op, "workspace": used}
+        if operation.sums and not operation.mixes and call.config is None and call.k_per_rank is None:
+            facts["K, for which no k_per_rank is given,"] = prepared.problem.K  # by which each rank has planned
         facts["bias"] = "none" if call.tensors.bias is None else "given"
         if prepared.writes_to_peers:
             place = heap.offset(call.tensors.out) if direct else None

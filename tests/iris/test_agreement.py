@@ -82,6 +82,10 @@ DIFFERENT = {
         lambda ctx, r: ctx.ops.matmul_all_reduce(torch.empty(4 + r, 6), torch.ones(4 + r, 5), torch.ones(5, 6)),
         r"matmul_all_reduce: M differs between ranks: 4 on rank 0, 5 on ranks 1, 2; expected the same calls",
     ),
+    "K": (
+        lambda ctx, r: ctx.ops.matmul_reduce_scatter(torch.empty(3, 6), torch.ones(9, 5 + r), torch.ones(5 + r, 6)),
+        r"matmul_reduce_scatter: K, for which no k_per_rank is given, differs between ranks: 5 on rank 0, 6 on rank 1",
+    ),
     "op": (
         lambda ctx, r: ctx.barrier()
         if r == 1
@@ -193,6 +197,9 @@ def allowed(rank: int, world: int) -> None:
             rows = M if op == "matmul_all_reduce" else part_of(M, world, rank)
             out = places[rank]  # nobody but this rank writes there
             getattr(ctx.ops, op)(out, torch.ones(rows, depth), torch.ones(depth, 64), config=config)
+            if op == "matmul_all_reduce":
+                k_per_rank = [30 + r for r in range(world)]
+                ctx.ops.matmul_all_reduce(out, torch.ones(rows, depth), torch.ones(depth, 64), k_per_rank=k_per_rank)
             if op == "matmul_all_reduce":
                 assert (out == sum(30 + r for r in range(world))).all()
             else:
