@@ -136,6 +136,7 @@ def test_stages_hold_their_own_layers(folder: Path) -> None:
     assert ["lm_head.weight" in names for names in results] == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_three_stages_of_one_rank(folder: Path) -> None:
     _results(run_hosts((1, 1, 1), _from_files, "pp", str(folder), 3, env=SHORT))
 

@@ -100,14 +100,14 @@ def check(results: list[tuple[Any, str]], name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [each for each in WORLDS if each > 1])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_a_split_model_gives_the_unsplit_models_logits_and_tokens(world_size: int, name: str) -> None:
     check(run_ranks(world_size, split_body, name), name)
 
 
 @pytest.mark.parametrize("world_size", WORLDS if UNDER_TORCHRUN else [2, 3])
 @pytest.mark.parametrize("name", ["t5", "flan-t5", "bart"])
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 def test_a_checkpoint_of_an_encoder_and_a_decoder_is_loaded(world_size: int, name: str, tmp_path: Path) -> None:
     folder = agreed(tmp_path)
     build(name).save_pretrained(folder, max_shard_size="20KB")
