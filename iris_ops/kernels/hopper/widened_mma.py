@@ -1,12 +1,13 @@
 """Products on Hopper by weights that are stored as codes, widened to bf16 in registers on the way to the tensor cores.
 
-The codes of a step's lines, 128 numbers along K each, come to shared memory as they are stored, a quarter or half of
-bf16's bytes. `wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A
-thread finds the numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between
-threads. A weight is widened once for all rows of a tile, two at a time, by bf16's own instructions.
+The codes of a line, 128 numbers along K, come to shared memory as they are stored, a quarter or half of bf16's bytes.
+`wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A thread finds the
+numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between threads. A weight
+is widened once for all rows of a tile, two at a time, by bf16's own instructions.
 
-Registers of an operand are free once its product has ended. A line has two halves along K: one is widened while the
-tensor cores multiply the one before. The class has the names of `mma.Mma`.
+A line is two blocks along K, each of some products (`Widening.PRODUCTS`). A warp that issues a product waits until the
+tensor cores take the operand from its registers. So a product's numbers are widened between two products, while the
+tensor cores are busy, and not all of them before the first. The class has the names of `mma.Mma`.
 """
 
 from iris.triton_private import (
@@ -23,24 +24,12 @@ from triton.experimental.gluon import language as gl
 
 from ..tiles import known
 
-HALF_LINE = 64  # numbers along K
-_HALF = gl.constexpr(HALF_LINE)
+BLOCKS = 2  # of a line
 
 
 def accumulator(block_m: int, warps: int) -> gl.NVMMADistributedLayout:
     """Return which thread of `warps` warps has what of the sums, for blocks of `block_m` rows."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16])
-
-
-@gluon.jit
-def _side_by_side(parts):
-    """Return the tensors [rows, n], a power of two of them, side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    else:
-        HALF: gl.constexpr = len(parts) // 2
-        both = gl.join(_side_by_side(parts[:HALF]), _side_by_side(parts[HALF:]))
-        return gl.reshape(gl.permute(both, (0, 2, 1)), (both.shape[0], 2 * both.shape[1]))
 
 
 # Two numbers of a row at a time, in bf16.
@@ -129,10 +118,10 @@ class WidenedMma:
 
     codes: Codes
     LAYOUT: gl.constexpr
-    A_FORM: gl.constexpr
     B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
-    LINES: gl.constexpr
+    BLOCKS: gl.constexpr
+    PRODUCTS: gl.constexpr
     OF_STEP: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
@@ -143,12 +132,10 @@ class WidenedMma:
     def __init__(self, a, b, codes, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         self.codes = codes
-        self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
-        self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, HALF_LINE], a.dtype))
+        self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(BLOCKS)
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
-        lines = tile.BLOCK_K // (2 * HALF_LINE)
-        groups, zeros = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS))
-        self.LINES, self.OF_STEP = known(lines), known(lines * groups * (1 + zeros))
+        groups, zeros, widen = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS, codes.WIDEN))
+        self.OF_STEP, self.PRODUCTS = known(groups * (1 + zeros)), known(widen.PRODUCTS // BLOCKS)
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.MATRICES = known(1)
 
@@ -160,7 +147,8 @@ class WidenedMma:
         place = gl.minimum(col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, OPERAND)), self.codes.cols - 1)
         if self.codes.scales is not None:
             place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.OF_STEP)
-        return sums, place, self._factors(place), step
+        factors = self._factors(place)
+        return sums, place, factors, factors, step
 
     @gluon.jit
     def _factors(self, place):
@@ -170,18 +158,6 @@ class WidenedMma:
             for g in gl.static_range(self.OF_STEP):
                 factors = factors + (gl.load(place + g),)
         return factors
-
-    @gluon.jit
-    def _widened(self, columns, factors, NUMBER: gl.constexpr):
-        """Return the operand [BLOCK_N, 64] of half line number `NUMBER` of a step."""
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
-        widen: gl.constexpr = self.codes.WIDEN
-        COUNT: gl.constexpr = widen.PRODUCTS // 2
-        words = widen.words(columns.index(NUMBER // 2).load(OPERAND))
-        parts = ()
-        for p in gl.static_range(NUMBER * COUNT, (NUMBER + 1) * COUNT):
-            parts = parts + (self._scaled(words[p % widen.PRODUCTS], factors, p * self.codes.GROUPS // widen.PRODUCTS),)
-        return gl.convert_layout(_side_by_side(parts), OPERAND)
 
     @gluon.jit
     def _scaled(self, numbers, factors, NUMBER: gl.constexpr):
@@ -196,31 +172,36 @@ class WidenedMma:
     @gluon.jit
     def columns_at(self, col, k):
         """Return where B's descriptor has the columns from `col` on, of the step from `k` on along K."""
-        return k // (2 * _HALF), col, 0
+        return k // self.BLOCK_K, col, 0
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
-        """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
-        sums, place, factors, step = acc
-        place += gl.where(step < self.codes.last, self.OF_STEP, 0)
-        coming = self._factors(place)
-        halves = reinterpret(rows, rows.dtype, [2 * self.LINES, self.BLOCK_M, _HALF], self.A_FORM)
-        columns = reinterpret(columns, columns.dtype, [self.LINES, self.BLOCK_N, columns.shape[2]], self.B_FORM)
-        for i in gl.static_range(2 * self.LINES):
-            if i > 0:
-                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,)))
-            weights = self._widened(columns, factors, i)
-            sums = warpgroup_mma(weights, halves.index(i).permute((1, 0)), sums, is_async=True)
-        return sums, place, coming, step + 1
+        """Begin to add the products of block number NUMBER of a line; those before the last block have ended then."""
+        sums, place, factors, coming, step = acc
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
+        widen: gl.constexpr = self.codes.WIDEN
+        WIDTH: gl.constexpr = rows.shape[1] // self.PRODUCTS
+        words = reinterpret(columns, columns.dtype, [self.BLOCK_N, columns.shape[2]], self.B_FORM).load(OPERAND)
+        numbers = widen.words(words)
+        for i in gl.static_range(NUMBER * self.PRODUCTS, (NUMBER + 1) * self.PRODUCTS):
+            weights = self._scaled(numbers[i % widen.PRODUCTS], factors, i * self.codes.GROUPS // widen.PRODUCTS)
+            part = rows.slice(i % self.PRODUCTS * WIDTH, WIDTH, dim=1).permute((1, 0))
+            sums = warpgroup_mma(gl.convert_layout(weights, OPERAND), part, sums, is_async=True)
+        if NUMBER == 0:  # the scales of the next line
+            place += gl.where(step < self.codes.last, self.OF_STEP, 0)
+            return sums, place, factors, self._factors(place), step
+        else:
+            return sums, place, coming, coming, step + 1
 
     @gluon.jit
     def await_last_but_one(self, acc):
-        """Wait until the registers of all but the last half are free."""
-        sums, place, factors, step = acc
-        return warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,))), place, factors, step
+        """Wait until the registers of all but the last block are free."""
+        sums, place, factors, coming, step = acc
+        sums = warpgroup_mma_init(warpgroup_mma_wait(self.PRODUCTS, deps=(sums,)))
+        return sums, place, factors, coming, step
 
     @gluon.jit
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
-        sums, _place, _factors, _step = acc
+        sums, _place, _factors, _coming, _step = acc
         return gl.permute(warpgroup_mma_wait(0, deps=(sums,)) * self.codes.WIDEN.AFTER, (1, 0))
