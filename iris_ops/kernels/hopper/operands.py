@@ -46,6 +46,12 @@ _GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int32: gl.int32,
 }
+_SCALE_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.uint8: gl.uint8,
+}
 
 
 def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
@@ -117,7 +123,10 @@ def _of_codes(
         block = f"{config.block_m} x {LINE // widened_mma.BLOCKS}"
         raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
     apart = [words, codes.stride(0), 1]
-    by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
+    by_groups = dict(b_scales=scale)
+    if weights.group:
+        in_words = scale.flatten(1).view(torch.int32)
+        by_groups = dict(block_scales=in_words, block_stride=in_words.stride(0))
     return dict(
         a=described(A, (config.block_m, LINE // widened_mma.BLOCKS)),
         b=described(codes, (1, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
@@ -131,6 +140,7 @@ def _of_codes(
             WIDENING=widening,
             GROUPS=LINE // weights.group if weights.group else 0,
             ZEROS=weights.zeros,
+            SCALES=_SCALE_TYPES[scale.dtype] if weights.group else None,
         ),
     )
 

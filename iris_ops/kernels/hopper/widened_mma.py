@@ -60,6 +60,33 @@ def _unscaled(numbers, widen: gl.constexpr):
 
 
 @gluon.jit
+def _columns(words):
+    """Return the columns of `words`, as many as a power of two."""
+    if words.shape[1] == 1:
+        return (gl.reshape(words, (words.shape[0],)),)
+    else:
+        even, odd = gl.split(gl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
+        even, odd = _columns(even), _columns(odd)
+        both = ()
+        for i in gl.static_range(len(even)):
+            both = both + (even[i], odd[i])
+        return both
+
+
+@gluon.jit
+def _number_in(words, NUMBER: gl.constexpr, dtype: gl.constexpr):
+    """Return number NUMBER of those of `dtype` that lie in words."""
+    EACH: gl.constexpr = 32 // dtype.primitive_bitwidth
+    word = words[NUMBER // EACH] >> NUMBER % EACH * dtype.primitive_bitwidth
+    if EACH == 1:
+        return word.to(dtype, bitcast=True)
+    elif EACH == 2:
+        return word.to(gl.int16).to(dtype, bitcast=True)
+    else:
+        return word.to(gl.uint8)
+
+
+@gluon.jit
 def _scaled(numbers, factor, zero, widen: gl.constexpr):
     """Return the same times the scale of each row, rounded once.
 
@@ -91,8 +118,9 @@ def _scaled(numbers, factor, zero, widen: gl.constexpr):
 class Codes:
     """A program's weights as codes.
 
-    `scales` [columns of B, groups along K], rows `stride` apart, of GROUPS groups a line, or None where they end a
-    tile. ZEROS: whether each is followed by its zero point. WIDEN: a `quantised.widening.Widening` of runs.
+    `scales`: those of each column of B, numbers of DTYPE in words, rows `stride` words apart, of GROUPS groups a line,
+    WORDS words; or None where they end a tile. ZEROS: whether each is followed by its zero point. WIDEN: a
+    `quantised.widening.Widening` of runs.
     """
 
     scales: base_value
@@ -102,14 +130,35 @@ class Codes:
     GROUPS: gl.constexpr
     ZEROS: gl.constexpr
     WIDEN: gl.constexpr
+    DTYPE: gl.constexpr
+    WORDS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN):
+    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN, DTYPE):
         self.scales = gl.constexpr(None) if scales is None else scales
         self.stride = gl.constexpr(0) if stride is None else known(stride)
         self.cols, self.last = known(cols), last
         self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
         self.WIDEN = gl.constexpr(getattr(WIDEN, "value", WIDEN))
+        self.DTYPE = gl.constexpr(getattr(DTYPE, "value", DTYPE))
+        nbytes = 0 if self.DTYPE.value is None else self.DTYPE.value.primitive_bitwidth // 8
+        self.WORDS = known(self.GROUPS.value * (1 + self.ZEROS.value) * nbytes // 4)
+
+
+@triton.constexpr_function
+def _in_words(columns, warps, words):
+    """Return the layout of [columns, words] in which a thread has whole rows, those of its operand."""
+    if words == 0:
+        return None
+    powers = [1 << i for i in range(max(columns, words).bit_length())]
+    rows = [[p, 0] for p in powers if p < columns]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, p] for p in powers if p < words] + [[8, 0]] + rows[4 + warps.bit_length() - 1 :],
+        lane_bases=[[0, 0], [0, 0], *rows[:3]],
+        warp_bases=rows[4 : 4 + warps.bit_length() - 1],
+        block_bases=[],
+        shape=[columns, words],
+    )
 
 
 @aggregate
@@ -122,7 +171,7 @@ class WidenedMma:
     TOGETHER: gl.constexpr
     BLOCKS: gl.constexpr
     PRODUCTS: gl.constexpr
-    OF_STEP: gl.constexpr
+    SCALES: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -134,8 +183,8 @@ class WidenedMma:
         self.codes = codes
         self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(BLOCKS)
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
-        groups, zeros, widen = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS, codes.WIDEN))
-        self.OF_STEP, self.PRODUCTS = known(groups * (1 + zeros)), known(widen.PRODUCTS // BLOCKS)
+        self.PRODUCTS = known(getattr(codes.WIDEN, "value", codes.WIDEN).PRODUCTS // BLOCKS)
+        self.SCALES = gl.constexpr(_in_words(tile.BLOCK_N, pipeline.ACC.warps_per_cta[0], int(codes.WORDS.value)))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.MATRICES = known(1)
 
@@ -143,31 +192,36 @@ class WidenedMma:
     def begin(self, col, step):
         """Return the sums of a tile before its first product, that of B's columns from `col` on and block `step`."""
         sums = warpgroup_mma_init(gl.zeros((self.BLOCK_N, self.BLOCK_M), gl.float32, self.LAYOUT))
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
-        place = gl.minimum(col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, OPERAND)), self.codes.cols - 1)
+        place = 0
         if self.codes.scales is not None:
-            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.OF_STEP)
-        factors = self._factors(place)
-        return sums, place, factors, factors, step
+            place = col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, self.SCALES))
+            place = gl.minimum(place, self.codes.cols - 1).to(gl.int64) * gl.multiple_of(self.codes.stride, 4)
+            place += step * self.codes.WORDS
+        words = self._load(place)
+        return sums, place, words, words, step
 
     @gluon.jit
-    def _factors(self, place):
-        """Load the scales of a step, and zero points after each, one tensor for each group."""
-        factors = ()
+    def _load(self, place):
+        """Load the words with the scales of a step, and zero points after each."""
+        words = ()
         if self.codes.scales is not None:
-            for g in gl.static_range(self.OF_STEP):
-                factors = factors + (gl.load(place + g),)
-        return factors
+            OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
+            w = gl.arange(0, self.codes.WORDS, layout=gl.SliceLayout(0, self.SCALES))
+            columns = _columns(gl.load(self.codes.scales + (place[:, None] + w[None, :])))
+            for i in gl.static_range(self.codes.WORDS):
+                words = words + (gl.convert_layout(columns[i], gl.SliceLayout(1, OPERAND), assert_trivial=True),)
+        return words
 
     @gluon.jit
-    def _scaled(self, numbers, factors, NUMBER: gl.constexpr):
+    def _scaled(self, numbers, words, NUMBER: gl.constexpr):
         """Return the numbers of codes that the scale number `NUMBER` of a step scales."""
         if self.codes.scales is None:
             return _unscaled(numbers, self.codes.WIDEN)
         elif self.codes.ZEROS:
-            return _scaled(numbers, factors[2 * NUMBER], factors[2 * NUMBER + 1], self.codes.WIDEN)
+            factor = _number_in(words, 2 * NUMBER, self.codes.DTYPE)
+            return _scaled(numbers, factor, _number_in(words, 2 * NUMBER + 1, self.codes.DTYPE), self.codes.WIDEN)
         else:
-            return _scaled(numbers, factors[NUMBER], None, self.codes.WIDEN)
+            return _scaled(numbers, _number_in(words, NUMBER, self.codes.DTYPE), None, self.codes.WIDEN)
 
     @gluon.jit
     def columns_at(self, col, k):
@@ -177,31 +231,32 @@ class WidenedMma:
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
         """Begin to add the products of block number NUMBER of a line; those before the last block have ended then."""
-        sums, place, factors, coming, step = acc
+        sums, place, scales, coming, step = acc
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
         widen: gl.constexpr = self.codes.WIDEN
         WIDTH: gl.constexpr = rows.shape[1] // self.PRODUCTS
         words = reinterpret(columns, columns.dtype, [self.BLOCK_N, columns.shape[2]], self.B_FORM).load(OPERAND)
         numbers = widen.words(words)
         for i in gl.static_range(NUMBER * self.PRODUCTS, (NUMBER + 1) * self.PRODUCTS):
-            weights = self._scaled(numbers[i % widen.PRODUCTS], factors, i * self.codes.GROUPS // widen.PRODUCTS)
+            weights = self._scaled(numbers[i % widen.PRODUCTS], scales, i * self.codes.GROUPS // widen.PRODUCTS)
             part = rows.slice(i % self.PRODUCTS * WIDTH, WIDTH, dim=1).permute((1, 0))
             sums = warpgroup_mma(gl.convert_layout(weights, OPERAND), part, sums, is_async=True)
         if NUMBER == 0:  # the scales of the next line
-            place += gl.where(step < self.codes.last, self.OF_STEP, 0)
-            return sums, place, factors, self._factors(place), step
+            if self.codes.scales is not None:
+                place += gl.where(step < self.codes.last, self.codes.WORDS, 0)
+            return sums, place, scales, self._load(place), step
         else:
             return sums, place, coming, coming, step + 1
 
     @gluon.jit
     def await_last_but_one(self, acc):
         """Wait until the registers of all but the last block are free."""
-        sums, place, factors, coming, step = acc
+        sums, place, scales, coming, step = acc
         sums = warpgroup_mma_init(warpgroup_mma_wait(self.PRODUCTS, deps=(sums,)))
-        return sums, place, factors, coming, step
+        return sums, place, scales, coming, step
 
     @gluon.jit
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
-        sums, _place, _factors, _coming, _step = acc
+        sums, _place, _scales, _coming, _step = acc
         return gl.permute(warpgroup_mma_wait(0, deps=(sums,)) * self.codes.WIDEN.AFTER, (1, 0))
