@@ -305,15 +305,14 @@ class Collectives(RootedCalls):
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
-        def go() -> None:
-            again, launched = calls.moved(key, staged is None), None
-            if again is None or not again():
-                launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
-                again = launched and launched.again
+        def launch() -> relaunch.Launch | None:
+            launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
             if staged is not None:
                 out.copy_(staged)
-            if again:
-                calls.keep(key, (again, staged, workspace), launched, staged is None)
+            return launched
+
+        def go() -> None:
+            calls.launch(key, workspace, out, staged, launch)
 
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, out, inp)

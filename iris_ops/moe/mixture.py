@@ -16,7 +16,7 @@ from ..named import named
 from ..planning.moe_ways import need_sorting
 from ..planning.way import Way
 from ..problem import Problem
-from ..steps import Run
+from ..steps import Run, Step, ready
 from .operands import Down, GateUp, parts_of
 from .routing import Routing
 
@@ -33,9 +33,7 @@ class Grouped:
     way: Way
     problem: Problem
     config: FusedConfig
-    repeatable = True
-
-    def run(self, run: Run) -> None:
+    def __call__(self, run: Run) -> None:
         tensors = run.tensors._replace(where=self._sorted(run, run.tensors.where))
         named(self.way.launcher)(run, run.workspace, self.problem, self.config, tensors)
 
@@ -53,7 +51,7 @@ class Grouped:
         return routed
 
 
-def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Grouped, ...]:
-    """Return the step of a call; none where this rank has no columns."""
+def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Step, ...]:
+    """Return the steps of a call; none where this rank has no columns."""
     way, config = loading(rank, problem, config, tensors)
-    return (Grouped(way, problem, config),) if problem.N else ()
+    return (ready, Grouped(way, problem, config)) if problem.N else ()
