@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from iris.errors import ArgumentError
@@ -46,11 +47,6 @@ class Call(NamedTuple):
     config: FusedConfig | None = None
     workspace: Workspace | None = None
     k_per_rank: Sequence[int] | None = None
-
-    @property
-    def by_name(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors in the order of a key's addresses."""
-        return self.tensors.by_name | dict(zip(EPILOGUE_NAMES, self.epilogue or (), strict=False))
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Calls:
         problem, config, out = prepared.problem, prepared.config, tensors.out
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None and not operation.local:
-            ctx.compare(call.op, **self.facts(call, prepared, direct))
+            ctx.compare(call.op, **self.facts(call, prepared))
         workspace = self.room(call, prepared)
         if problem.empty:
             return workspace
@@ -115,9 +111,7 @@ class Calls:
             run = steps.Run(ctx, self.earlier.kernels, workspace, taken, out, staged, addresses, call.epilogue)
             return steps.run_all(program, run)
 
-        def go() -> None:
-            self.earlier.launch(key, workspace, out, staged, launch)
-
+        go = partial(self.earlier.launch, key, workspace, out, staged, launch)
         if call.async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, *tensors)
         else:
@@ -142,21 +136,19 @@ class Calls:
                 named(operation.values)(ctx, call, prepared.problem)
         return prepared, addresses
 
-    def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
-        """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
-        heap, workspace, operation = self.ctx.heap, call.workspace, BY_NAME[call.op]
+    def facts(self, call: Call, prepared: Prepared) -> dict[str, Any]:
+        """Return what ranks compare of a call with IRIS_DEBUG=1."""
+        workspace, operation = call.workspace, BY_NAME[call.op]
         used = "the context's own"
         if workspace is not None and workspace is not self.workspace:
-            used = f"at {heap.offset(workspace.sync)} of the heap"
+            used = f"at {self.ctx.heap.offset(workspace.sync)} of the heap"
         facts = operation.facts(prepared.problem, prepared.config)
         facts |= {"async_op": call.async_op, "workspace": used}
         if operation.sums and not operation.mixes and call.config is None and call.k_per_rank is None:
             facts["K, for which no k_per_rank is given,"] = prepared.problem.K  # by which each rank has planned
         facts["bias"] = "none" if call.tensors.bias is None else "given"
         if prepared.writes_to_peers:
-            place = heap.offset(call.tensors.out) if direct else None
-            elsewhere = place is None or self.ctx.hands_out(place)
-            facts["out"] = "outside the heap" if elsewhere else f"at {place} of the heap"
+            facts["out"] = self.ctx.place_of(call.tensors.out)
         return facts
 
     def prepare(self, call: Call) -> Prepared:
@@ -166,7 +158,8 @@ class Calls:
         if config is not None:
             check_config(call.op, problem, config, machine)
         chosen = config or self.plan(problem.by_mean(call.k_per_rank))
-        way, tensors = way_for(problem, chosen), call.by_name
+        way = way_for(problem, chosen)
+        tensors = call.tensors.by_name | dict(zip(EPILOGUE_NAMES, call.epilogue or (), strict=False))
         sizes = workspace_size(problem, chosen, machine.num_programs, way)
         spans = tuple(map(span, tensors.values()))
         return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, tuple(tensors), spans)
