@@ -21,7 +21,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
 }  # fmt: skip
 # Name, multiprocessors, shared memory of a program.
-_GPUS = {
+GPUS = {
     "sm_90": ("NVIDIA H200", 132, 227 << 10), "sm_100": ("NVIDIA B200", 148, 227 << 10),
     "gfx942": ("AMD Instinct MI300X", 304, 64 << 10), "gfx950": ("AMD Instinct MI350X", 256, 160 << 10),
 }  # fmt: skip
@@ -45,7 +45,7 @@ class _Nothing:
 
 def pretend(name: str) -> FakeTensorMode:
     """Has this process see one GPU of that target, on which tensors made in the returned mode lie. Before iris."""
-    target, (gpu, programs, shared) = TARGETS[name], _GPUS[name]
+    target, (gpu, programs, shared) = TARGETS[name], GPUS[name]
     cuda, stream = target.backend == "cuda", _Nothing()
     torch.version.hip = None if cuda else "6.4"
     properties = SimpleNamespace(name=gpu, multi_processor_count=programs, warp_size=target.warp_size)
