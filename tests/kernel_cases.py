@@ -1,4 +1,4 @@
-"""The calls whose kernels are compiled ahead of time: those of `kernel_cases.txt`, and launches as users write them.
+"""The calls whose kernels are compiled ahead of time, which `kernel_cases.txt` lists.
 
 A call is made on the tensors of a fake GPU (`tests/fake_gpu.py`), so the library chooses kernel, constants and
 signature. A case bears the name of the kernel that its call launches last, or as number `launch`.
@@ -24,7 +24,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks.cases import rma_kernels as benchmark
+from benchmarks.cases import rma_kernels as benchmark_kernels
 from examples import tile_all_reduce, tile_all_reduce_hopper
 from examples.all_scatter import common, fused_store_warp
 from tests import fake_gpu, gluon_kernels, rma_kernels, tile_kernels
@@ -49,14 +49,13 @@ def cases(name: str) -> Iterator[tuple[str, Callable[[Any], object], dict]]:
             if config:
                 given["config"] = _config(shared, **config)
             yield case, partial(_CALLS.get(call) or partial(fused, call), **given), rank
-    yield from users(target.warp_size)
 
 
 def _value(name: str, text: str) -> tuple[str, Any]:
     try:
         return name, literal_eval(text)
     except (ValueError, SyntaxError):  # a word
-        return name, getattr(torch, text) if name == "dtype" else text
+        return name, getattr(torch, text) if name.endswith("dtype") else text
 
 
 def _taken(given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -165,10 +164,40 @@ def example_matmul(ctx: Any) -> None:
     kernel(ctx.get_device_context(), space, a, b, new(512, 512), *sizes, ONE_TILE=True, **options)
 
 
+def launch(
+    ctx: Any, kernel: str, dtype: torch.dtype = BF16, out_dtype: torch.dtype = FP32, per_thread: tuple = (),
+    num_warps: int = 4, **options: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel of tests or benchmarks, as `module.name` of `name_kernel`, on what its arguments' names say.
+
+    `per_thread`: elements of a thread in the layout of its blocks.
+    """
+    module, name = kernel.split(".")
+    function, lane = getattr(_MODULES[module], f"{name}_kernel"), torch.cuda.get_device_properties(0).warp_size
+    known = dict(src=new(1 << 16, dtype=dtype), dst=new(1 << 16, dtype=dtype), inp=new(1 << 16))
+    known |= dict(out=new(1 << 16, dtype=out_dtype), flags=new(1 << 12, dtype=INT32), rank=2, peer=3, n=4096)
+    known |= dict(sums=new(64, dtype=torch.int64), ctx_ptr=ctx.get_device_context(), num_tiles=16, rows=64)
+    known |= dict(first_owner=0, owners=4, heap_bases=ctx.get_heap_bases(), WORLD_SIZE=ctx.num_ranks)
+    if len(per_thread) == 2:
+        options["LAYOUT"] = gl.BlockedLayout(list(per_thread), [lane // 16, 16], [4, 1], [1, 0])
+    elif per_thread:
+        options["LAYOUT"] = gl.BlockedLayout(list(per_thread), [lane], [4], [0])
+    if "sync" in function.arg_names or "tiles" in name:
+        known["sync"] = known["flags"] = ctx.ccl.tile_space(16, 64 * 128, BF16)
+    given = {name: known[name] for name in function.arg_names if name in known}
+    function[(1,)](**given, num_warps=num_warps, **options)
+
+
+def benchmark(ctx: Any, op: str) -> None:
+    launch(ctx, "benchmark.move", dtype=INT32, **benchmark_kernels.options(op, ctx.device))
+
+
+_MODULES = dict(rma=rma_kernels, gluon=gluon_kernels, tiles=tile_kernels, benchmark=benchmark_kernels)
 _CALLS: dict[str, Callable[..., object]] = {
     each.__name__: each
-    for each in (ccl, normed, skinny, attend, gate_up, down, choose, example_hopper, example_store, example_matmul)
+    for each in (ccl, normed, skinny, attend, gate_up, down, choose, launch, benchmark, example_hopper, example_store)
 } | {
+    "example_matmul": example_matmul,
     "round_rows": lambda ctx: scaled_matmul.round_rows(new(64, 16384)),
     "fp8_product": lambda ctx: scaled_matmul.product(new(64, 4096), *stored("fp8", 16384, 4096), None),
     "restored": lambda ctx, weights: restoring.product(new(512, 4096), *stored(weights, 8192, 4096), new(8192)),
@@ -176,37 +205,3 @@ _CALLS: dict[str, Callable[..., object]] = {
     "reduce": lambda ctx: ctx.ccl.reduce(new(64, 4096), dst=1),
     "device_barrier": lambda ctx: ctx.device_barrier(),
 }
-
-
-def users(lane: int) -> Iterator[tuple]:
-    """Kernels of tests and benchmarks, as users write them."""
-    plain = {name: (kernel, dict(BLOCK=2048)) for name, kernel in rma_kernels.ALL.items()}
-    for name in ("rma_load", "rma_store"):
-        plain[f"{name}_bytes"] = rma_kernels.ALL[name], dict(dtype=torch.uint8, BLOCK=4096)
-    for name in ("put_and_signal", "copies", "recorded_put", "atomics"):
-        block, per_thread = (128, 1) if name == "atomics" else (2048, 8)
-        layout = gl.BlockedLayout([per_thread], [lane], [4], [0])
-        plain[f"gluon_{name}"] = getattr(gluon_kernels, f"gluon_{name}_kernel"), dict(BLOCK=block, LAYOUT=layout)
-    rows = gl.BlockedLayout([1, 8], [lane // 16, 16], [4, 1], [1, 0])
-    for suffix, two_shot in (("", False), ("_two_shot", True)):
-        size = dict(M=64, N=128, TWO_SHOT=two_shot)
-        plain[f"tile_reduce{suffix}"] = tile_kernels.tile_reduce_kernel, dict(size, FLAT=False)
-        plain[f"gluon_tiles{suffix}"] = gluon_kernels.gluon_tiles_kernel, dict(size, out_dtype=BF16, LAYOUT=rows)
-    for which in ("scatter", "gather", "exchange"):
-        plain[f"tile_{which}"] = getattr(tile_kernels, f"tile_{which}_kernel"), dict(M=64, N=128)
-    for name, (kernel, options) in plain.items():
-        yield name, partial(launch, kernel=kernel, num_warps=4, **options), {}
-    for op in ("store", "put"):
-        options = benchmark.options(op, torch.device("cuda", 0))
-        yield f"benchmark_{op}", partial(launch, kernel=benchmark.move_kernel, dtype=INT32, **options), {}
-
-
-def launch(ctx: Any, kernel: Any, dtype: torch.dtype = BF16, out_dtype: torch.dtype = FP32, **options: Any) -> None:
-    """Launch a user's kernel, whose arguments hold what their names say."""
-    known = dict(src=new(1 << 16, dtype=dtype), dst=new(1 << 16, dtype=dtype), inp=new(1 << 16))
-    known |= dict(out=new(1 << 16, dtype=out_dtype), flags=new(1 << 12, dtype=INT32), rank=2, peer=3, n=4096)
-    known |= dict(sums=new(64, dtype=torch.int64), ctx_ptr=ctx.get_device_context(), num_tiles=16, rows=64)
-    known |= dict(first_owner=0, owners=4, heap_bases=ctx.get_heap_bases(), WORLD_SIZE=ctx.num_ranks)
-    if "sync" in kernel.arg_names or "tiles" in kernel.fn.__name__:
-        known["sync"] = known["flags"] = ctx.ccl.tile_space(16, 64 * 128, BF16)
-    kernel[(1,)](**{name: known[name] for name in kernel.arg_names if name in known} | options)
