@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -297,24 +298,20 @@ class Collectives(RootedCalls):
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx.heap.holds(to, to + out_bytes) and not ctx.hands_out(to - ctx.heap.base)
-                facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
+                facts["out"] = ctx.place_of(out)
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
         if chosen is None:
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
-        def go() -> None:
-            again, launched = calls.moved(key, staged is None), None
-            if again is None or not again():
-                launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
-                again = launched and launched.again
+        def anew() -> relaunch.Launch | None:
+            launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
             if staged is not None:
                 out.copy_(staged)
-            if again:
-                calls.keep(key, (again, staged, workspace), launched, staged is None)
+            return launched
 
+        go = partial(calls.launch, key, workspace, out, staged, anew)
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, out, inp)
         else:
