@@ -195,6 +195,14 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("stream_int4_channel", 4, "int4", {}),
         ("stream_mxfp4", 1, "mxfp4 32", gpt_oss),
         ("stream_mxfp4_many", 16, "mxfp4 32", gpt_oss),
+        ("gate_up_nvfp4", 24, "nvfp4 16", gpt_oss),
+        ("gate_up_int8", 64, "int8 128", {}),
+        ("gate_up_int4_zeros", 24, "int4_zeros 32", {}),
+        ("gate_up_int8_zeros_halves", 8192, "int8_zeros 64", {}),
+        ("stream_nvfp4", 4, "nvfp4 16", gpt_oss),
+        ("stream_int8_channel", 8, "int8", {}),
+        ("stream_int4_zeros", 16, "int4_zeros 128", {}),
+        ("stream_int8_zeros", 1, "int8_zeros 32", {}),
     ):
         if streams or not name.startswith("stream"):
             yield f"moe_{name}", partial(_gate_up, tokens, True, options, coded=coded)

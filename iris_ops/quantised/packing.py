@@ -62,6 +62,10 @@ class Packing:
         """Return how many entries a stored row has room for."""
         return K if group is None else -(-K // LINE) * LINE
 
+    def by_lines(self, group: int | None) -> bool:
+        """Return whether an element has entries of a whole line, or lies elsewhere in it than its entry."""
+        return False
+
     def stored(
         self, N: int, K: int, group: int | None = None, scale_dtype: torch.dtype | None = None
     ) -> tuple[Stored, Stored]:
@@ -214,6 +218,9 @@ class BlockPacking(Packing):
     name: str = "fp8_block"
     groups: tuple[int | None, ...] = (128, 64, 32)
 
+    def by_lines(self, group: int | None) -> bool:
+        return group != LINE
+
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return _some(largest / LARGEST)
 
@@ -244,6 +251,9 @@ class FourBits(Packing):
 
     def padded(self, K: int, group: int | None) -> int:
         return -(-K // LINE) * LINE
+
+    def by_lines(self, group: int | None) -> bool:
+        return True
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         if codes.dtype != torch.uint8:

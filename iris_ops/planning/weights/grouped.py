@@ -136,10 +136,10 @@ def _blocks(group: int, key: str) -> Grouped:
     return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
-def _integers(packing: str, group: int, key: str, **more: Any) -> Grouped:
+def _integers(packing: str, group: int, key: str) -> Grouped:
     kind, *zeros = packing.split("_")
     shared = (f"groups of {group}" if group else "a scale for each channel") + (", zero points" if zeros else "")
-    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32, **more)
+    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32)
 
 
 # The first of a packing is what its name alone requests.
@@ -152,13 +152,13 @@ GROUPED = {
     "int4/128": _integers("int4", 128, "int4/128"),
     "int4/channel": _integers("int4", 0, "int4/channel"),
     "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
-    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32, in_experts=False),
-    "int8": _integers("int8", 128, "int8", in_experts=False),
-    "int8/64": _integers("int8", 64, "int8/64", in_experts=False),
-    "int8/32": _integers("int8", 32, "int8/32", in_experts=False),
-    "int8/channel": _integers("int8", 0, "int8/channel", in_experts=False),
+    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32),
+    "int8": _integers("int8", 128, "int8"),
+    "int8/64": _integers("int8", 64, "int8/64"),
+    "int8/32": _integers("int8", 32, "int8/32"),
+    "int8/channel": _integers("int8", 0, "int8/channel"),
     **{
-        key: _integers(packing, group, key, in_experts=False)
+        key: _integers(packing, group, key)
         for packing in ("int4_zeros", "int8_zeros")
         for key, group in ((packing, 128), (f"{packing}/64", 64), (f"{packing}/32", 32))
     },
