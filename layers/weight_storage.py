@@ -68,7 +68,7 @@ class Form:
 
     def holds(self, coding: Coding, columns: int) -> bool:
         """Return whether codes of a weight with `columns` columns can be stored without another rounding."""
-        if coding.element != ELEMENTS[self.packing.name] or coding.zeros != self.packing.zeros:
+        if coding.element != ELEMENTS[self.packing.name] or coding.zeros > self.packing.zeros:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
@@ -244,7 +244,7 @@ class Quantised(InDtype):
         for start, stop in shard.ranges:
             index = (slice(start, stop),) if layer.dim == 0 else (slice(None), slice(start, stop))
             row, column = (at, 0) if layer.dim == 0 else (0, at)
-            for rows, columns, codes, scales in coded(source, index, group or source.shape[1]):
+            for rows, columns, codes, scales in coded(source, index, group or source.shape[1], self.packing.zeros):
                 scales = scales.flatten() if group is None else scales
                 self._store(layer, row + rows[0], codes, scales, column + columns[0])
             at += stop - start

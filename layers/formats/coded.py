@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.composed import Concatenation
 from .bits import Span
-from .weight_format import Coding, Index, QuantisedWeight
+from .weight_format import Coding, Index, QuantisedWeight, joint_coding
 
 Piece = tuple[Span, Span, torch.Tensor, torch.Tensor]
 
@@ -22,14 +22,14 @@ def coding_of(source: Any) -> Coding | str:
         kinds = [coding_of(each) for each in source.inside]
         if reasons := [each for each in kinds if isinstance(each, str)]:
             return reasons[0]
-        return kinds[0] if len(set(kinds)) == 1 else "its outputs are in several formats"
+        return joint_coding(each for each in kinds if isinstance(each, Coding)) or "its outputs are in several formats"
     return "it is not quantised"
 
 
-def coded(source: Any, index: Index, group: int) -> Iterator[Piece]:
+def coded(source: Any, index: Index, group: int, zeros: bool = False) -> Iterator[Piece]:
     """Yield `source[index]` by pieces, as `QuantisedWeight.coded` does, where `coding_of` gives a coding."""
     if isinstance(source, QuantisedWeight):
-        yield from source.coded(index, group)
+        yield from source.coded(index, group, zeros)
         return
     assert isinstance(source, Concatenation) and source.dim == 0, source
     start, stop, _ = (index[0] if index else slice(None)).indices(source.shape[0])
@@ -38,7 +38,8 @@ def coded(source: Any, index: Index, group: int) -> Iterator[Piece]:
         end = begin + each.shape[0]
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            for rows, columns, codes, scales in coded(each, (slice(first - begin, last - begin), *index[1:]), group):
+            own = (slice(first - begin, last - begin), *index[1:])
+            for rows, columns, codes, scales in coded(each, own, group, zeros):
                 yield (rows[0] + at, rows[1] + at), columns, codes, scales
             at += last - first
         begin = end

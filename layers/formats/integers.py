@@ -44,7 +44,7 @@ class GroupedIntegers(WeightFormat):
 
     def pairs(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
         scale, zero = self.scales(held, rows, columns), self.zeros(held, rows)
-        assert isinstance(zero, torch.Tensor)
+        zero = zero if isinstance(zero, torch.Tensor) else torch.full_like(scale, zero)
         return torch.stack((scale, zero.float() - (1 << (self.bits - 1))), 2)
 
     def _is_symmetric(self, stored: StoredTensor) -> bool:

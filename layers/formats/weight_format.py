@@ -13,7 +13,7 @@ one piece of float32 numbers besides the parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -40,6 +40,14 @@ class Coding:
     group: int
     scales: torch.dtype
     zeros: bool = False
+
+
+def joint_coding(codings: Iterable[Coding]) -> Coding | None:
+    """Return the coding that holds codes of all `codings`, some with zero points and some without; None if none does."""
+    kinds = set(codings)
+    zeros = any(each.zeros for each in kinds)
+    kinds = {replace(each, zeros=zeros) for each in kinds}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,11 @@ class QuantisedWeight:
         coding = self.format.coding(self.tensors)
         return coding if isinstance(coding, str) else replace(coding, group=min(coding.group, self.shape[1]))
 
-    def coded(self, index: Index, group: int) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
+    def coded(
+        self, index: Index, group: int, zeros: bool = False
+    ) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
         """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group],
-        with zero points as pairs [n, k / group, 2].
+        or, if `zeros`, pairs of scales and zero points [n, k / group, 2].
 
         Scales are exact in float32; those of two factors are rounded to it. Entry j of a row of `self[index]` has scale
         j // group. A stored group may have several of these. A piece starts at a multiple of 128. Raises `ValueError`
@@ -161,8 +171,7 @@ class QuantisedWeight:
             some = at, min(at + step, along[1])
             rows, columns = ((first, last), some) if by_columns else (some, (start, stop))
             held = self._read(rows, columns)
-            assert isinstance(self.coding, Coding)
-            if self.coding.zeros:
+            if zeros:
                 scales = self.format.pairs(held, rows, columns)
             else:
                 scales = self.format.scales(held, rows, columns, torch.float32)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ..formats.weight_format import Coding
+from ..formats.weight_format import Coding, joint_coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
 from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_of, unstorable
@@ -73,9 +73,8 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
     if reasons := [each for each in kinds if isinstance(each, str)]:
         several = any(isinstance(each, Coding) for each in kinds)
         return "it is one product with weights in another format" if several else reasons[0]
-    (coding, *others) = kinds
-    assert isinstance(coding, Coding)
-    if any(each != coding for each in others):
+    coding = joint_coding(each for each in kinds if isinstance(each, Coding))
+    if coding is None:
         return "it is one product with weights in another format"
     if layer.stored_transposed:
         return "it is stored transposed"

@@ -112,7 +112,7 @@ UNCODED = {
 def coded_numbers(source: Any, rows: tuple[int, int], columns: tuple[int, int], group: int) -> torch.Tensor:
     """The numbers of a part, from its codes and scales by the definitions in this file."""
     out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), torch.nan, dtype=torch.float64)
-    for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group):
+    for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group, source.coding.zeros):
         assert codes.shape == (b - a, d - c) and scales.shape[:2] == (b - a, -(-(d - c) // group)) and c % 128 == 0
         by_entry = scales.double().repeat_interleave(group, 1)[:, : d - c]
         zeros, by_entry = by_entry.unbind(2)[::-1] if source.coding.zeros else (0, by_entry)

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Llama", _DENSE),
     "groups128": ("Llama", {**_GROUP128, "num_key_value_heads": 2}),
     "experts192": ("Qwen3Moe", {**_EXPERTS, "hidden_size": 160, "moe_intermediate_size": 192}),
+    "experts384": ("Qwen3Moe", {**_EXPERTS, "hidden_size": 256, "moe_intermediate_size": 384}),
     "experts320": ("Qwen3Moe", {**_EXPERTS, "hidden_size": 64, "moe_intermediate_size": 320}),
     "deepseek": (
         "DeepseekV3",
