@@ -43,7 +43,10 @@ def coding_of_experts(source: Any) -> Coding | str:
     kinds = {coding_of(_by_outputs(entry, False)) for entry in _entries(source)}
     if reasons := sorted(each for each in kinds if isinstance(each, str)):
         return reasons[0]
-    return joint_coding(each for each in kinds if isinstance(each, Coding)) or "its experts are in several formats"
+    codings = [each for each in kinds if isinstance(each, Coding)]
+    if any(each.order for each in codings):
+        return "its entries are ordered by activation, those of each expert in another order"
+    return joint_coding(codings) or "its experts are in several formats"
 
 
 def expert_entry(source: Any, expert: int) -> Any:

@@ -62,6 +62,11 @@ class Packing:
         """Return how many entries a stored row has room for."""
         return K if group is None else -(-K // LINE) * LINE
 
+    @property
+    def zero_code(self) -> int:
+        """Return the code of 0."""
+        return 0
+
     def by_lines(self, group: int | None) -> bool:
         """Return whether an element has entries of a whole line, or lies elsewhere in it than its entry."""
         return False
@@ -248,6 +253,10 @@ class FourBits(Packing):
     ZERO: ClassVar[int] = 8
     FIELDS: ClassVar[tuple] = tuple(((0, 4, 4 * n),) for n in range(4))
     """Of each of four products, in half a word: (first bit of the code, bits, where they lie)."""
+
+    @property
+    def zero_code(self) -> int:
+        return self.ZERO
 
     def padded(self, K: int, group: int | None) -> int:
         return -(-K // LINE) * LINE
