@@ -203,6 +203,7 @@ def mixtures(target: GPUTarget) -> Iterator[Any]:
         ("stream_int8_channel", 8, "int8", {}),
         ("stream_int4_zeros", 16, "int4_zeros 128", {}),
         ("stream_int8_zeros", 1, "int8_zeros 32", {}),
+        ("stream_int4_16", 2, "int4 16", {}),
     ):
         if streams or not name.startswith("stream"):
             yield f"moe_{name}", partial(_gate_up, tokens, True, options, coded=coded)
@@ -347,6 +348,7 @@ STREAMED = {
     "fp8_block_128": (packing.FP8_BLOCK, 128), "fp8_block_32": (packing.FP8_BLOCK, 32),
     "int4_32": (packing.INT4, 32), "int4_128": (packing.INT4, 128), "int4_channel": (packing.INT4, None),
     "mxfp4": (packing.MXFP4, 32), "nvfp4": (packing.NVFP4, 16), "int8_128": (packing.INT8, 128),
+    "int4_zeros_16": (packing.INT4_ZEROS, 16), "mxfp4_16": (packing.MXFP4, 16),
     "int4_zeros_128": (packing.INT4_ZEROS, 128), "int8_zeros_32": (packing.INT8_ZEROS, 32),
 }  # fmt: skip
 STREAMED_BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"

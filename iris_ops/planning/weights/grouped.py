@@ -44,7 +44,8 @@ class Grouped(WeightFormat):
         if not self.group or scale.ndim != 2 + self.zeros:
             return scale.ndim == 1 and not self.group
         stored = B.shape[0] if B.ndim == 2 else 0
-        return scale.shape[1] == self.scale_of(0, stored)[0][1]
+        (_, slots, *_), dtypes = self.scale_of(0, stored)
+        return scale.shape[1] == slots and scale.dtype in dtypes
 
     @property
     def widened_in_tiles(self) -> bool:
@@ -150,8 +151,10 @@ GROUPED = {
     "int4": _integers("int4", 32, "int4"),
     "int4/64": _integers("int4", 64, "int4/64"),
     "int4/128": _integers("int4", 128, "int4/128"),
+    "int4/16": _integers("int4", 16, "int4/16"),
     "int4/channel": _integers("int4", 0, "int4/channel"),
     "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
+    "mxfp4/16": _format("in MXFP4, groups of 16", "mxfp4", "mxfp4/16", 16, "E2M1", 32),
     "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32),
     "int8": _integers("int8", 128, "int8"),
     "int8/64": _integers("int8", 64, "int8/64"),
@@ -162,4 +165,5 @@ GROUPED = {
         for packing in ("int4_zeros", "int8_zeros")
         for key, group in ((packing, 128), (f"{packing}/64", 64), (f"{packing}/32", 32))
     },
+    "int4_zeros/16": _integers("int4_zeros", 16, "int4_zeros/16"),
 }
