@@ -24,7 +24,7 @@ class Ordered(Quantised):
 
     tensors = (*Quantised.tensors, "weight_order")
 
-    def __init__(self, layer: Layer, form: Form) -> None:
+    def __init__(self, layer: Layer, form: Form, rounds: bool = True) -> None:
         assert form.order is not None and form.group is not None
         ranges = ((0, layer.in_features),) if layer.dim == 0 else layer.parts[0].ranges
         self._ranges = [(start, stop) for start, stop in ranges if start < stop]
@@ -35,7 +35,7 @@ class Ordered(Quantised):
         if layer.dim == 1:
             layer.across_ranks = torch_ops.Parts(form.widest, layer.across_ranks.k_per_rank)
         layer.weight_order = self._indices(layer.weight.device)
-        super().__init__(layer, form)
+        super().__init__(layer, form, rounds)
 
     def depth(self, layer: Layer) -> int:
         return len(self._arrangement.index)

@@ -207,7 +207,7 @@ class ShardedLinear(nn.Module):
         weight, scale, bias = self.terms(x.dtype)
         x = self.inputs(x)
         k_per_rank = self.across_ranks.k_per_rank
-        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
+        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < self.local_shape[1]:
             x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
         return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self.across_ranks, scale)
 
@@ -234,9 +234,12 @@ class ShardedLinear(nn.Module):
         return self.storage.numbers(self, start, stop, dtype)
 
     @torch.no_grad()
-    def store_as(self, form: Form) -> None:
-        """Round the weight to `form`, or, while the layer is empty, keep or round each weight that is loaded."""
-        self.storage = (Ordered if form.order else Quantised)(self, form)
+    def store_as(self, form: Form, rounds: bool = True) -> None:
+        """Round the weight to `form`, or, while the layer is empty, keep or round each weight that is loaded.
+
+        `rounds`: False where only weights will be loaded whose codes `form` holds.
+        """
+        self.storage = (Ordered if form.order else Quantised)(self, form, rounds)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Apply `fn` as torch does; a storage may keep its own dtype."""

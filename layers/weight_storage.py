@@ -82,20 +82,26 @@ class Form:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
-        return coding.group >= columns if self.group is None else bool(self.order) or coding.group % self.group == 0
+        if self.group is None or coding.group >= columns:
+            return coding.group >= columns
+        return self.order is not None or coding.group % self.group == 0
 
 
-def form_of(coding: Coding, columns: int, starts: Iterable[int]) -> Form | str:
+def form_of(coding: Coding, columns: int, starts: Iterable[int], by_row: bool = True) -> Form | str:
     """Return the form for codes of a weight with `columns` columns whose shards begin at `starts` along K, or why none
-    can hold their groups."""
-    if coding.group >= columns and coding.element in _BY_ROW and not coding.zeros:
+    can hold their groups.
+
+    `by_row`: whether the form may have one scale for each row; else groups repeat it.
+    """
+    whole = coding.group >= columns
+    if whole and by_row and coding.element in _BY_ROW and not coding.zeros:
         return Form(_BY_ROW[coding.element])
     nvfp4 = coding.element == "e2m1" and coding.scales == torch.float8_e4m3fn
     packing = NVFP4 if nvfp4 else (_WITH_ZEROS if coding.zeros else _IN_GROUPS)[coding.element]
     groups = [each for each in packing.groups if each is not None]
     if coding.order is not None:
         return _sorted_form(coding, coding.order, packing, groups, [*starts, columns] if starts else [0, columns])
-    shared = math.gcd(coding.group, *starts)
+    shared = math.gcd(0 if whole else coding.group, *starts)
     group = next((each for each in groups if shared % each == 0), None)
     if group is None:
         where = "" if coding.group % min(groups) else f", cut at multiples of {shared}"
@@ -185,9 +191,9 @@ class InDtype:
         return apply(fn)
 
 
-def unstorable(layer: Layer) -> str:
-    """Return why no form serves a layer; "" if one may."""
-    if reason := layer.ctx.level.unrounded_parts:  # scales go by the rank
+def unstorable(layer: Layer, rounds: bool = True) -> str:
+    """Return why no form serves a layer; "" if one may. `rounds`: whether ranks round their parts of the weight."""
+    if rounds and (reason := layer.ctx.level.unrounded_parts):  # scales go by the rank
         return reason
     if hasattr(layer, "tied_to"):
         return f"it is tied to {layer.tied_to}"
@@ -204,9 +210,9 @@ class Quantised(InDtype):
 
     tensors: tuple[str, ...] = ("weight", "weight_scale")  # parameters whose dtypes stay
 
-    def __init__(self, layer: Layer, form: Form) -> None:
+    def __init__(self, layer: Layer, form: Form, rounds: bool = True) -> None:
         super().__init__()
-        if reason := unstorable(layer):
+        if reason := unstorable(layer, rounds):
             raise ArgumentError(
                 f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that supports it"
                 f" by {' or '.join(STORABLE)}, whose inputs are in one part, and sums that may differ by the ranks"
