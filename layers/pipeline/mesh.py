@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import errors
-from iris.across import Across
+from iris.across import Across, connect
 from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
 import torch.distributed as dist
@@ -55,8 +55,9 @@ class Place:
         try:
             result = step()
             own = {name: str(value) for name, value in facts(result).items()}
-        except PeerLostError:
-            raise  # the others find that out
+        except PeerLostError as caught:  # which needs no answer of the others
+            self.line.report(call, (_described(caught), own))
+            raise
         except Exception as caught:
             error = caught
         try:
@@ -105,7 +106,7 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
             f"ctx has the ranks {own} and mesh['tp'] the ranks {dist.get_process_group_ranks(inside)}: expected one "
             f"group, ctx = iris.iris(group=mesh['tp'])"
         )
-    return Place(names[0], Across(mesh[names[0]].get_group(), ctx.leave_for))
+    return Place(names[0], connect(mesh[names[0]].get_group(), ctx))
 
 
 def _described(error: Exception) -> tuple[str, str]:
