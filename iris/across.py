@@ -72,8 +72,13 @@ class Across:
         self._name = f"iris/across/{group.group_name}/{_group_counts[group.group_name]}"
         self._store, self._count, self._on_loss, self._own_loss = store_of(group), 0, on_loss, own_loss
         self._late = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)"
-        on_gpu = "nccl" in dist.get_backend(group)
-        self._pending = Pending(self._limit_s, torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+        self.backend = dist.get_backend(group)
+        self.capturable = "nccl" in self.backend
+        """Whether a CUDA graph can capture operations; `watch` then bounds its replays."""
+        self._pending = (
+            Pending(self._limit_s, torch.device("cuda", torch.cuda.current_device())) if self.capturable else None
+        )
+        self._has_graphs = False
         self.names = ["a host that is not known yet"] * self.size
         self.lost: tuple[int | None, str] | None = None
         """The member that this one has given up on, None where it is one of several, and the reason. This member itself
@@ -167,9 +172,23 @@ class Across:
         if self.lost is not None:
             raise self._error("an earlier call")
 
+    def watch(self) -> None:
+        """Watch what was enqueued in the current stream, as the replay of a graph with operations.
+
+        The call returns at once. A later call raises `PeerLostError` where the replay does not end in time.
+        """
+        if self._pending is not None and self._has_graphs and self.lost is None:
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.add(None, event.query, functools.partial(self._missed, None, "the replay of a CUDA graph"))
+
     def settle(self) -> None:
-        """Wait until all earlier operations have ended. Raises `PeerLostError` where one of them has lost a member."""
+        """Wait until all earlier operations have ended, replays of graphs in the current stream included.
+
+        Raises `PeerLostError` where one of them has lost a member.
+        """
         if self._pending is not None:
+            self.watch()
             self._pending.join()
         self.check()
 
@@ -186,6 +205,9 @@ class Across:
             work = start()
             if self._pending is None:
                 work.wait(self._limit)
+            elif torch.cuda.is_current_stream_capturing():
+                work.wait()  # which joins the stream of the transfer; no event of a graph can be looked at
+                self._has_graphs = True
             else:
                 work.wait()
                 event = torch.cuda.Event()
@@ -274,7 +296,10 @@ class Across:
 
 
 def connect(group: dist.ProcessGroup, ctx: Rank) -> Across:
-    """Return the members of `group` for the ranks of `ctx`: a loss on either side ends the calls of both. Collective."""
+    """Return the members of `group` for the ranks of `ctx`, where a loss on either side ends the calls of both.
+
+    Collective.
+    """
     line = Across(group, ctx.leave_for, ctx.lost_inside)
     ctx.on_leave.append(line.leave)
     return line
