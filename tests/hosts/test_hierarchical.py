@@ -116,8 +116,8 @@ def _refused(rank: int, world_size: int) -> None:
         iris.iris(1 << 20, group=mesh["tp"], across=mesh["hosts"], invariant="batch")
     with iris.iris(1 << 22, group=mesh["tp"], across=mesh["hosts"]) as ctx:
         A, B, out = torch.ones(4, 8), torch.ones(8, 4), torch.empty(4, 4)
-        with pytest.raises(ArgumentError, match=r"ctx\.ops\.inside\.moe_route is over the ranks of this host"):
-            ctx.ops.moe_route(A)
+        with pytest.raises(ArgumentError, match=r"inside\.moe_down_reduce_scatter is over the ranks of this host"):
+            ctx.ops.moe_down_reduce_scatter(A)
         with pytest.raises(ShapeError, match="expected 1 of 4 rows"):
             ctx.ops.all_gather_matmul(out, A[:2], B)
         with pytest.raises(ShapeError, match="expected 1 of 4 columns"):
