@@ -34,8 +34,8 @@ from torch.nn import functional
 from .kernels import rmsnorm_epilogue
 from .ops import Ops
 from .planning.hosts import SCATTER, HostsPlan, Network, faster_sum, plan_all_reduce, plan_reduce_scatter
+from .planning.needs import PLAIN, WeightFormat
 from .planning.operations import DOWN_ALL_REDUCE
-from .planning.weights import BY_NAME
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 
 if TYPE_CHECKING:
@@ -237,17 +237,23 @@ class HierarchicalOps:
         return self._plans[key], config
 
     def _plan(
-        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool, weights: str | None = None
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool, weights: WeightFormat = PLAIN
     ) -> HostsPlan:
         ranks, network, nbytes = self._ctx.num_ranks, self._network, M * N * dtype.itemsize
 
         def inside(of: str, rows: int) -> FusedConfig:
-            return self.inside.plan(of, rows, N, K, dtype, explained=explained, weights=weights)
+            return self._plan_inside(of, rows, N, K, dtype, weights, explained)
 
         if op == REDUCE_SCATTER:
             return plan_reduce_scatter(nbytes, ranks, network, inside(op, -(-M // network.hosts)))
         scattered, reduced = (inside(of, M) for of in (REDUCE_SCATTER, ALL_REDUCE))
         return plan_all_reduce(nbytes, ranks, network, machine_of(self._ctx.device), scattered, reduced)
+
+    def _plan_inside(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: WeightFormat, explained: bool
+    ) -> FusedConfig:
+        calls = self.inside._calls
+        return calls.plan(calls.requested(op, M, N, K, dtype, weights=weights), explained)
 
     def _chunk(self, total: int) -> tuple[int, int, int]:
         """Return the size of a full part of `total`, and where this rank's begins and ends, as `torch.chunk` has it."""
@@ -344,17 +350,17 @@ class _Calls:
     def __init__(self, ops: HierarchicalOps) -> None:
         self._ops = ops
 
-    def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: Any = None) -> tuple:
+    def requested(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: WeightFormat = PLAIN
+    ) -> tuple[str, int, int, int, torch.dtype, WeightFormat]:
         return op, M, N, K, dtype, weights
 
     def plan(self, request: tuple) -> FusedConfig | HostsPlan:
         """Return the plan of such a call: over all hosts of a sum, inside each of a gather."""
         op, M, N, K, dtype, weights = request
-        name = weights.name if weights in BY_NAME.values() else None
         if op == GATHER_MATMUL:
-            rows = -(-M // self._ops._line.size)
-            return self._ops.inside.plan(op, rows, N, K, dtype, explained=False, weights=name)
-        return self._ops._plan(op, M, N, K, dtype, False, name)
+            return self._ops._plan_inside(op, -(-M // self._ops._line.size), N, K, dtype, weights, False)
+        return self._ops._plan(op, M, N, K, dtype, False, weights)
 
 
 def _refuse(name: str) -> NoReturn:

@@ -33,7 +33,7 @@ from ..digests import watch_inputs
 from ..experts import SplitExperts
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..pipeline.cut import Part, cut
-from ..pipeline.mesh import place_in
+from ..pipeline.mesh import facts_of, place_in
 from ..pipeline.stage import connect
 from ..shard import Shard, in_units
 from ..sharded import ShardedLinear, ranks_of, split_parameter
@@ -121,7 +121,7 @@ def parallelize(
 
     before = Snapshot(model) if isinstance(model, nn.Module) else None
     try:
-        part, report = place.run("parallelize", split_stage)
+        part, report = place.run("parallelize", split_stage, lambda _: facts_of(model, options))
         connect(model, place, part)
     except BaseException:
         if before is not None:
