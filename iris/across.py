@@ -180,7 +180,8 @@ class Across:
         if self._pending is not None and self._has_graphs and self.lost is None:
             event = torch.cuda.Event()
             event.record()
-            self._pending.add(None, event.query, functools.partial(self._missed, None, "the replay of a CUDA graph"))
+            missed = functools.partial(self._missed, self._only_other, "the replay of a CUDA graph")
+            self._pending.add(None, event.query, missed)
 
     def settle(self) -> None:
         """Wait until all earlier operations have ended, replays of graphs in the current stream included.
@@ -198,8 +199,7 @@ class Across:
         On GPUs the current stream waits for it, and a thread watches its end; the host goes on (`pending`).
         """
         self.check()
-        if peer is None and self.size == 2:
-            peer = 1 - self.rank
+        peer = self._only_other if peer is None else peer
         begin = time.monotonic()
         try:
             work = start()
@@ -216,6 +216,10 @@ class Across:
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             raise self._loss(peer, what, self._late if late else _first_line(error)) from None
+
+    @property
+    def _only_other(self) -> int | None:
+        return 1 - self.rank if self.size == 2 else None
 
     def _missed(self, peer: int | None, what: str, reason: str | None) -> None:
         """End all work on the device after an operation that failed for `reason`, or did not end in time."""

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import iris
-from iris.errors import ArgumentError, PeerLostError, ShapeError
+from iris.errors import ArgumentError, CaptureError, PeerLostError, ShapeError
 from iris.machines import machine_named
 from iris_ops.config import FusedConfig, Prediction
 from iris_ops.planning.hosts import SCATTER, WHOLE, Network, plan_all_reduce
@@ -128,6 +128,12 @@ def _refused(rank: int, world_size: int) -> None:
             ctx.ops.matmul_reduce_scatter(out, A, B)
         with pytest.raises(ArgumentError, match="async_op"):
             ctx.ops.matmul_all_reduce(out, A, B, async_op=True)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(CaptureError, match=r"one of gloo: expected one of NCCL"),
+        ):
+            patch.setattr("iris_ops.hierarchical.platform.is_capturing", lambda device: True)
+            ctx.ops.matmul_all_reduce(out, A, B)
         ctx.ops.inside.matmul_all_reduce(out, A, B)
         assert (out == 16).all()
         ctx.ops.matmul_all_reduce(out, A, B)
