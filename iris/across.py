@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .rank import Rank
 
 _NOTE_S = 1.0  # for the store to answer
-_CHAIN_S = 0.5  # in which all members that wait for each other run out of time
+_CHAIN_S = 0.5  # in which all members that wait for each other give up
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
 
@@ -262,7 +262,11 @@ class Across:
             own, reason = "", f"{reason}; on host {self.names[self.rank]} {own}"
 
         def agree() -> None:
-            awaited = self._awaited(peer) if reason == self._late and not own else peer
+            awaited = peer
+            if not own and peer is None:
+                awaited = self._missing()
+            elif not own and reason == self._late and peer is not None:
+                awaited = self._awaited(peer)
             verdicts.append(self._note(self.rank if own else awaited, own or reason))
 
         _within(_NOTE_S, agree)
@@ -272,10 +276,16 @@ class Across:
             return verdicts[0]
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
-    def _awaited(self, peer: int | None) -> int | None:
+    def _missing(self) -> int | None:
+        """Return the only member that does not answer after a collective has failed; None where there are several."""
+        self._store.set(f"{self._name}/failed/{self.rank}", "")
+        time.sleep(_CHAIN_S)
+        others = (each for each in range(self.size) if each != self.rank)
+        missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
+        return missing[0] if len(missing) == 1 else None
+
+    def _awaited(self, peer: int) -> int:
         """Return the member that `peer`, which is late, waits for, directly or through others; else `peer`."""
-        if peer is None:
-            return None
         self._store.set(f"{self._name}/late/{self.rank}", str(peer))
         time.sleep(_CHAIN_S)
         last, known = peer, {self.rank}

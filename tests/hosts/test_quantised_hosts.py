@@ -21,7 +21,7 @@ from tests.hosts.meshes import SHORT
 from tests.hosts.namespaces import needs_namespaces, run_hosts
 from tests.layers import models, written_formats
 from tests.layers.test_kept_weights import SMALL
-from tests.layers.test_quantised_models import built
+from tests.layers.test_quantised_models import MODELS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = needs_namespaces()
@@ -121,7 +121,10 @@ def test_codes_are_kept(tmp_path: Path, format: str, ways: dict[str, list[tuple[
 def test_codes_of_experts_are_kept(
     tmp_path: Path, format: str, name: str, ways: dict[str, list[tuple[int, int]]]
 ) -> None:
-    folder, model = tmp_path / "model", built(name)
+    architecture, changes = MODELS[name]
+    config = getattr(transformers, f"{architecture}Config")(**models.PLAIN | changes | {"num_hidden_layers": 2})
+    torch.manual_seed(13)
+    folder, model = tmp_path / "model", transformers.AutoModelForCausalLM.from_config(config).float().eval()
     if format == "mxfp4":
         written_formats.write_gpt_oss(model, folder)
     else:
