@@ -127,7 +127,7 @@ class Iris(PeerMethods):
         gpus = [request.gpu for request in requests if request.gpu]
         if self.cur_rank == 0 and len(set(gpus)) < len(gpus):
             self.log.warning(f"{len(gpus)} ranks take turns on {len(set(gpus))} GPU(s): right, but no time tells")
-        if (joined := join(across, ranks, self.device, self.leave_for)) is not None:
+        if (joined := join(across, ranks, self)) is not None:
             self.across, self.across_rate = joined
         self.heap_size = rounded(int(heap_size), GRANULE)
         self._segment = map_segment(allocator, self.heap_size, self.device, ranks)
@@ -287,6 +287,7 @@ class Iris(PeerMethods):
         self._components.clear()  # they hold heap memory
         self.on_change.clear()
         self.on_close.clear()
+        self.on_leave.clear()
         self._pool = None
         del self._barrier  # it does, too
         self.agreement = None
@@ -316,6 +317,8 @@ class Iris(PeerMethods):
 
         The mark that ends them follows this rank's launches in stream order, so earlier data still reaches the peers.
         """
+        for leave in self.on_leave:
+            leave(error)
         if self._record_view[0]:
             return  # they have lost this context, too
         self.hosts.leave(error)

@@ -110,7 +110,7 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
             f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
         )
     format = scaled_format(op, B, scale)
-    if scale.ndim == 3 and scale.stride(2) != 1:
+    if scale.ndim > 2 and not scale[0, :1].is_contiguous():
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
     packing = PACKINGS[format.packing]
     if B.shape[1] * packing.per_element != (padded := packing.padded(K, format.group or None)):

@@ -53,8 +53,6 @@ class WeightFormat:
     """Rows of A at most that are not rounded, where more are."""
     local_launches: int = 1
     """Launches at most, one after the other, that multiply more rows without ranks."""
-    in_experts: bool = True
-    """Whether kernels of mixtures read it."""
     by_rank: bool = True
     """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0

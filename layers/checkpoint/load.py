@@ -33,7 +33,7 @@ from ..hf.options import Keywords, Options
 from ..hf.parallelize import split_layers
 from ..hf.tied import retie
 from ..pipeline.cut import Part, cut
-from ..pipeline.mesh import Place, place_in
+from ..pipeline.mesh import Place, facts_of, place_in
 from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import flags, keep_units, part_of, ranks_of, split_parameter
@@ -103,7 +103,11 @@ def from_pretrained(
     place = place_in(mesh, ctx)
     if place is None:
         return _load_split(path_or_id, ctx, None, dtype, own, options)[0]
-    model, part = place.run("from_pretrained", partial(_load_split, path_or_id, ctx, place, dtype, own, options))
+    model, part = place.run(
+        "from_pretrained",
+        partial(_load_split, path_or_id, ctx, place, dtype, own, options),
+        lambda result: facts_of(result[0], Options(**options)),
+    )
     connect(model, place, part)
     return model
 

@@ -93,12 +93,14 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _group_of(module: str, groups: list[_Group]) -> _Group:
-    """Return the group whose targets name the module, else the one whose targets name a class, as `Linear`."""
+    """Return the group that targets the module: by its name, else by the first pattern in alphabetical order, as
+    compressed-tensors does, else by a class, as `Linear`."""
     if len(groups) == 1:
         return groups[0]
-    named = [each for each in groups if targets_module(module, each.targets)]
+    targets = sorted((one.startswith("re:"), one) for each in groups for one in each.targets)
+    first = next((one for _, one in targets if targets_module(module, [one])), None)
     of_classes = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
-    candidates = named or of_classes
+    candidates = of_classes if first is None else [each for each in groups if first in each.targets]
     if not candidates:
         raise CheckpointError("is quantised, and no group of the configuration targets it")
     if any(each != candidates[0] for each in candidates):
@@ -133,7 +135,7 @@ def _checked_group(given: Any, default: Any) -> _Group:
     block = weights.get("block_structure")
     if isinstance(block, str):
         block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
-    if format == "mxfp8-quantized":
+    if format == "mxfp8-quantized" or (is_float and not four and weights.get("strategy") == "group"):
         block = [1, weights.get("group_size") or 32]
     if block is not None and (len(block) != 2 or any(type(each) is not int or each < 1 for each in block)):
         raise CheckpointError(f"block_structure is {shown(repr(weights['block_structure']))}: expected two sizes")

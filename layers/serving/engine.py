@@ -124,7 +124,9 @@ class Engine:
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         check_no_autocast(device.type)
-        self.graphs = checked_graphs(graphs, device, over_hosts=isinstance(ctx, AllHosts))
+        line = ctx.line if isinstance(ctx, AllHosts) else None
+        watch = None if line is None else line.watch
+        self.graphs = checked_graphs(graphs, device, line)
         capturable = attention.install(model, ctx, step_attention, self.graphs)
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
@@ -149,11 +151,12 @@ class Engine:
         layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self._lengths = Lengths(max_length, ctx.num_ranks, layer_weights, self._sharing, self._recurrent)
         captures = self.graphs and self._switch is None  # its rotary embedding makes new factors at the switch
-        self.steps = Graphs(2 if captures else 0)
+        self.steps = Graphs(2 if captures else 0, after=watch)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
         self.prompts = Graphs(
             prompt_graphs if capturable and captures and not self._recurrent else 0,
             around=partial(ctx.ops.outputs.keeping, GraphOutputs()),
+            after=watch,
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._cached = self._generated = 0  # tokens of each row in the cache, and in `output`, as the host counts them

@@ -44,7 +44,8 @@ class Grouped(WeightFormat):
         if not self.group or scale.ndim != 2 + self.zeros:
             return scale.ndim == 1 and not self.group
         stored = B.shape[0] if B.ndim == 2 else 0
-        return scale.shape[1] == self.scale_of(0, stored)[0][1]
+        (_, slots, *_), dtypes = self.scale_of(0, stored)
+        return scale.shape[1] == slots and scale.dtype in dtypes
 
     @property
     def widened_in_tiles(self) -> bool:
@@ -136,10 +137,10 @@ def _blocks(group: int, key: str) -> Grouped:
     return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
-def _integers(packing: str, group: int, key: str, **more: Any) -> Grouped:
+def _integers(packing: str, group: int, key: str) -> Grouped:
     kind, *zeros = packing.split("_")
     shared = (f"groups of {group}" if group else "a scale for each channel") + (", zero points" if zeros else "")
-    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32, **more)
+    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32)
 
 
 # The first of a packing is what its name alone requests.
@@ -150,16 +151,19 @@ GROUPED = {
     "int4": _integers("int4", 32, "int4"),
     "int4/64": _integers("int4", 64, "int4/64"),
     "int4/128": _integers("int4", 128, "int4/128"),
+    "int4/16": _integers("int4", 16, "int4/16"),
     "int4/channel": _integers("int4", 0, "int4/channel"),
     "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
-    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32, in_experts=False),
-    "int8": _integers("int8", 128, "int8", in_experts=False),
-    "int8/64": _integers("int8", 64, "int8/64", in_experts=False),
-    "int8/32": _integers("int8", 32, "int8/32", in_experts=False),
-    "int8/channel": _integers("int8", 0, "int8/channel", in_experts=False),
+    "mxfp4/16": _format("in MXFP4, groups of 16", "mxfp4", "mxfp4/16", 16, "E2M1", 32),
+    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32),
+    "int8": _integers("int8", 128, "int8"),
+    "int8/64": _integers("int8", 64, "int8/64"),
+    "int8/32": _integers("int8", 32, "int8/32"),
+    "int8/channel": _integers("int8", 0, "int8/channel"),
     **{
-        key: _integers(packing, group, key, in_experts=False)
+        key: _integers(packing, group, key)
         for packing in ("int4_zeros", "int8_zeros")
         for key, group in ((packing, 128), (f"{packing}/64", 64), (f"{packing}/32", 32))
     },
+    "int4_zeros/16": _integers("int4_zeros", 16, "int4_zeros/16"),
 }
