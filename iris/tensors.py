@@ -64,6 +64,9 @@ class TensorMethods(Rank):
 
         Every rank allocates as many bytes as the largest tensor has, so later allocations have equal offsets.
 
+        Args:
+            dtype: the dtype, the same on all ranks; by default torch's.
+
         Raises:
             CaptureError: while a CUDA graph is captured.
             DtypeError: if the dtype differs between ranks.
@@ -116,8 +119,17 @@ class TensorMethods(Rank):
         self, start: Any, end: Any, steps: Any = None, out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return `steps` numbers from `start` to `end`, as `torch.linspace` does. `steps` may be a size of one
-        dimension.
+        """Return `steps` numbers from `start` to `end` on the heap, as `torch.linspace` does. Collective.
+
+        Args:
+            start: the first number.
+            end: the last number.
+            steps: how many numbers, an integer or a size of one dimension.
+            out: a tensor on the heap that receives the numbers.
+            dtype: the dtype; by default torch's.
+
+        Raises:
+            ArgumentError, DtypeError, HeapExhausted: as `empty`.
         """
         if steps is None:
             raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected the number of elements")
@@ -127,7 +139,17 @@ class TensorMethods(Rank):
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return uniform random numbers from `low` to `high`, of a floating-point `dtype`."""
+        """Return uniform random numbers from `low` to `high` on the heap. Collective.
+
+        Args:
+            size: the shape.
+            low: the lower bound, included.
+            high: the upper bound, excluded.
+            dtype: a floating-point dtype.
+
+        Raises:
+            ArgumentError, DtypeError, HeapExhausted: as `empty`.
+        """
         sound = all(isinstance(bound, (int, float)) for bound in (low, high)) and low <= high
         if not sound or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ArgumentError(
@@ -143,6 +165,9 @@ class TensorMethods(Rank):
         A tensor that lies on the heap is returned unchanged. The allocator "vmem" imports outside memory without a
         copy: on GPUs memory of the driver's virtual-memory calls (torch's expandable segments), on CPUs shared memory
         (`tensor.share_memory_()`). The result keeps the memory alive until `free` on every rank and `trim`.
+
+        Args:
+            tensor: of the same sizes, strides and dtype on all ranks.
 
         Raises:
             NotSymmetricError: if the memory cannot be imported; the message names the remedy.
@@ -171,6 +196,9 @@ class TensorMethods(Rank):
         """Return whether all of the tensor's storage lies on this heap, at the same offset on every rank.
 
         Outputs of layers lie on the heap at different offsets, so for them the answer is False.
+
+        Args:
+            tensor: any tensor.
         """
         self.check()
         _check_tensor(tensor)
