@@ -359,8 +359,8 @@ class Iris(PeerMethods):
 
     def __reduce__(self) -> Any:
         raise ArgumentError(
-            "a context, or a model split over one, cannot be pickled; expected what another process can use: a"
-            " split model's state_dict(), which is this rank's, or its save_pretrained(folder)"
+            "a context, or a model split over one, cannot be pickled; expected data that another process can use: this"
+            " rank's state_dict() of a split model, or a folder that its save_pretrained(folder) wrote"
         )
 
     def debug(self, message: str) -> None:

@@ -393,7 +393,10 @@ class RowParallelLinear(ShardedLinear):
         positive(in_features=in_features)
         parts = parts_or_plain(parts, in_features, ctx)
         if not input_is_parallel and not parts[0].is_contiguous:
-            raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the full input")
+            raise ArgumentError(
+                "input_is_parallel is False, so the layer slices the full input: expected parts that are one range of "
+                "inputs"
+            )
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self.sequence_parallel = sequence_parallel

@@ -123,9 +123,9 @@ def _check_room(op: str, rings: Rings, kinds: Sequence[str], messages: Sequence[
         used[kind, message.peer] += cut(-(-nbytes // 4)).slots
         if used[kind, message.peer] > rings.slots:
             raise ArgumentError(
-                f"{op}: tensor has {nbytes} bytes, {before * MESSAGE_BYTES} come before it between the same ranks, "
-                f"and there is room for {rings.slots * MESSAGE_BYTES}; call ctx.ccl.init_p2p(max_numel, dtype) on "
-                f"every rank"
+                f"{op}: tensor has {nbytes} bytes, and earlier messages of the call between the same ranks take "
+                f"{before * MESSAGE_BYTES}; expected at most {rings.slots * MESSAGE_BYTES} together, the room for "
+                f"messages: call ctx.ccl.init_p2p(max_numel, dtype) on every rank"
             )
 
 

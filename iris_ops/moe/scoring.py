@@ -40,8 +40,8 @@ class Scoring:
             raise ArgumentError(f"scoring.kind is {self.kind!r}; expected one of {', '.join(map(repr, KINDS))}")
         if not 1 <= self.kept_groups <= self.groups or self.group_best not in (1, 2):
             raise ArgumentError(
-                f"scoring keeps {self.kept_groups} of {self.groups} groups by {self.group_best} scores; expected 1 to"
-                " all of them, by 1 or 2"
+                f"scoring.kept_groups is {self.kept_groups}, scoring.groups {self.groups} and scoring.group_best "
+                f"{self.group_best}; expected kept_groups from 1 to groups, and group_best 1 or 2"
             )
 
     def refusal(self, experts: int, top_k: int) -> str | None:
