@@ -365,7 +365,7 @@ class RemoteAccess:
 
 @aggregate
 class DeviceContext(RemoteAccess):
-    """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
+    """Represent this rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
 
     rank: tl.tensor
     world_size: tl.constexpr
