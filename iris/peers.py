@@ -74,6 +74,7 @@ class PeerMethods(TensorMethods):
 
         Args:
             dtype: as in `empty`.
+            *size: the shape.
         """
         tensor = self.empty(*size, dtype=dtype)
         addresses = self.heap_bases.new_zeros(HEADER.value + self.num_ranks, dtype=torch.int64)[HEADER.value :]
@@ -89,16 +90,22 @@ class PeerMethods(TensorMethods):
         """Copy `src_tensor` into `dst_tensor` of rank `dst_rank`, in the order of the current stream.
 
         Args:
+            src_tensor: a tensor on this rank's device.
+            dst_rank: the rank that receives.
             dst_tensor: this rank's tensor on the heap whose counterpart at `dst_rank` is written. It has as many
                 elements and the same dtype. Default: `src_tensor`.
-            wait_flag: int32 of this rank on the heap. The copy waits until it has reached `wait_value`; `dst_rank`
-                adds to it.
+            wait_flag: int32 of this rank on the heap. The copy waits until it has reached `wait_value`; `dst_rank` adds
+                to it.
+            wait_value: an integer of 32 bits.
             signal_flag: int32 on the heap to which `signal_value` is added at `dst_rank` after the copy.
+            signal_value: an integer of 32 bits.
             async_op: the host does not wait; `quiet` does.
             channel: no effect, nor has `use_copy_engine`; for code written for ROCm/iris.
+            use_copy_engine: no effect; for code written for ROCm/iris.
 
-        Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments. A later call
-        raises `PeerLostError` if the flag does not reach the value in time.
+        Raises:
+            ArgumentError, ShapeError, DtypeError, NotSymmetricError: for bad arguments.
+            PeerLostError: in a later call, if the flag does not reach the value in time.
         """
         self.check()
         target = src_tensor if dst_tensor is None else dst_tensor

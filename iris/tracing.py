@@ -182,13 +182,22 @@ class Tracing:
         return max(0, self._count() - self._capacity)
 
     def events(self) -> np.ndarray:
-        """Return this rank's events, `EVENT` records in no particular order. Waits for the device."""
+        """Return this rank's events in no particular order. Waits for the device.
+
+        Returns:
+            A numpy array of `EVENT` records: begin and end in ticks of this rank's clock (end 0 for a span that was not
+                ended), kind, multiprocessor, program, peer, address, tile, payload in bytes and first warp.
+        """
         count = min(self._count(), self._capacity)
         first = HEADER_WORDS.value
         return self._recorded()[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
 
     def aligned(self) -> np.ndarray:
-        """Return this rank's `events()`, times in ns on rank 0's clock."""
+        """Return this rank's events with times on rank 0's clock.
+
+        Returns:
+            As `events`, with begin and end in nanoseconds.
+        """
         return self._aligned(self._measure_clocks())
 
     def export(self, path: str | Path, merge: bool = False) -> Path:

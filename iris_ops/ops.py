@@ -231,7 +231,7 @@ class Ops(MixtureOps):
             M: rows of the whole result; for a mixture, the number of tokens.
             N: columns of the whole result, before an epilogue; for a mixture, those of an expert's result
                 (`moe_gate_up`: I).
-            K: the depth that one rank multiplies.
+            K: the inner size of the product that one rank computes.
             dtype: the tensors' dtype.
             form: "rows", "cols" or "k", for an op that has several; by default "rows".
             explained: whether to list the reasons, which takes longer than the choice.

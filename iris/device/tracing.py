@@ -37,7 +37,7 @@ NAMES = ("load", "store", "get", "put", "copy", "atomic", "wait", "product", "pu
 
 @aggregate
 class TraceEvent:
-    """Event ids by name, inside kernels: `iris.TraceEvent().put`. All atomics are one event here."""
+    """Name the event ids inside kernels: `iris.TraceEvent().put`. All atomics are one event here."""
 
     load: tl.constexpr
     store: tl.constexpr
