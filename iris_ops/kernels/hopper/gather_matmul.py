@@ -249,7 +249,8 @@ class _Alone:
 
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
     out, A, B, bias, scale = tensors
-    args = operands.arguments(A, B, bias, config, False, problem.weights, scale, operands.FEWER_MOVER_WARPS)
+    movers = operands.FEWER_MOVER_WARPS if problem.weights.group else operands.MOVER_WARPS
+    args = operands.arguments(A, B, bias, config, False, problem.weights, scale, movers)
     if (matrices := problem.epilogue.matrices) > 1:
         width = config.block_n // matrices
         args |= dict(
