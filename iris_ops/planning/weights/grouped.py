@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LEAST_WIDENED = 33  # rows that are multiplied by codes which a kernel widens a tile at a time; fewer by the stream
 # Codes that take more instructions than products hide: this rate and less, for up to as many rows. More are faster by a
 # converted weight. Measured on an H200 with 64 to 8192 rows.
-_SLOW_SHARE, _MOST_SLOW = 0.85, 1024
+_SLOW_SHARE, _MOST_SLOW = 0.85, 2048
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ class Blocks(Rounded, Grouped):
 
 # `WeightFormat.tile_share`: scales in float32 take three instructions for two numbers, not one.
 _TILE_SHARES = {
-    "fp8_block/64": 0.75, "fp8_block/32": 0.7, "int4/channel": 1.2, "mxfp4": 1.05, "nvfp4": 0.78, "int8": 0.89,
-    "int4_zeros": 1.1, "int8_zeros": 0.8, "int8_zeros/64": 0.78, "int8_zeros/32": 0.74,
+    "fp8_block/64": 0.75, "fp8_block/32": 0.7, "int4/64": 1.05, "int4/16": 0.92, "int4/channel": 1.2, "mxfp4": 1.05,
+    "nvfp4": 0.78, "int8": 0.89, "int8/64": 0.89, "int8/32": 0.87, "int4_zeros": 1.1, "int4_zeros/64": 1.05,
+    "int4_zeros/32": 0.95, "int4_zeros/16": 0.9, "int8_zeros": 0.9, "int8_zeros/64": 0.8, "int8_zeros/32": 0.74,
 }  # fmt: skip
 
 
