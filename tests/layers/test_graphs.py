@@ -229,7 +229,9 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
         prompts, mask = padded([rows[0], rows[1][padding:]], 2, eager)
         if seed == 3:  # what the ops work in moves to other memory
             work = ctx.ops._calls.workspace
-            assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
+            before = work.flags.data_ptr()
+            work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
+            assert work.flags.data_ptr() != before
             ctx.ops.forget_launches()
         built = []
         for each in (engine, eager, *([other] if len(turns) > len(FEW) and length == 7 else [])):
