@@ -89,6 +89,16 @@ def code_stages(weights: WeightFormat, config: FusedConfig) -> int:
     return min(_MOST_STAGES, room // (lines_of(weights, config) * line_bytes(weights, config)))
 
 
+def codes_refused(weights: WeightFormat, config: FusedConfig) -> str | None:
+    """Return the reason why a tile's codes are not widened in shared memory, or None."""
+    if (stages := code_stages(weights, config)) > 1:
+        return None
+    return (
+        f"config has blocks of {config.block_m} x {config.block_n}, and shared memory room for {stages} of its steps;"
+        f" expected smaller blocks, of which two fit: B is {weights.name}"
+    )
+
+
 def countable(shared: int, sharers: int, steps: int) -> bool:
     """Return whether `stream_k.Units` can count the steps of the shared tiles in int32."""
     return 2 * sharers * shared * steps < 1 << 31
