@@ -285,7 +285,7 @@ class Collectives(RootedCalls):
             prepared = calls.prepared(key, lambda: self._checked(call))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (out_bytes, inp_bytes) = relaunch.addresses_of(key, (out, inp)), prepared.spans
+            (to, at), (out_bytes, inp_bytes) = key.addresses if key else (0, 0), prepared.spans
             check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
             if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
@@ -327,7 +327,7 @@ class Collectives(RootedCalls):
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
-        moving = relaunch.addresses_of(key, (out, inp))
+        moving = key.addresses if key else ()
         return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
 
     def _checked(self, call: _Call) -> _Prepared:
