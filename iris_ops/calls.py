@@ -108,7 +108,7 @@ class Calls:
         taken = tensors if staged is None else tensors._replace(out=staged)
 
         def launch() -> relaunch.Launch | None:
-            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, out, staged, addresses, call.epilogue)
+            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, taken.out, addresses, call.epilogue)
             return steps.run_all(program, run)
 
         go = partial(self.earlier.launch, key, workspace, out, staged, launch)

@@ -305,13 +305,8 @@ class Collectives(RootedCalls):
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
-        def anew() -> relaunch.Launch | None:
-            launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
-            if staged is not None:
-                out.copy_(staged)
-            return launched
-
-        go = partial(calls.launch, key, workspace, out, staged, anew)
+        first = partial(self._launch, workspace, problem, chosen, out if staged is None else staged, inp, key)
+        go = partial(calls.launch, key, workspace, out, staged, first)
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, out, inp)
         else:

@@ -109,14 +109,14 @@ class Calls:
     ) -> None:  # fmt: skip
         """Launch a call as one that differs in its addresses only was launched, else by `launch`; remember it.
 
-        `staged`: where kernels write the result in place of `out`; it is copied to `out`, as `launch` does as well.
+        `staged`: where kernels write the result in place of `out`, to which it is copied.
         """
         direct = staged is None
         again, launched = self.moved(key, direct), None
         if again is None or not again():
             launched = launch()
             again = launched and launched.again
-        elif staged is not None:
+        if staged is not None:
             out.copy_(staged)
         if again:
             self.keep(key, (again, staged, workspace), launched, direct)
