@@ -286,11 +286,11 @@ def test_ranks_with_parts_of_their_own_plan_alike(M: int, k_per_rank: tuple[int,
     assert planned(alike[0], alike) == planned(alike[0], None)
 
 
-@pytest.mark.parametrize("weights", ["int4", "mxfp4"])
+@pytest.mark.parametrize("weights", ["int8", "fp8_block/32"])
 def test_a_tile_without_room_for_two_steps_of_codes_is_refused(weights: str) -> None:
     problem = Problem(ALL_REDUCE, "", 4096, 8192, 4096, 2, torch.bfloat16, BY_NAME[weights])
-    config = FusedConfig(256, 128, 64, num_stages=2, warp_specialised=True, algorithm="one_shot")
-    message = f"config has blocks of 256 x 128, and shared memory room for 1 of its steps.*B is {BY_NAME[weights].name}"
+    config = FusedConfig(256, 256, 16, num_stages=2, warp_specialised=True)
+    message = f"config has blocks of 256 x 256, and shared memory room for 1 of its steps.*B is {BY_NAME[weights].name}"
     with pytest.raises(ArgumentError, match=message):
         check_config(ALL_REDUCE, problem, config, H200)
     check_config(ALL_REDUCE, problem, replace(config, block_m=128), H200)

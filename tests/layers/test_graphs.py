@@ -95,6 +95,17 @@ def test_what_is_captured_replayed_and_forgotten() -> None:
     assert run("a") == ["replayed"]
 
 
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_each_replay_is_followed_by_what_watches_it() -> None:
+    watched: list[int] = []
+    kept = graphs.Graphs(1, Again, after=lambda: watched.append(len(watched)))
+    counts = []
+    for _ in range(4):
+        kept.run("key", lambda x: x + 1, torch.ones(1))
+        counts.append(len(watched))
+    assert counts == [0, 1, 2, 3], "an eager run is watched operation by operation"
+
+
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     """What is warned of, whatever handlers the process's logger has."""
