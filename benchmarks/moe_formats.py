@@ -11,7 +11,6 @@ TB/s. Kernels are compiled first, by processes beside each other. One JSON line 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 import json
@@ -36,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases.moe_layer import SHAPES, TINY, Shape
+from benchmarks.measuring.graph_time import graph_us
 
 FORMATS = {"bf16": None, "fp8": None, "fp8_block": 128, "int4": 32, "mxfp4": 32}
 NAMES = "qwen3-30b-a3b", "gpt-oss-120b"
@@ -48,7 +48,7 @@ TILES = (
 )  # fmt: skip
 COMPARED = (("gpt-oss-120b", "mxfp4"), ("qwen3-30b-a3b", "fp8_block"), ("deepseek-v3", "int4"))
 FEW = 1, 4, 16  # tokens
-ROUTINGS, REPLAYS, CHECKED = 16, 7, 6
+ROUTINGS, CHECKED = 16, 6
 GBS = 4300.0
 
 
@@ -149,29 +149,6 @@ class Layer:
         return sum(len(each.unique()) for each in self.chosen) / ROUTINGS
 
 
-def timed(call: Callable[[int], None]) -> float:
-    """Return the microseconds of a call on the slowest rank."""
-    for i in range(ROUTINGS):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(ROUTINGS):
-            call(i)
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / ROUTINGS)
-    slowest = torch.tensor(sorted(times)[REPLAYS // 2], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
 def tuned(layer: Layer, row: dict, warm: bool) -> None:
     """Time both ops in all tiles, by the algorithm of the plan."""
     pairs, few = layer.chosen[0].numel(), not need_sorting(layer.chosen[0].numel(), layer.shape.experts)
@@ -185,7 +162,7 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
             try:
                 call(0, config)
                 if not warm:
-                    times[f"{m}x{n}x{k}w{warps}s{stages}"] = round(timed(partial(call, config=config)), 1)
+                    times[f"{m}x{n}x{k}w{warps}s{stages}"] = round(graph_us(partial(call, config=config), ROUTINGS), 1)
             except Exception as error:
                 times[f"{m}x{n}x{k}w{warps}s{stages}"] = f"{type(error).__name__}: {error}"[:60]
         row[f"{name}_tiles"] = times
@@ -207,7 +184,7 @@ def compare(layer: Layer, row: dict, stream: bool, warm: bool) -> None:
     errors = layer.errors(config)
     row |= dict(kernel=config.kernel, predicted=config.prediction.total_us, error=errors[0], wrong=not errors[0] < 0.02)
     if not warm:
-        row |= dict(up=timed(partial(layer.gate_up, config=config)))
+        row |= dict(up=graph_us(partial(layer.gate_up, config=config), ROUTINGS))
 
 
 def run_compared(names: list[str], some: list[int], warm: bool) -> None:
@@ -262,7 +239,7 @@ def run(names: list[str], formats: list[str], warm: bool) -> None:
                         row["wrong"] = not max(errors) < 0.02
                         if not warm:
                             touched = layer.touched()
-                            row |= dict(up=timed(layer.gate_up), down=timed(layer.reduce))
+                            row |= dict(up=graph_us(layer.gate_up, ROUTINGS), down=graph_us(layer.reduce, ROUTINGS))
                             row |= dict(up_floor=touched * layer.up.bytes / GBS / 1e3)
                             row |= dict(down_floor=touched * layer.down.bytes / GBS / 1e3)
                         if format in TUNED and tokens in (1, 16, 64, 512):

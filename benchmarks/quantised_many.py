@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring import report
 from benchmarks.measuring.ahead import compile_ahead
+from benchmarks.measuring.graph_time import graph_us
 
 N, K = 8192, 4096
 FORMATS = [
@@ -50,36 +51,6 @@ def weight_of(name: str, n: int, k: int, seed: int):
         scales[..., 1] = torch.randint(-8, 9, scales.shape[:2], generator=draw, device="cuda")
     stored = packing.pack(codes, scales, group)
     return stored, packing.unpack(*stored, k)
-
-
-def timed(call, graph_calls: int = 8, seconds: float = 0.12) -> float:
-    """Median microseconds of a call, of graphs of several, on the slowest rank."""
-    for i in range(3):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(graph_calls):
-            call(i)
-    graph.replay()
-    torch.cuda.synchronize()
-    dist.barrier()
-    times = []
-    count = None
-    while count is None or len(times) < count:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / graph_calls)
-        if count is None:
-            tensor = torch.tensor([times[0]], device="cuda")
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-            count = max(5, min(30, int(seconds * 1e6 / (float(tensor) * graph_calls))))
-    value = torch.tensor([sorted(times)[len(times) // 2]], device="cuda")
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
 
 
 HOPPER = partial(FusedConfig, warp_specialised=True)
@@ -190,7 +161,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         errors, reason = team.attempt(check)
         if errors is not None:
             row["error"], row["largest"] = team.slowest(errors)
-            us, reason = team.attempt(lambda call=call: timed(call))
+            us, reason = team.attempt(lambda call=call: graph_us(call))
             if us is not None:
                 row["us"] = us
         if reason:

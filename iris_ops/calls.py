@@ -108,7 +108,7 @@ class Calls:
         taken = tensors if staged is None else tensors._replace(out=staged)
 
         def launch() -> relaunch.Launch | None:
-            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, out, staged, addresses, call.epilogue)
+            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, taken.out, addresses, call.epilogue)
             return steps.run_all(program, run)
 
         go = partial(self.earlier.launch, key, workspace, out, staged, launch)
@@ -129,7 +129,7 @@ class Calls:
             check_async(op, call.async_op)
             prepared = self.earlier.prepared(key, lambda: self.prepare(call))
             self.check_workspace(op, call.workspace)
-            addresses = relaunch.addresses_of(key, prepared.names)
+            addresses = key.addresses if key else (0,) * len(prepared.names)
             written = ("out",) if call.epilogue is None else WRITTEN
             check_places(op, prepared.names, addresses, prepared.spans, written)
             if ctx.agreement is not None and operation.values:

@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import Kernel, Several, Step, all_columns, changed, copy_back, finishing, part_of_nothing, ready
+from .steps import Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing, ready
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -83,11 +83,11 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         before += more
         way, chosen = loading(rank, problem, config, tensors)
     if way.several_launches:
-        return *before, Several(way, problem, chosen), copy_back, *after
+        return *before, Several(way, problem, chosen), *after
     # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
     pieces = max(1, -(-problem.M // planned.most_rows(problem, config)))
     launches = (Kernel(way, problem, chosen, fused, piece, pieces) for piece in range(pieces))
-    return *before, *launches, copy_back, *after
+    return *before, *launches, *after
 
 
 class _Reported:

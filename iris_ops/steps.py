@@ -2,7 +2,6 @@
 
     ready, changed    operands as kernels take them
     Kernel, Several   one launch, or what comes with torch's product
-    copy_back         a copy to `out`
     finishing         an epilogue in a separate kernel
 
 A format of weights has its own steps before the product (`WeightFormat.operands`), and a mixture one for all of its
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """One call under way. Steps may replace `tensors`, whose `out` is the caller's `out`, or memory on the heap.
+    """One call under way. Steps may replace `tensors`. `out`: the result's memory, the caller's or on the heap.
 
     `scales`: of the operands, as fields of a kernel's `TileEpilogue`.
     """
@@ -45,7 +44,6 @@ class Run:
     workspace: Any = None  # a Workspace, of calls that have one
     tensors: Any = None  # Operands, or those of a mixture
     out: Any = None
-    staged: torch.Tensor | None = None
     moving: Sequence[int] = ()
     epilogue: Epilogue | None = None
     scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
@@ -135,12 +133,6 @@ class Several:
         tensors = Operands._make([relaunch.alias(each) for each in run.tensors])
         again = named(self.way.launcher)(run.workspace, self.problem, self.config, tensors)
         run.call(run.workspace.graphs.of(again))
-
-
-def copy_back(run: Run) -> None:
-    """Copy what peers wrote to memory of the workspace to `out`."""
-    if run.staged is not None:
-        run.out.copy_(run.staged)
 
 
 def all_columns(problem: Problem) -> Callable[[Operands], Operands]:

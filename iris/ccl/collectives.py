@@ -343,7 +343,7 @@ class Collectives(RootedCalls):
             prepared = calls.prepared(key, lambda: self._checked(call))
             if workspace is not None:
                 workspace = self._workspace_of(op, prepared.members, workspace)
-            (to, at), (out_bytes, inp_bytes) = relaunch.addresses_of(key, (out, inp)), prepared.spans
+            (to, at), (out_bytes, inp_bytes) = key.addresses if key else (0, 0), prepared.spans
             check_memory(op, ("out", "inp"), (to, at), (out_bytes, inp_bytes))
             if at < to + out_bytes and to < at + inp_bytes:
                 check_overlap(op, out, inp, prepared.members.rank)
@@ -363,13 +363,8 @@ class Collectives(RootedCalls):
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
-        def anew() -> relaunch.Launch | None:
-            launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
-            if staged is not None:
-                out.copy_(staged)
-            return launched
-
-        go = partial(calls.launch, key, workspace, out, staged, anew)
+        first = partial(self._launch, workspace, problem, chosen, out if staged is None else staged, inp, key)
+        go = partial(calls.launch, key, workspace, out, staged, first)
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, out, inp)
         else:
@@ -385,7 +380,7 @@ class Collectives(RootedCalls):
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
         kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
-        moving = relaunch.addresses_of(key, (out, inp))
+        moving = key.addresses if key else ()
         return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
 
     def _checked(self, call: _Call) -> _Prepared:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, reduce
 from itertools import chain
+from operator import or_
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -63,9 +64,9 @@ class Key(NamedTuple):
 class Calls:
     """Earlier calls by their keys. No tensor of a caller's is held. `kernels`: those that they launch, for `launch`."""
 
-    def __init__(self, kernels: dict[tuple, object] | None = None) -> None:
+    def __init__(self) -> None:
         self.known: dict[Key | None, Any] = {}  # None is no key of a call
-        self.kernels: dict[tuple, object] = {} if kernels is None else kernels
+        self.kernels: dict[tuple, object] = {}
         self._prepared: dict[tuple, Any] = {}
         self._moves: dict[tuple, Callable] = {}
 
@@ -108,15 +109,14 @@ class Calls:
     ) -> None:  # fmt: skip
         """Launch a call as one that differs in its addresses only was launched, else by `launch`; remember it.
 
-        `staged`: the memory in which kernels write the result in place of `out`, to which it is copied; `launch` copies
-        it as well.
+        `staged`: where kernels write the result in place of `out`, to which it is copied.
         """
         direct = staged is None
         again, launched = self.moved(key, direct), None
         if again is None or not again():
             launched = launch()
             again = launched and launched.again
-        elif staged is not None:
+        if staged is not None:
             out.copy_(staged)
         if again:
             self.keep(key, (again, staged, workspace), launched, direct)
@@ -145,10 +145,7 @@ class Calls:
 
 
 def key_of(tensors: Sequence[Any], kind: tuple, workspace: object = None) -> Key | None:
-    """Return the key of a call with `tensors`, or None if it cannot be known again.
-
-    `kind`: whatever else decides the call.
-    """
+    """Return the key of a call with `tensors` and `kind`, all else that decides it; None if it is never repeated."""
     try:
         if transforms.are_under_way() and transforms.any_hides(*tensors):
             return None
@@ -169,11 +166,6 @@ def key_of(tensors: Sequence[Any], kind: tuple, workspace: object = None) -> Key
         return Key(tuple(addresses), tuple(kinds), workspace)
     except (AttributeError, RuntimeError, TypeError):  # a tensor without memory, a wrong argument: the checks say so
         return None
-
-
-def addresses_of(key: Key | None, tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Return where `tensors` begin, those of a call with this key; zeros if it has none."""
-    return key.addresses if key else (0,) * len(tensors)
 
 
 @overload
@@ -372,7 +364,7 @@ class _Native:
                 ]
             return [tuple(chain.from_iterable(parts))]  # type: ignore[arg-type]
         if isinstance(value, torch.Tensor):
-            address, make = value.data_ptr(), _pointer
+            address, make = value.data_ptr(), lambda address: [address]
         elif isinstance(value, _DESCRIPTORS):
             address = value.base.data_ptr()
             make = lru_cache(_MOST)(partial(self._described, next(maps), value.shape, value.strides, value.padding))
@@ -402,12 +394,5 @@ class _Described(NamedTuple):
         return self.address
 
 
-def _pointer(address: int) -> list[int]:
-    return [address]
-
-
 def _aligned(addresses: Sequence[int]) -> bool:
-    together = 0
-    for each in addresses:
-        together |= each
-    return not together % ALIGNMENT
+    return not reduce(or_, addresses, 0) % ALIGNMENT

@@ -78,8 +78,19 @@ def code_stages(weights: WeightFormat, config: FusedConfig) -> tuple[int, int]:
     """
     room = SHARED_BYTES - _BF16 * config.finished
     half, line = _BF16 * config.block_m * LINE // 2, config.block_n * weights.line_bytes
-    stages = max(s for s in range(_MOST_STAGES + 1) if s * half + (s // 2 + 1) * line <= room)
+    stages = max((s for s in range(_MOST_STAGES + 1) if s * half + (s // 2 + 1) * line <= room), default=0)
     return stages, stages // 2 + 1
+
+
+def codes_refused(weights: WeightFormat, config: FusedConfig) -> str | None:
+    """Return the reason why a tile's codes are not widened in shared memory, or None."""
+    stages, _ = code_stages(weights, config)
+    if stages > 1:
+        return None
+    return (
+        f"config has blocks of {config.block_m} x {config.block_n}, and shared memory room for {stages} of its steps;"
+        f" expected smaller blocks, of which two fit: B is {weights.name}"
+    )
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:

@@ -20,6 +20,7 @@ from .needs import PLAIN
 from .orders import Order
 from .sums import ANY_ORDER, ROWS_ALIKE
 from .tile_model import gemm_us
+from .waves import codes_refused
 
 if TYPE_CHECKING:
     from iris.machines import Machine
@@ -80,7 +81,8 @@ class Way(planning.Way):
 
     def refuses_config(self, problem: Any, config: FusedConfig, machine: Machine) -> str | None:
         """Return what is wrong with a user's `config` for this way, and what is expected; None of nothing."""
-        return None
+        codes = self.warp_specialised and problem.weights.widened_in_tiles
+        return codes_refused(problem.weights, config) if codes else None
 
     def tiles(self, problem: Any, machine: Machine) -> Sequence[FusedConfig]:
         """Return the configurations to compare, each with this way's `kernel`."""

@@ -14,7 +14,7 @@ from iris_ops.named import named
 from iris_ops.ops import Ops
 from iris_ops.planning.candidates import fitting
 from iris_ops.planning.needs import PLAIN
-from iris_ops.planning.plan import WAYS, compare_ways, plan, way_for, way_named, workspace_size
+from iris_ops.planning.plan import WAYS, check_config, compare_ways, plan, way_for, way_named, workspace_size
 from iris_ops.planning.product_model import stream_launches
 from iris_ops.planning.weights import BY_FLAG, BY_NAME
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
@@ -284,3 +284,14 @@ def test_ranks_with_parts_of_their_own_plan_alike(M: int, k_per_rank: tuple[int,
     assert len({planned(K, k_per_rank) for K in k_per_rank}) == 1
     alike = (max(k_per_rank),) * len(k_per_rank)
     assert planned(alike[0], alike) == planned(alike[0], None)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8_block/32"])
+def test_a_tile_without_room_for_two_steps_of_codes_is_refused(weights: str) -> None:
+    problem = Problem(ALL_REDUCE, "", 4096, 8192, 4096, 2, torch.bfloat16, BY_NAME[weights])
+    config = FusedConfig(256, 256, 16, num_stages=2, warp_specialised=True)
+    message = f"config has blocks of 256 x 256, and shared memory room for 1 of its steps.*B is {BY_NAME[weights].name}"
+    with pytest.raises(ArgumentError, match=message):
+        check_config(ALL_REDUCE, problem, config, H200)
+    check_config(ALL_REDUCE, problem, replace(config, block_m=128), H200)
+    check_config(ALL_REDUCE, replace(problem, weights=PLAIN), config, H200)

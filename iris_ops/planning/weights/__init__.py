@@ -1,4 +1,4 @@
-"""The formats in which a weight may be stored. To add one: a module here with its numbers, one line in `FORMATS`,
+"""The formats in which a weight may be stored. To add one: a module here with its numbers, one line in `BY_NAME`,
 and what `iris_ops/quantised/` needs for it: a packing, and a policy by which kernels widen it."""
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from ..needs import PLAIN, WeightFormat
 from .fp8 import FP8_FORMAT
 from .grouped import GROUPED
 
-FORMATS: tuple[WeightFormat, ...] = (FP8_FORMAT, *GROUPED.values())
+# By the names that `weights` of `ctx.ops.plan` takes.
+BY_NAME: dict[str, WeightFormat] = {"fp8": FP8_FORMAT, **GROUPED}
+FORMATS: tuple[WeightFormat, ...] = tuple(BY_NAME.values())
 # Those of which rows of A are rounded, too, and whose scales are the same along K: they end a tile.
 SCALED_AT_END = tuple(w for w in FORMATS if w.rounds_rows and not w.group)
 # Those whose scales multiply the products of a block along K.
 SCALED_INSIDE = tuple(w for w in FORMATS if w.scales_blocks)
 # Those whose codes are widened a tile at a time.
 WIDENED = tuple(w for w in FORMATS if w.widened_in_tiles)
-# The formats that `ctx.ops.plan(fp8=...)` and `iris-tp plan --fp8` select, and those that `weights` names.
+# The formats that `ctx.ops.plan(fp8=...)` and `iris-tp plan --fp8` select.
 BY_FLAG = {False: PLAIN, True: FP8_FORMAT}
-BY_NAME: dict[str, WeightFormat] = {"fp8": FP8_FORMAT, **GROUPED}
 
 
 def format_of(B: torch.Tensor, scale: torch.Tensor | None = None) -> WeightFormat:
