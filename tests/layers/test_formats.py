@@ -38,7 +38,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "fp4": [(24, 2880)],
     "awq": [(16, 231 * 32)],  # Qwen2-72B: 231 groups
     "gptq": [(16, 704)],
-    "int": [(20, 896), (12, 1408)],
+    "int": [(20, 896), (12, 1408), (12, 480)],  # the last ends inside a group of 64 or 128
 }
 
 
