@@ -5,10 +5,11 @@ memory, but the network: here sockets of the loopback device. A context spans on
 
     sums     `ctx.ops` with `across`, beside torch's product and one NCCL collective over all ranks
     plain    torch's product and NCCL without NCCL_HOSTID, so over NVLink: the machine as the one host that it is
-    models   a Llama in stages (pp) and split over both hosts (across): tokens of the unsplit model, and times of steps
-    lost     a rank is killed, in a pipeline and in a sum: what the others raise, and when
+    models   a Llama in stages (pp) and split over both hosts (across), and a mixture over both hosts: tokens of the
+             unsplit model, and times of steps
+    lost     a rank is killed, in a pipeline, in a sum and in captured steps: what the others raise, and when
 
-Sums are compared with float64 on all ranks. Calls are eager, for sums between hosts are not captured.
+Sums are compared with float64 on all ranks. Calls are eager, but for one line of sums that a CUDA graph replays.
 """
 
 import argparse
@@ -132,6 +133,8 @@ def sums(team: Team, args: argparse.Namespace) -> dict[str, Any]:
                 row["alike"] = row.get("alike", True) and _alike(team, out)
                 row["us"][way] = timed(team, call)
             operators._planned = real
+            if team.cuda:
+                row["error"]["graph"], row["us"]["graph"] = _replayed(team, ctx, given)
             part = -(-M // team.world)
             mine = slice(min(M, team.rank * part), min(M, (team.rank + 1) * part))
             share = given.A.new_full((mine.stop - mine.start, N), torch.nan)
@@ -144,6 +147,30 @@ def sums(team: Team, args: argparse.Namespace) -> dict[str, Any]:
         errors = _layers(team, ctx, N, K)
         ctx.barrier()
     return {"gbs": rate.gbs, "hop_us": rate.hop_us, "rows": rows, "layers": errors}
+
+
+def _replayed(team: Team, ctx: Any, given: Operands) -> tuple[float, float]:
+    """Return the error and the microseconds of a sum that a CUDA graph replays, captured with other values of A."""
+    A, out = torch.ones_like(given.A), given.A.new_empty(given.total.shape, dtype=given.B.dtype)
+    ctx.ops.matmul_all_reduce(out, A, given.B)
+    ctx.across.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads query events meanwhile
+        ctx.ops.matmul_all_reduce(out, A, given.B)
+    A.copy_(given.A)
+    out.fill_(torch.nan)
+
+    def replay() -> None:
+        graph.replay()
+        ctx.across.watch()
+
+    replay()
+    ctx.across.settle()
+    error = given.error(team, out)
+    alike = _alike(team, out)
+    us = timed(team, replay)
+    ctx.across.settle()
+    return error if alike else float("inf"), us
 
 
 def _forced(planned: Callable, way: str, *args: Any) -> Any:
@@ -214,8 +241,14 @@ def plain(team: Team, args: argparse.Namespace) -> dict[str, Any]:
 WORKERS: dict[str, Callable[[Team, argparse.Namespace], dict[str, Any]]] = {
     "sums": sums, "plain": plain, "models": models,
     "lost-stage": partial(lost, how="stage"), "lost-sum": partial(lost, how="sum"),
+    "lost-graph": partial(lost, how="graph"),
 }  # fmt: skip
-PARTS = {"sums": ("sums",), "plain": ("plain",), "models": ("models",), "lost": ("lost-stage", "lost-sum")}
+PARTS = {
+    "sums": ("sums",),
+    "plain": ("plain",),
+    "models": ("models",),
+    "lost": ("lost-stage", "lost-sum", "lost-graph"),
+}
 TIMED = "sums", "plain"  # parts that run alone; the others run at the same time
 
 

@@ -30,13 +30,15 @@ from . import platform
 from .errors import ArgumentError, PeerLostError
 from .group import Ranks, resolve, store_of
 from .pending import Pending
-from .rendezvous import Absent, gather
+from .rendezvous import Absent, gather, gloo_watch
 from .same_host import identity
 
 if TYPE_CHECKING:
     from .group import Members
+    from .rank import Rank
 
 _NOTE_S = 1.0  # for the store to answer
+_CHAIN_S = 0.5  # in which all members that wait for each other give up
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
 
@@ -53,22 +55,34 @@ class Across:
     """The members of a process group, one on each of several hosts. Making it is collective.
 
     `rank`, `size`: in the group; `names`: the host of each member. `on_loss`: is called with the error of the first
-    loss. Raises `PeerLostError` where a member does not come.
+    loss. `own_loss`: returns which rank of this host is lost and why, or "". A member of another host that ends only
+    because of that rank is then not blamed. Raises `PeerLostError` where a member does not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_loss: Callable[[PeerLostError], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        on_loss: Callable[[PeerLostError], None] = lambda _: None,
+        own_loss: Callable[[], str] = lambda: "",
+    ) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._limit_s = platform.timeout_s()
         self._limit = timedelta(seconds=self._limit_s)
         _group_counts[group.group_name] += 1
         self._name = f"iris/across/{group.group_name}/{_group_counts[group.group_name]}"
-        self._store, self._count, self._on_loss = store_of(group), 0, on_loss
+        self._store, self._count, self._on_loss, self._own_loss = store_of(group), 0, on_loss, own_loss
         self._late = f"it did not come within {self._limit_s:g} s (IRIS_TIMEOUT)"
-        on_gpu = "nccl" in dist.get_backend(group)
-        self._pending = Pending(self._limit_s, torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+        self.backend = dist.get_backend(group)
+        self.capturable = "nccl" in self.backend
+        """Whether a CUDA graph can capture operations; `watch` then bounds its replays."""
+        self._pending = (
+            Pending(self._limit_s, torch.device("cuda", torch.cuda.current_device())) if self.capturable else None
+        )
+        self._has_graphs = False
         self.names = ["a host that is not known yet"] * self.size
         self.lost: tuple[int | None, str] | None = None
-        """The member that this one has given up on, None where it is one of several, and the reason."""
+        """The member that this one has given up on, None where it is one of several, and the reason. This member itself
+        where a rank of its host is lost."""
         self.names = self.exchange("the hosts of a group", os.uname().nodename)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
@@ -78,11 +92,13 @@ class Across:
         """
         self.check()
         self._count += 1
-        own = {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
+        own, watch = self._entry(what, value), gloo_watch(self.group, self._limit_s)
         try:
-            entries = gather(self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s)
+            entries = gather(
+                self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s, broken=watch
+            )
         except Absent as absent:
-            raise self._loss(absent.rank, what, absent.reason) from None
+            raise self._loss(absent.rank if absent.is_sure else None, what, absent.reason) from None
         for member, each in enumerate(entries):
             if each["what"] != what:
                 raise ArgumentError(
@@ -90,6 +106,21 @@ class Across:
                     f"{each['what']!r}; expected the same calls in the same order on every host"
                 )
         return [json.loads(each["value"]) for each in entries]
+
+    def report(self, what: str, value: Any) -> None:
+        """Give the other members this one's `value` for the next exchange, without waiting for theirs."""
+        if self.lost is None:
+            self._count += 1
+            key, entry = f"{self._name}/{self._count}/{self.rank}", json.dumps(self._entry(what, value))
+            _within(_NOTE_S, lambda: self._store.set(key, entry))
+
+    def leave(self, error: BaseException) -> None:
+        """Note that this member makes no further call because of `error`, which members that wait for it then raise."""
+        if self.lost is None:
+            self.lost = self.rank, _first_line(error)
+            _within(_NOTE_S, lambda: self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}"))
+            if self.rank == 0:  # its process may host the store, from which the others read the note
+                time.sleep(_NOTE_S)
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
         """Send a contiguous `tensor` to member `to`, which receives one of its shape and dtype."""
@@ -141,9 +172,24 @@ class Across:
         if self.lost is not None:
             raise self._error("an earlier call")
 
+    def watch(self) -> None:
+        """Watch what was enqueued in the current stream, as the replay of a graph with operations.
+
+        The call returns at once. A later call raises `PeerLostError` where the replay does not end in time.
+        """
+        if self._pending is not None and self._has_graphs and self.lost is None:
+            event = torch.cuda.Event()
+            event.record()
+            missed = functools.partial(self._missed, self._only_other, "the replay of a CUDA graph")
+            self._pending.add(None, event.query, missed)
+
     def settle(self) -> None:
-        """Wait until all earlier operations have ended. Raises `PeerLostError` where one of them has lost a member."""
+        """Wait until all earlier operations have ended, replays of graphs in the current stream included.
+
+        Raises `PeerLostError` where one of them has lost a member.
+        """
         if self._pending is not None:
+            self.watch()
             self._pending.join()
         self.check()
 
@@ -153,13 +199,15 @@ class Across:
         On GPUs the current stream waits for it, and a thread watches its end; the host goes on (`pending`).
         """
         self.check()
-        if peer is None and self.size == 2:
-            peer = 1 - self.rank
+        peer = self._only_other if peer is None else peer
         begin = time.monotonic()
         try:
             work = start()
             if self._pending is None:
                 work.wait(self._limit)
+            elif torch.cuda.is_current_stream_capturing():
+                work.wait()  # which joins the stream of the transfer; no event of a graph can be looked at
+                self._has_graphs = True
             else:
                 work.wait()
                 event = torch.cuda.Event()
@@ -168,6 +216,10 @@ class Across:
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             raise self._loss(peer, what, self._late if late else _first_line(error)) from None
+
+    @property
+    def _only_other(self) -> int | None:
+        return 1 - self.rank if self.size == 2 else None
 
     def _missed(self, peer: int | None, what: str, reason: str | None) -> None:
         """End all work on the device after an operation that failed for `reason`, or did not end in time."""
@@ -189,6 +241,10 @@ class Across:
     def _error(self, what: str) -> PeerLostError:
         assert self.lost is not None
         peer, reason = self.lost
+        if peer == self.rank:
+            return PeerLostError(
+                f"host {self.names[peer]} lost a rank of its own in {what}: {reason}. End all ranks and start again."
+            )
         other_hosts = ", ".join(name for member, name in enumerate(self.names) if member != self.rank)
         lost = f"one of the hosts {other_hosts}"
         if peer is not None:
@@ -198,32 +254,72 @@ class Across:
         )
 
     def _agreed(self, peer: int | None, reason: str) -> tuple[int | None, str]:
-        """Return the member that another one lost first, else `peer`; where the store is gone, the host that ran it."""
+        """Return the member that was lost first: this one where it has lost a rank of its own host, else the one that
+        a note names, else `peer`; where the store is gone, the host that ran it."""
         verdicts: list[tuple[int | None, str]] = []
+        own = self._own_loss()
+        if own and self._pending is not None:  # which may have ended because of this loss
+            own, reason = "", f"{reason}; on host {self.names[self.rank]} {own}"
 
-        def read_note() -> None:
-            key = f"{self._name}/lost"
-            with suppress(RuntimeError, ValueError, TypeError):
-                if self._store.check([key]):
-                    first, text = json.loads(self._store.get(key))
-                    if 0 <= int(first) < self.size and int(first) != self.rank:
-                        verdicts.append((int(first), str(text)))
-                        return
-                if peer is not None:
-                    self._store.set(key, json.dumps((peer, reason)))
-                verdicts.append((peer, reason))
+        def agree() -> None:
+            awaited = peer
+            if not own and peer is None:
+                awaited = self._missing()
+            elif not own and reason == self._late and peer is not None:
+                awaited = self._awaited(peer)
+            verdicts.append(self._note(self.rank if own else awaited, own or reason))
 
-        reader = threading.Thread(target=read_note, daemon=True)
-        reader.start()
-        reader.join(_NOTE_S)
+        _within(_NOTE_S, agree)
+        if own:
+            return self.rank, own
         if verdicts:
             return verdicts[0]
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
+    def _missing(self) -> int | None:
+        """Return the only member that does not answer after a collective has failed; None where there are several."""
+        self._store.set(f"{self._name}/failed/{self.rank}", "")
+        time.sleep(_CHAIN_S)
+        others = (each for each in range(self.size) if each != self.rank)
+        missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
+        return missing[0] if len(missing) == 1 else None
 
-def join(
-    across: Members, ranks: Ranks, device: torch.device, on_loss: Callable[[PeerLostError], None]
-) -> tuple[Across, Rate] | None:
+    def _awaited(self, peer: int) -> int:
+        """Return the member that `peer`, which is late, waits for, directly or through others; else `peer`."""
+        self._store.set(f"{self._name}/late/{self.rank}", str(peer))
+        time.sleep(_CHAIN_S)
+        last, known = peer, {self.rank}
+        while last not in known and self._store.check([key := f"{self._name}/late/{last}"]):
+            known.add(last)
+            last = int(self._store.get(key))
+        return peer if last in known else last
+
+    def _note(self, peer: int | None, reason: str) -> tuple[int | None, str]:
+        """Return what an earlier note says, unless it is about this member; else leave one for the others."""
+        key = f"{self._name}/lost"
+        if self._store.check([key]):
+            first, text = json.loads(self._store.get(key))
+            if 0 <= int(first) < self.size and int(first) != self.rank:
+                return int(first), str(text)
+        elif peer is not None:
+            self._store.set(key, json.dumps((peer, reason)))
+        return peer, reason
+
+    def _entry(self, what: str, value: Any) -> dict[str, Any]:
+        return {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
+
+
+def connect(group: dist.ProcessGroup, ctx: Rank) -> Across:
+    """Return the members of `group` for the ranks of `ctx`, where a loss on either side ends the calls of both.
+
+    Collective.
+    """
+    line = Across(group, ctx.leave_for, ctx.lost_inside)
+    ctx.on_leave.append(line.leave)
+    return line
+
+
+def join(across: Members, ranks: Ranks, ctx: Rank) -> tuple[Across, Rate] | None:
     """Return this rank's group across hosts and its rate; None without one. Collective.
 
     Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
@@ -237,15 +333,15 @@ def join(
             )
         return None
     assert group is not None
-    line = Across(group, on_loss)
+    line = connect(group, ctx)
     places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
     lines = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
     if len(set(lines)) > 1 or not lines[0][2]:
         raise ArgumentError(
-            f"across joins rank {ranks.rank} of {ranks.size} with {places} (rank, ranks): expected ranks of the same "
-            f"number, of contexts of the same size, one on each host, as mesh['hosts'] with group=mesh['tp'] has them"
+            f"across connects rank {ranks.rank} of {ranks.size} with {places} (rank, number of ranks): expected the "
+            f"same rank and the same number of ranks on each host, as mesh['hosts'] with group=mesh['tp'] gives them"
         )
-    own = line.measure(device)
+    own = line.measure(ctx.device)
     rates = ranks.all_gather((own.gbs, own.hop_us))
     return line, Rate(min(gbs for gbs, _ in rates), max(hop for _, hop in rates))
 
@@ -253,3 +349,15 @@ def join(
 def _first_line(error: BaseException) -> str:
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition(". This is typically")[0]  # gloo appends advice
+
+
+def _within(seconds: float, action: Callable[[], Any]) -> None:
+    """Run `action`, a request to a store that may not answer, and wait for at most so long."""
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError, TypeError):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -32,7 +32,8 @@ class Pending:
         self._thread: threading.Thread | None = None
 
     def add(self, work: Any, has_ended: Callable[[], bool], missed: Callable[[str | None], None]) -> None:
-        """Watch `work`, an operation of torch.distributed. `has_ended`: whether the GPU is past it.
+        """Watch `work`, an operation of torch.distributed, or None for a graph of them. `has_ended`: whether the GPU is
+        past it.
 
         `missed` is called in the thread: with the reason why the work failed, or None where it is late.
         """
@@ -81,7 +82,7 @@ class Pending:
         try:
             while not has_ended():
                 now = time.monotonic()
-                if completed is None and work.is_completed():
+                if completed is None and work is not None and work.is_completed():
                     completed = now
                 if completed is not None and now > completed + _GRACE_S:
                     return True, "its process ended, or the network failed"

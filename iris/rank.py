@@ -20,6 +20,7 @@ from . import failures, nvtx, platform
 from .agreement import REFUSAL
 from .barrier import DeviceBarrier
 from .device import waits
+from .device.arch import has_ended
 from .errors import (
     ArgumentError,
     CaptureError,
@@ -30,6 +31,7 @@ from .errors import (
     PeerLostError,
     ThreadError,
 )
+from .heap import span
 from .invariance import Promising
 from .launch import relaunch
 
@@ -72,6 +74,7 @@ class Rank(Promising):
     _segment: Segment
     _context_tensor: torch.Tensor
     _record_view: memoryview
+    _status: torch.Tensor
     _barrier: DeviceBarrier
     _closed: bool
     _thread: int
@@ -83,6 +86,7 @@ class Rank(Promising):
         self._components: dict[Callable[..., Any], Any] = {}
         self.on_change: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []  # called when all ranks have come, and nothing runs
+        self.on_leave: list[Callable[[BaseException], None]] = []  # called with the error that ends this rank's calls
         self._visitor: int | None = None  # the thread inside `in_this_thread`
         self._visiting = threading.Lock()
 
@@ -128,6 +132,12 @@ class Rank(Promising):
     def hands_out(self, offset: int) -> bool:
         """Return whether this offset of the heap is in the library's part, where offsets may differ by rank."""
         return self._handed_out <= offset < self.heap.size  # imported memory follows
+
+    def place_of(self, tensor: torch.Tensor) -> str:
+        """Return where `tensor` lies, in the words by which ranks compare it: its offset in the users' part, if any."""
+        begin, heap = tensor.data_ptr(), self.heap
+        inside = heap.holds(begin, begin + span(tensor)) and not self.hands_out(begin - heap.base)
+        return f"at {begin - heap.base} of the heap" if inside else "outside the heap"
 
     # --- ranks that wait for each other ------------------------------------------------------------------------------
 
@@ -304,6 +314,24 @@ class Rank(Promising):
         if kind == waits.OUTSIDE_HEAP.value:
             raise ArgumentError(failures.outside_heap_message(waiter, rank, expected, seen))
         raise PeerLostError(failures.lost_message(kind, waiter, rank, peer, expected, seen))
+
+    def lost_inside(self) -> str:
+        """Return which other rank of the context has left or ended, and how; empty where none has, as far as is known.
+
+        From any thread. On GPUs it sees only processes that ended: a mark in device memory could be read only after the
+        work in front of it.
+        """
+        if self._closed:  # or not made yet
+            return ""
+        mark = int(self._status[0]) if self.device.type == "cpu" else 0
+        for peer in range(self.num_ranks):
+            if mark and mark == waits.departure_mark(peer):
+                call = waits.WAITERS.index("an exchange of the hosts")
+                return failures.left_message(self.hosts, call, peer) or f"rank {peer} left by an exception"
+        for peer, pid in enumerate(self.hosts.pids):
+            if peer != self.cur_rank and has_ended(pid):
+                return f"the process of rank {peer} ended"
+        return ""
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

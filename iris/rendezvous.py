@@ -34,11 +34,11 @@ _STALE_S = 1.0  # a read takes this long only where the store's process is stopp
 
 
 class Absent(Exception):
-    """A rank does not come, for `reason`."""
+    """A rank does not come, for `reason`. `is_sure`: whether it is the one that ended, not another one that is late."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, is_sure: bool = True) -> None:
         super().__init__(rank, reason)
-        self.rank, self.reason = rank, reason
+        self.rank, self.reason, self.is_sure = rank, reason, is_sure
 
 
 def gather(
@@ -73,7 +73,7 @@ def gather(
         if broken():
             time.sleep(_NOTE_S)  # for living ranks to come
             if missing := look.missing():
-                raise look.absent(missing[0], "its process ended")
+                raise look.absent(missing[0], "its process ended", len(missing) == 1)
         if time.monotonic() > end:
             late = f"it did not come within {limit_s:g} s (IRIS_TIMEOUT)"
             stopped = [peer for peer, pid in known.items() if pid and _is_stopped(pid)]
@@ -132,15 +132,15 @@ class _Look(threading.Thread):
         except Exception as error:  # `gather` raises it
             self.failure = error
 
-    def absent(self, rank: int, reason: str) -> Absent:
+    def absent(self, rank: int, reason: str, is_sure: bool = True) -> Absent:
         """Return the error for `rank`, after a note for the others, which may blame this rank next."""
-        if self.blamed is None:
+        if self.blamed is None and is_sure:
             note = threading.Thread(target=self._note, args=(rank,), daemon=True)
             note.start()
             note.join(_NOTE_S)
             time.sleep(_NOTE_S)
         self._given_up = True
-        return Absent(rank, reason)
+        return Absent(rank, reason, is_sure)
 
     def _note(self, rank: int) -> None:
         with suppress(dist.DistError):

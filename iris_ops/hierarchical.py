@@ -6,14 +6,16 @@
     matmul_reduce_scatter   ours inside, once for the part of each host, then a reduce-scatter of the shares across
     all_gather_matmul       of rows: an all-gather across, then ours inside, once for the rows of each host
     matmul_all_gather       torch's product, then an all-gather across, and ours inside
+    moe_down_all_reduce     as matmul_all_reduce, with our moe_down_reduce_scatter or moe_down_all_reduce inside
+    moe_route, moe_choose, moe_gate_up    the context's own: no rank is involved
 
 So each rank's network link carries its share of the result only: with w ranks on a host, the w-th part of what an
 all-reduce over all ranks that ignores hosts would send there. Ranks are counted host by host, as in the whole world of
 a mesh (hosts, tp). Between hosts sums travel in the dtype of `out`.
 
-Waits for other hosts end by IRIS_TIMEOUT because the host watches them; so these ops are not captured in CUDA graphs.
-Other ops stay inside a host: `ctx.ops.inside` has them, and no other name does, for a mixture over one host where all
-were meant would be silently wrong.
+Waits for other hosts end by IRIS_TIMEOUT because the host watches them. CUDA graphs capture these ops where the group
+across hosts is NCCL's; after a replay, `ctx.across.watch()` lets the host watch that one. Other ops stay inside a host:
+`ctx.ops.inside` has them, and no other name does, for a sum over one host where all were meant would be silently wrong.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ from torch.nn import functional
 
 from .kernels import rmsnorm_epilogue
 from .ops import Ops
-from .planning.hosts import SCATTER, HostsPlan, Network, plan_all_reduce, plan_reduce_scatter
-from .planning.weights import BY_NAME
+from .planning.hosts import SCATTER, HostsPlan, Network, faster_sum, plan_all_reduce, plan_reduce_scatter
+from .planning.needs import PLAIN, WeightFormat
+from .planning.operations import DOWN_ALL_REDUCE
 from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from iris.rank import Rank
 
     from .config import FusedConfig
+    from .moe.routing import Routing
     from .workspace import Workspace
 
 
@@ -59,6 +63,7 @@ class HierarchicalOps:
         self._ctx, self._line = ctx, ctx.across
         self._network = Network(ctx.across.size, ctx.across_rate.gbs, ctx.across_rate.hop_us)
         self._rooms: dict[torch.dtype, torch.Tensor] = {}
+        self._captured: dict[int, torch.Tensor] = {}
         self._collectives = HierarchicalCollectives(ctx)
         self._calls = _Calls(self)
         self._plans: dict[tuple, HostsPlan] = {}
@@ -78,22 +83,41 @@ class HierarchicalOps:
             raise ShapeError(f"{ALL_REDUCE}: out is {tuple(out.shape)}; expected {(M, N)}")
         bias = self._once(bias)
         plan, config = self._planned(ALL_REDUCE, (M, N, A.shape[1]), out.dtype, config)
-        if plan.way != SCATTER or M == 0:
-            workspace = self.inside.matmul_all_reduce(out, A, B, bias, False, config, workspace, scale)
-            self._sum(out)
-            return workspace
-        ranks, rank = self._ctx.num_ranks, self._ctx.cur_rank
-        rows = -(-M // ranks)
-        whole = self._room(ranks * rows, N, out.dtype)
-        share = whole[rank * rows : (rank + 1) * rows]
-        own = max(0, min(rows, M - rank * rows))
-        share[own:].zero_()
-        workspace = self.inside.matmul_reduce_scatter(share[:own], A, B, bias, False, config, workspace, scale)
-        self._line.all_reduce(share, ALL_REDUCE)
-        collectives: Any = self._ctx
-        collectives.ccl.all_gather(whole, share)
-        out.copy_(whole[:M])
-        return workspace
+        inside = self.inside.matmul_reduce_scatter if plan.way == SCATTER else self.inside.matmul_all_reduce
+        return self._sum_of_hosts(
+            ALL_REDUCE, plan.way, out, lambda part: inside(part, A, B, bias, False, config, workspace, scale)
+        )
+
+    def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
+        """Return what `Ops.moe_route` does."""
+        return self.inside.moe_route(experts, num_experts)
+
+    def moe_choose(self, *given: Any, **named: Any) -> tuple[Routing, torch.Tensor]:
+        """Return what `Ops.moe_choose` does."""
+        return self.inside.moe_choose(*given, **named)
+
+    def moe_gate_up(self, *given: Any, **named: Any) -> Workspace:
+        """Compute what `Ops.moe_gate_up` does, from this rank's part of the experts."""
+        return self.inside.moe_gate_up(*given, **named)
+
+    def moe_down_all_reduce(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, experts: torch.Tensor | Routing,
+        weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
+        config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Compute what `Ops.moe_down_all_reduce` does, with the sum over the ranks of all hosts.
+
+        Arguments and errors are those of `Ops`; `bias` is added once. `config`: for the op inside a host.
+        """
+        self._check_call(DOWN_ALL_REDUCE, out=out, A=A)
+        bias = self._once(bias)
+        size = out.numel() * out.element_size()
+        way = faster_sum(size, self._ctx.num_ranks, self._network, machine_of(self._ctx.device))
+        inside = self.inside.moe_down_reduce_scatter if way == SCATTER else self.inside.moe_down_all_reduce
+        return self._sum_of_hosts(
+            DOWN_ALL_REDUCE, way, out,
+            lambda part: inside(part, A, B, experts, weights, bias, shared, config, workspace, scale),
+        )  # fmt: skip
 
     def matmul_reduce_scatter(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -213,17 +237,23 @@ class HierarchicalOps:
         return self._plans[key], config
 
     def _plan(
-        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool, weights: str | None = None
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, explained: bool, weights: WeightFormat = PLAIN
     ) -> HostsPlan:
         ranks, network, nbytes = self._ctx.num_ranks, self._network, M * N * dtype.itemsize
 
         def inside(of: str, rows: int) -> FusedConfig:
-            return self.inside.plan(of, rows, N, K, dtype, explained=explained, weights=weights)
+            return self._plan_inside(of, rows, N, K, dtype, weights, explained)
 
         if op == REDUCE_SCATTER:
             return plan_reduce_scatter(nbytes, ranks, network, inside(op, -(-M // network.hosts)))
         scattered, reduced = (inside(of, M) for of in (REDUCE_SCATTER, ALL_REDUCE))
         return plan_all_reduce(nbytes, ranks, network, machine_of(self._ctx.device), scattered, reduced)
+
+    def _plan_inside(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: WeightFormat, explained: bool
+    ) -> FusedConfig:
+        calls = self.inside._calls
+        return calls.plan(calls.requested(op, M, N, K, dtype, weights=weights), explained)
 
     def _chunk(self, total: int) -> tuple[int, int, int]:
         """Return the size of a full part of `total`, and where this rank's begins and ends, as `torch.chunk` has it."""
@@ -233,40 +263,72 @@ class HierarchicalOps:
         return part, min(total, rank * part), min(total, (rank + 1) * part)
 
     def _check(self, op: str, out: Any, A: Any, B: Any, async_op: Any) -> tuple[int, int]:
-        self._ctx.check()
-        self._line.check()
         if async_op is not False:
             raise ArgumentError(
                 f"{op}: async_op is {async_op!r}; expected False with across, because the host waits for transfers"
             )
-        if platform.is_capturing(self._ctx.device):
-            raise CaptureError(f"{op} crosses hosts and cannot be captured in a CUDA graph")
-        for name, tensor in (("out", out), ("A", A), ("B", B)):
+        self._check_call(op, out=out, A=A, B=B)
+        return A.shape[0], B.shape[1]
+
+    def _check_call(self, op: str, **matrices: Any) -> None:
+        self._ctx.check()
+        self._line.check()
+        if platform.is_capturing(self._ctx.device) and not self._line.capturable:
+            raise CaptureError(
+                f"{op} is captured in a CUDA graph, and the group across hosts is one of {self._line.backend}: "
+                "expected one of NCCL, whose calls a graph can hold"
+            )
+        for name, tensor in matrices.items():
             if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
                 shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise ShapeError(f"{op}: {name} is {shape}; expected a tensor of two dimensions")
-        return A.shape[0], B.shape[1]
+
+    def _sum_of_hosts(
+        self, op: str, way: str, out: torch.Tensor, inside: Callable[[torch.Tensor], Workspace]
+    ) -> Workspace:
+        """Fill `out` [M, N] with the sum over all hosts of what `inside` computes.
+
+        `inside` fills its argument: by the way `SCATTER` with this rank's rows of the host's sum, else with all rows.
+        """
+        (M, N), ranks, rank = out.shape, self._ctx.num_ranks, self._ctx.cur_rank
+        if way != SCATTER or M == 0:
+            workspace = inside(out)
+            self._sum(out, op)
+            return workspace
+        rows = -(-M // ranks)
+        whole = self._room(ranks * rows, N, out.dtype)
+        share = whole[rank * rows : (rank + 1) * rows]
+        own = max(0, min(rows, M - rank * rows))
+        share[own:].zero_()
+        workspace = inside(share[:own])
+        self._line.all_reduce(share, op)
+        collectives: Any = self._ctx
+        collectives.ccl.all_gather(whole, share)
+        out.copy_(whole[:M])
+        return workspace
 
     def _once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return `bias` on the first host, whose ranks add it once, and zeros elsewhere, so that all hosts run one
         program."""
         return bias if bias is None or self._line.rank == 0 else torch.zeros_like(bias)
 
-    def _sum(self, out: torch.Tensor) -> None:
+    def _sum(self, out: torch.Tensor, op: str) -> None:
         if out.is_contiguous():
-            self._line.all_reduce(out, ALL_REDUCE)
+            self._line.all_reduce(out, op)
         else:
             dense = out.contiguous()
-            self._line.all_reduce(dense, ALL_REDUCE)
+            self._line.all_reduce(dense, op)
             out.copy_(dense)
 
     def _room(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, columns] of heap memory, which the next call overwrites. Ranks that make the same calls get the
-        same offset."""
+        same offset. Memory that a graph was captured with is never freed."""
         size = max(1, rows * columns)
         if dtype not in self._rooms or self._rooms[dtype].numel() < size:
             self._rooms.pop(dtype, None)
             self._rooms[dtype] = self._ctx.heap.reserve((size,), dtype)
+        if platform.is_capturing(self._ctx.device):
+            self._captured[self._rooms[dtype].data_ptr()] = self._rooms[dtype]
         return self._rooms[dtype][: rows * columns].view(rows, columns)
 
 
@@ -288,21 +350,22 @@ class _Calls:
     def __init__(self, ops: HierarchicalOps) -> None:
         self._ops = ops
 
-    def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: Any = None) -> tuple:
+    def requested(
+        self, op: str, M: int, N: int, K: int, dtype: torch.dtype, weights: WeightFormat = PLAIN
+    ) -> tuple[str, int, int, int, torch.dtype, WeightFormat]:
         return op, M, N, K, dtype, weights
 
     def plan(self, request: tuple) -> FusedConfig | HostsPlan:
         """Return the plan of such a call: over all hosts of a sum, inside each of a gather."""
         op, M, N, K, dtype, weights = request
-        name = weights.name if weights in BY_NAME.values() else None
         if op == GATHER_MATMUL:
-            rows = -(-M // self._ops._line.size)
-            return self._ops.inside.plan(op, rows, N, K, dtype, explained=False, weights=name)
-        return self._ops._plan(op, M, N, K, dtype, False, name)
+            return self._ops._plan_inside(op, -(-M // self._ops._line.size), N, K, dtype, weights, False)
+        return self._ops._plan(op, M, N, K, dtype, False, weights)
 
 
 def _refuse(name: str) -> NoReturn:
     raise ArgumentError(
-        f"ctx.ops.{name} on a context with across: expected {ALL_REDUCE}, {REDUCE_SCATTER}, {GATHER_MATMUL} or "
-        f"{MATMUL_GATHER}, which run over all hosts; ctx.ops.inside.{name} is over the ranks of this host"
+        f"ctx.ops.{name} on a context with across: expected {ALL_REDUCE}, {REDUCE_SCATTER}, {GATHER_MATMUL}, "
+        f"{MATMUL_GATHER} or {DOWN_ALL_REDUCE}, which run over all hosts; ctx.ops.inside.{name} is over the ranks of "
+        "this host"
     )

@@ -25,6 +25,11 @@ STEP = MODEL | dict(
     vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=8
 )
 NEW = 12
+MIXTURE = dict(vocab_size=4096, hidden_size=1024, intermediate_size=1408, num_hidden_layers=2, num_attention_heads=16,
+               num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2)  # fmt: skip
+TINY_MIXTURE = MIXTURE | dict(
+    vocab_size=128, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4
+)
 
 
 def mesh_of(team: Team, first: str) -> Any:
@@ -36,11 +41,13 @@ def heap_bytes(args: argparse.Namespace) -> int:
 
 
 def _model(team: Team, dtype: torch.dtype, sizes: dict[str, int]) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    kind = "Mixtral" if "num_local_experts" in sizes else "Llama"
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(11)
     with torch.device(team.device):
-        return LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=dtype).eval()
+        return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype).eval()
 
 
 def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
@@ -49,7 +56,12 @@ def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
     sizes = MODEL if team.cuda else TINY
     prompts = torch.randint(0, sizes["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(5)).to(team.device)
     sampling: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-    expected = _model(team, torch.float32, sizes).generate(prompts, **sampling)[:, 9:].tolist()
+
+    def unsplit(sizes: dict[str, int]) -> list[list[int]]:
+        return _model(team, torch.float32, sizes).generate(prompts % sizes["vocab_size"], **sampling)[:, 9:].tolist()
+
+    mixture = MIXTURE if team.cuda else TINY_MIXTURE
+    expected = {"llama": unsplit(sizes), "mixture": unsplit(mixture)}
     result: dict[str, Any] = {"tokens": {}, "ms": {}, "seconds": {}}
     meshes, begin = ("pp", "across"), time.monotonic()
 
@@ -61,10 +73,10 @@ def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
             result.setdefault("left_out", []).append(what)
         return seconds <= args.models_s
 
-    def compared(mesh_name: str, ways: dict[str, dict[str, Any] | None]) -> None:
+    def compared(mesh_name: str, ways: dict[str, dict[str, Any] | None], kind: str = "llama") -> None:
         """Compare the tokens of `generate`, for None, and of engines with these options."""
         with _context(team, args, mesh_name) as (ctx, given):
-            model = _model(team, torch.float32, sizes)
+            model = _model(team, torch.float32, sizes if kind == "llama" else mixture)
             layers.parallelize(model, ctx, **given)
             for name, options in ways.items():
                 if options is None:
@@ -73,21 +85,20 @@ def models(team: Team, args: argparse.Namespace) -> dict[str, Any]:
                     engine = layers.Engine(model, ctx, 2, 64, **options)
                     tokens = [engine.generate(prompts, NEW) for _ in range(3)][-1]  # the third one replays
                     if engine.graphs:
-                        result["graphs"] = len(engine.steps)
-                result["tokens"][f"{mesh_name}, {name}"] = team.slowest([tokens != expected])[0] == 0
+                        result.setdefault("graphs", {})[f"{mesh_name}, {kind}"] = len(engine.steps)
+                label = f"{mesh_name}, {name}" if kind == "llama" else f"{mesh_name}, {kind}, {name}"
+                result["tokens"][label] = team.slowest([tokens != expected[kind]])[0] == 0
 
-    graphs: dict[str, dict[str, Any]] = {"pp": {"eager": {"graphs": False}, "graphs": {}}, "across": {"eager": {}}}
-    if not team.cuda:
-        del graphs["pp"]["graphs"]
-    for mesh_name in meshes:
-        if has_time(f"{mesh_name}, tokens"):
-            compared(mesh_name, {"generate": None, **graphs[mesh_name]})
+    ways: dict[str, Any] = {"eager": {"graphs": False}} | ({"graphs": {}} if team.cuda else {})
+    for mesh_name, kind in (("pp", "llama"), ("across", "llama"), ("across", "mixture"), ("pp", "mixture")):
+        if has_time(f"{mesh_name}, {kind}, tokens"):
+            compared(mesh_name, {"generate": None, **ways}, kind)
     for mesh_name in meshes * team.cuda:
         if has_time(f"{mesh_name}, steps"):
             with _context(team, args, mesh_name) as (ctx, given):
                 model = _model(team, torch.bfloat16, STEP)
                 layers.parallelize(model, ctx, **given)
-                for name, options in graphs[mesh_name].items():
+                for name, options in ways.items():
                     engine = layers.Engine(model, ctx, 1, 512, **options)
                     result["ms"][f"{mesh_name}, {name}"] = _steps(team, engine, prompts[:1])
     for mesh_name in meshes:
@@ -141,6 +152,17 @@ def lost(team: Team, args: argparse.Namespace, how: str) -> dict[str, Any]:
                 calls: list[int] = []
                 model.register_forward_pre_hook(lambda *_: die() if calls.append(0) or len(calls) == 2 else None)
                 model.generate(prompts, **sampling)
+            elif how == "graph":
+                model = _model(team, torch.float32, TINY)
+                layers.parallelize(model, ctx, **given)
+                engine = layers.Engine(model, ctx, 1, 128)
+                prompts = [[1, 2, 3, 4]]
+                for _ in range(3):  # which capture the steps, and replay them
+                    engine.generate(prompts, 8)
+                team.barrier()
+                die()
+                while True:
+                    engine.generate(prompts, 32)
             else:
                 A, B = (torch.ones(64, 64, dtype=torch.bfloat16, device=team.device) for _ in range(2))
                 out = torch.empty_like(A)

@@ -64,12 +64,14 @@ def _sums(run: dict[str, Any]) -> str:
         one_host = plain.get(row["M"], {})
         lines.append([
             str(row["M"]), *ways, figure(us["NCCL all-reduce"]), figure(one_host.get("NCCL all-reduce")) or "-",
+            figure(us.get("graph")) or "-",
             figure(us["reduce-scatter"]), figure(us.get("NCCL reduce-scatter")) or "-",
             f"{worst:.2f}{'' if row['alike'] else ', ranks DIFFER'}",
         ])  # fmt: skip
     head = [
         "rows", "share by share, µs", "whole, µs", "product, one NCCL all-reduce, µs", "the same as one host, µs",
-        "reduce-scatter, µs", "product, one NCCL reduce-scatter, µs", "largest error / rounding",
+        "the chosen way in a CUDA graph, µs", "reduce-scatter, µs", "product, one NCCL reduce-scatter, µs",
+        "largest error / rounding",
     ]  # fmt: skip
     return markdown(head, lines)
 

@@ -94,6 +94,18 @@ def plan_all_reduce(
     return HostsPlan(SCATTER if by_share else WHOLE, inside, *times, tuple(lines))
 
 
+def faster_sum(nbytes: int, ranks: int, network: Network, machine: Machine) -> str:
+    """Return the faster way to add `nbytes` over the hosts, for an op whose times inside a host are not compared.
+
+    Its reduce-scatter and all-reduce inside differ by the gathered data, and by the launch and the exchange of a gather
+    of its own.
+    """
+    gather = gather_us(nbytes, ranks, machine)
+    shared = network.all_reduce_us(nbytes / ranks) + gather
+    full = network.all_reduce_us(nbytes) + gather - gather_us(0, ranks, machine)
+    return SCATTER if shared <= full else WHOLE
+
+
 def plan_reduce_scatter(nbytes: int, ranks: int, network: Network, inside: FusedConfig) -> HostsPlan:
     """Return the plan of one matmul_reduce_scatter inside each host for each host's rows, then a reduce-scatter across
     hosts."""

@@ -63,6 +63,8 @@ class WeightFormat:
     """`module:function` of a library's product: (A, B transposed, scale, bias, out)."""
     fixed_product: str = ""
     """The same of one that gives a row the same bits at any number of rows."""
+    tile_share: float = 1.0
+    """Where kernels widen codes a tile at a time, their rate: that of int4 in groups of 32 is 1."""
     widening: str = ""
     """`module:object` of the policy by which kernels widen B in registers (`quantised/widening.py`)."""
 

@@ -33,7 +33,7 @@ from ..hf.options import Keywords, Options
 from ..hf.parallelize import split_layers
 from ..hf.tied import retie
 from ..pipeline.cut import Part, cut
-from ..pipeline.mesh import Place, place_in
+from ..pipeline.mesh import Place, facts_of, place_in
 from ..pipeline.stage import connect
 from ..shard import fill
 from ..sharded import flags, keep_units, part_of, ranks_of, split_parameter
@@ -85,8 +85,8 @@ def from_pretrained(
         trust_remote_code: whether code that comes with the model may run.
         verify: whether to compare a weight of each kind with the files after loading (see `checkpoint.verify`).
         mesh: as in `parallelize`; with a "pp" dimension, a rank reads only its slices of its own stage's layers.
-        **options: the other options of `parallelize`. Quantised weights of split linears keep their codes and scales
-            where a packing holds them (see `formats`); `weights="widened"` widens all of them to `dtype`.
+        **options: the other options of `parallelize`. Split linears keep quantized weights as stored, in the formats
+            that docs/guides/quantised.md lists; `weights="widened"` converts all of them to `dtype`.
 
     Returns:
         The model in eval mode: a causal language model, an encoder-decoder, or a model of text and images. Its
@@ -103,7 +103,11 @@ def from_pretrained(
     place = place_in(mesh, ctx)
     if place is None:
         return _load_split(path_or_id, ctx, None, dtype, own, options)[0]
-    model, part = place.run("from_pretrained", partial(_load_split, path_or_id, ctx, place, dtype, own, options))
+    model, part = place.run(
+        "from_pretrained",
+        partial(_load_split, path_or_id, ctx, place, dtype, own, options),
+        lambda result: facts_of(result[0], Options(**options)),
+    )
     connect(model, place, part)
     return model
 

@@ -52,9 +52,11 @@ class _Group:
 
     def build(self, name: str, roles: Roles) -> QuantisedWeight:
         if not self.symmetric and "zero" not in roles:
-            raise CheckpointError("has no stored zero points, and the configuration says that it is not symmetric")
+            raise CheckpointError(
+                "has no stored zero points: expected them, because the configuration is not symmetric"
+            )
         if self.symmetric and "zero" in roles:
-            raise CheckpointError("has stored zero points, and the configuration says that it is symmetric")
+            raise CheckpointError("has stored zero points: expected none, because the configuration is symmetric")
         if self.format == "mxfp4-pack-quantized":
             needs(roles, "packed", "scale")
             return mxfp4_weight(roles["packed"], roles["scale"])
@@ -104,7 +106,7 @@ def _group_of(module: str, groups: list[_Group]) -> _Group:
     of_classes = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
     candidates = of_classes if first is None else [each for each in groups if first in each.targets]
     if not candidates:
-        raise CheckpointError("is quantised, and no group of the configuration targets it")
+        raise CheckpointError("is quantised, and no group of the configuration targets it: expected one")
     if any(each != candidates[0] for each in candidates):
         raise CheckpointError("is targeted by several groups of the configuration: expected one")
     return candidates[0]
@@ -129,7 +131,10 @@ def _checked_group(given: Any, default: Any) -> _Group:
     is_float = kind == "float"
     four = format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
     if not four and format not in (_FLOATS if is_float else _INTEGERS):
-        raise CheckpointError(f"the format is {format!r}, of weights of the type {kind!r}")
+        raise CheckpointError(
+            f"the format is {format!r} and the type of its weights {kind!r}: expected one of "
+            f"{', '.join(_FLOATS if is_float else _INTEGERS)} for this type"
+        )
     if is_float:
         one_of(weights, "symmetric", (True,))
     bits = one_of(weights, "num_bits", (4,) if four else (8,) if is_float else (8, 4))

@@ -65,7 +65,9 @@ def gptq_weight(tensors: Mapping[str, StoredTensor], bits: int, group: int, less
     packed, zero, scale, order = (tensors.get(role) for role in ("packed", "zero", "scale", "order"))
     assert packed is not None and zero is not None and scale is not None
     if any(len(each.shape) != 2 for each in (packed, zero, scale)):
-        raise CheckpointError("has tensors that are not matrices")
+        raise CheckpointError(
+            "has tensors that are not matrices: expected two dimensions in qweight, qzeros and scales"
+        )
     columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
     group = columns if group == -1 else group
     groups = -(-columns // group)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from iris.all_hosts import AllHosts
-from iris.errors import ArgumentError, StyleError
+from iris.errors import ArgumentError
 from torch import nn
 
 from ..checkpoint.composed import Source
@@ -33,7 +33,7 @@ from ..digests import watch_inputs
 from ..experts import SplitExperts
 from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from ..pipeline.cut import Part, cut
-from ..pipeline.mesh import place_in
+from ..pipeline.mesh import facts_of, place_in
 from ..pipeline.stage import connect
 from ..shard import Shard, in_units
 from ..sharded import ShardedLinear, ranks_of, split_parameter
@@ -121,7 +121,7 @@ def parallelize(
 
     before = Snapshot(model) if isinstance(model, nn.Module) else None
     try:
-        part, report = place.run("parallelize", split_stage)
+        part, report = place.run("parallelize", split_stage, lambda _: facts_of(model, options))
         connect(model, place, part)
     except BaseException:
         if before is not None:
@@ -144,11 +144,6 @@ def split_layers(model: nn.Module, ctx: Iris, options: Options, files: Mapping[s
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         split = at_level(resolve(model, chosen, files or {}), ctx.level, chosen.sequence_parallel)
-        if over_hosts and split.experts:
-            raise StyleError(
-                f"{next(iter(split.experts))} holds experts, which are split over one host only: expected a context "
-                "without across, and a mesh with a 'pp' for several hosts"
-            )
 
         def apply(skeleton: nn.Module, inside: Split, alone: bool) -> None:
             _carry_out(skeleton, inside, _Alone(ctx) if alone else ctx)

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import errors
-from iris.across import Across
+from iris.across import Across, connect
 from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
 import torch.distributed as dist
 
-from ..together import one_line
+from ..together import digest, one_line, safe_repr
 
 if TYPE_CHECKING:
     from iris.context import Iris
 
 T = TypeVar("T")
 
+_OWN = "num_hidden_layers", "_name_or_path", "dtype", "torch_dtype"  # of a host, or compared otherwise
 _MESHES = ("pp", "tp"), ("dp", "tp")
 _EXPECTED = 'init_device_mesh(device, (hosts, ranks), mesh_dim_names=("pp", "tp")) or ("dp", "tp")'
 
@@ -55,8 +56,9 @@ class Place:
         try:
             result = step()
             own = {name: str(value) for name, value in facts(result).items()}
-        except PeerLostError:
-            raise  # the others find that out
+        except PeerLostError as caught:  # which needs no answer of the others
+            self.line.report(call, (_described(caught), own))
+            raise
         except Exception as caught:
             error = caught
         try:
@@ -76,7 +78,7 @@ class Place:
                 if first.get(name) != other.get(name):
                     raise ArgumentError(
                         f"{call}: {name} differs between hosts: it is {first.get(name)} on {self.line.names[0]} and "
-                        f"{other.get(name)} on {self.line.names[member]}: expected the same on every rank"
+                        f"{other.get(name)} on {self.line.names[member]}; expected the same on every rank"
                     )
         return result
 
@@ -105,7 +107,19 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
             f"ctx has the ranks {own} and mesh['tp'] the ranks {dist.get_process_group_ranks(inside)}: expected one "
             f"group, ctx = iris.iris(group=mesh['tp'])"
         )
-    return Place(names[0], Across(mesh[names[0]].get_group(), ctx.leave_for))
+    return Place(names[0], connect(mesh[names[0]].get_group(), ctx))
+
+
+def facts_of(model: Any, options: Any) -> dict[str, Any]:
+    """Return what must be the same on all hosts: the `options` of a split, and the model but for its layers' number."""
+    held = getattr(model, "config", None)
+    known = held.to_dict() if hasattr(held, "to_dict") else {}
+    simple = {key: each for key, each in known.items() if isinstance(each, (bool, int, float, str, dict, type(None)))}
+    for key in _OWN:
+        simple.pop(key, None)
+    given = {name: "a function" if callable(each) else safe_repr(each) for name, each in vars(options).items()}
+    configuration = f"{type(model).__name__} {digest(sorted(simple.items(), key=lambda item: item[0]))}"
+    return given | {"model.config": configuration, "model.dtype": getattr(model, "dtype", None)}
 
 
 def _described(error: Exception) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from .cache import cache_bytes
 from .served import check_padding, check_served
 
 if TYPE_CHECKING:
+    from iris.across import Across
     from iris.context import Iris
 
 
@@ -51,7 +52,7 @@ def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str
     memory = total_memory(ctx.device)
     if needed > memory:
         raise ArgumentError(
-            f"{names} are {rows}, {length}: a cache of that takes {needed >> 30} GiB, expected at most the"
+            f"{names} are {rows}, {length}, for which a cache takes {needed >> 30} GiB: expected at most the"
             f" {memory >> 30} GiB of {ctx.device}"
         )
 
@@ -130,17 +131,24 @@ def check_no_autocast(device_type: str) -> None:
     """Raise `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
     if (dtype := current_autocast(device_type)) is not None:
         raise ArgumentError(
-            f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"
-            f" compute in, as model.to({dtype}) gives it"
+            f"autocast to {dtype} is enabled: expected none around an engine; to compute in this dtype, convert the "
+            f"model before, with model.to({dtype})"
         )
 
 
-def checked_graphs(graphs: bool | None, device: torch.device, over_hosts: bool) -> bool:
-    """Return whether steps are captured: by default on GPUs of one host. Raises `ArgumentError` where they cannot."""
+def checked_graphs(graphs: bool | None, device: torch.device, line: Across | None) -> bool:
+    """Return whether steps are captured, by default on GPUs. Raises `ArgumentError` where they cannot.
+
+    `line`: the hosts over which the model's sums run.
+    """
+    capturable = line is None or line.capturable
     if graphs is None:
-        return device.type == "cuda" and not over_hosts
-    if graphs and over_hosts:
-        raise ArgumentError("graphs is True, and ctx was made with across: expected False, because sums cross hosts")
+        return device.type == "cuda" and capturable
+    if graphs and line is not None and not capturable:
+        raise ArgumentError(
+            f"graphs is True, and the group across hosts is one of {line.backend}: expected False, or a group of NCCL, "
+            "whose calls a CUDA graph can hold"
+        )
     if graphs and device.type != "cuda":
         raise ArgumentError(f"graphs is True: expected False on {device.type}, which has no CUDA graphs")
     return graphs

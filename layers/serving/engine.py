@@ -124,7 +124,9 @@ class Engine:
             )
         self.model, self.ctx, self.batch_size, self.max_length = model.eval(), ctx, batch_size, max_length
         check_no_autocast(device.type)
-        self.graphs = checked_graphs(graphs, device, over_hosts=isinstance(ctx, AllHosts))
+        line = ctx.line if isinstance(ctx, AllHosts) else None
+        watch = None if line is None else line.watch
+        self.graphs = checked_graphs(graphs, device, line)
         capturable = attention.install(model, ctx, step_attention, self.graphs)
         self._sharing = sharing_of(model)
         self.cache = static_cache(model, ctx.num_ranks, max_length) if cache is None else cache
@@ -149,11 +151,12 @@ class Engine:
         layer_weights = sum(each.numel() for each in model.parameters()) / len(self.cache.layers)
         self._lengths = Lengths(max_length, ctx.num_ranks, layer_weights, self._sharing, self._recurrent)
         captures = self.graphs and self._switch is None  # its rotary embedding makes new factors at the switch
-        self.steps = Graphs(2 if captures else 0)
+        self.steps = Graphs(2 if captures else 0, after=watch)
         # Prompts are long enough for overlapped ops, whose outputs then lie on the heap as long as the graphs.
         self.prompts = Graphs(
             prompt_graphs if capturable and captures and not self._recurrent else 0,
             around=partial(ctx.ops.outputs.keeping, GraphOutputs()),
+            after=watch,
         )
         self._shape: torch.Size | None = None  # of logits, once prompts are read
         self._cached = self._generated = 0  # tokens of each row in the cache, and in `output`, as the host counts them
@@ -241,7 +244,15 @@ class Engine:
 
     @untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Read prompts as `prefill` does, but eagerly and without padding to another length, so rounding may differ."""
+        """Read prompts as `prefill` does, but eagerly and without padding to another length, so rounding may differ.
+
+        Args:
+            prompts: as in `prefill`.
+            mask: as in `prefill`.
+
+        Returns:
+            Logits [batch_size, vocabulary].
+        """
         self._check_prompts(prompts, mask)
         return self._first(self._read, prompts, mask)
 
@@ -295,9 +306,13 @@ class Engine:
 
     @untracked
     def accept(self, logits: torch.Tensor) -> None:
-        """Choose the next token of each row by its `logits`: the result of `prefill`, or others of the same shape.
+        """Choose the next token of each row by its `logits`.
 
-        Raises `ArgumentError` for another shape or device, and if no prompts have been read since the last `reset`.
+        Args:
+            logits: the result of `prefill`, or others of the same shape.
+
+        Raises:
+            ArgumentError: for another shape or device, and if no prompts have been read since the last `reset`.
         """
         check_logits(logits, self._expect_prompts(), self.tokens.device)
         compare(self.ctx, "Engine.accept", logits=logits)
@@ -317,7 +332,11 @@ class Engine:
     def decode(self, steps: int = 1) -> None:
         """Generate `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        Raises `ArgumentError` if no prompts were read since the last `reset`, or if rows would exceed `max_length`.
+        Args:
+            steps: the number of tokens a row.
+
+        Raises:
+            ArgumentError: if no prompts were read since the last `reset`, or if rows would exceed `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
@@ -331,7 +350,11 @@ class Engine:
 
     @untracked
     def step(self) -> torch.Tensor:
-        """Generate one token a row, eagerly, and return the logits that it was chosen from."""
+        """Generate one token a row, eagerly, and return the logits that it was chosen from.
+
+        Returns:
+            Logits [batch_size, vocabulary].
+        """
         self._expect_prompts()
         self._make_room(1)
         return self._advance(self._one_step)

@@ -69,7 +69,7 @@ class Captured:
 class Graphs:
     """At most `most` pieces of captured work, each under a key; 0: everything runs eagerly.
 
-    `around` returns the context manager in which work is captured.
+    `around` returns the context manager in which work is captured. `after` is called after each replay.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class Graphs:
         most: int,
         capture: type[Captured] = Captured,
         around: Callable[[], AbstractContextManager] = nullcontext,
+        after: Callable[[], None] | None = None,
     ):
-        self.most, self._capture, self._around, self._failed = most, capture, around, False
+        self.most, self._capture, self._around, self._after, self._failed = most, capture, around, after, False
         self._seen: OrderedDict[Hashable, bool] = OrderedDict()  # and whether a capture would have compiled
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
 
@@ -97,7 +98,10 @@ class Graphs:
         if key not in self._kept:
             return work(*inputs)
         self._kept.move_to_end(key)
-        return self._kept[key].replay(inputs)
+        output = self._kept[key].replay(inputs)
+        if self._after is not None:
+            self._after()
+        return output
 
     def _add(self, key: Hashable, work: Work, inputs: tuple, random: torch.Generator | None) -> None:
         try:

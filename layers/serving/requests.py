@@ -48,6 +48,7 @@ def checked_request(
     def facts_of(result: tuple[list[list[int]], Request]) -> dict[str, str]:
         tokens, request = result
         options = {"temperature": float(temperature), "top_p": float(top_p), "stop": sorted(request.ends)}
+        options |= {"batch_size": engine.batch_size, "max_length": engine.max_length}
         lengths = [len(row) for row in tokens]
         return facts(lengths=lengths, max_new_tokens=max_new_tokens, **options, tokens=tokens)
 

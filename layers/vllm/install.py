@@ -54,8 +54,11 @@ class Installed:
 def refusal(config: VllmConfig) -> str | None:
     """Return why an engine of this configuration keeps vLLM's own layers, or None."""
     parallel, model = config.parallel_config, config.model_config
-    if config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+    mode = config.compilation_config.mode
+    if mode == CompilationMode.NONE:
         return "eager mode: nothing is compiled"
+    if mode != CompilationMode.VLLM_COMPILE:
+        return f"compilation mode {getattr(mode, 'name', mode)}: VLLM_COMPILE is served"
     if parallel.tensor_parallel_size < 2:
         return "tensor_parallel_size is 1"
     if parallel.enable_dbo:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import iris
-from iris.errors import ArgumentError, PeerLostError, ShapeError
+from iris.errors import ArgumentError, CaptureError, PeerLostError, ShapeError
 from iris.machines import machine_named
 from iris_ops.config import FusedConfig, Prediction
 from iris_ops.planning.hosts import SCATTER, WHOLE, Network, plan_all_reduce
@@ -106,7 +106,7 @@ def test_sums_over_two_hosts(inside: int) -> None:
 
 def _refused(rank: int, world_size: int) -> None:
     mesh = _mesh(world_size, 2)
-    with pytest.raises(ArgumentError, match="across joins rank"):
+    with pytest.raises(ArgumentError, match="across connects rank"):
         iris.iris(1 << 20, group=mesh["tp"], across=mesh["tp"])
     with pytest.raises(ArgumentError, match="expected one dimension"):
         iris.iris(1 << 20, group=mesh["tp"], across=mesh)
@@ -116,8 +116,8 @@ def _refused(rank: int, world_size: int) -> None:
         iris.iris(1 << 20, group=mesh["tp"], across=mesh["hosts"], invariant="batch")
     with iris.iris(1 << 22, group=mesh["tp"], across=mesh["hosts"]) as ctx:
         A, B, out = torch.ones(4, 8), torch.ones(8, 4), torch.empty(4, 4)
-        with pytest.raises(ArgumentError, match=r"ctx\.ops\.inside\.moe_route is over the ranks of this host"):
-            ctx.ops.moe_route(A)
+        with pytest.raises(ArgumentError, match=r"inside\.moe_down_reduce_scatter is over the ranks of this host"):
+            ctx.ops.moe_down_reduce_scatter(A)
         with pytest.raises(ShapeError, match="expected 1 of 4 rows"):
             ctx.ops.all_gather_matmul(out, A[:2], B)
         with pytest.raises(ShapeError, match="expected 1 of 4 columns"):
@@ -128,6 +128,12 @@ def _refused(rank: int, world_size: int) -> None:
             ctx.ops.matmul_reduce_scatter(out, A, B)
         with pytest.raises(ArgumentError, match="async_op"):
             ctx.ops.matmul_all_reduce(out, A, B, async_op=True)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(CaptureError, match=r"one of gloo: expected one of NCCL"),
+        ):
+            patch.setattr("iris_ops.hierarchical.platform.is_capturing", lambda device: True)
+            ctx.ops.matmul_all_reduce(out, A, B)
         ctx.ops.inside.matmul_all_reduce(out, A, B)
         assert (out == 16).all()
         ctx.ops.matmul_all_reduce(out, A, B)

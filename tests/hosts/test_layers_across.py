@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import iris
-from iris.errors import ArgumentError, StyleError
+from iris.errors import ArgumentError
 import layers
 import pytest
 import torch
@@ -120,7 +120,6 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
         plain = models.build("plain")
         refuse("both", ArgumentError, lambda: layers.parallelize(plain, ctx, mesh=stages))
         refuse("shared", ArgumentError, lambda: layers.parallelize(plain, ctx, sequence_parallel=True))
-        refuse("experts", StyleError, lambda: layers.parallelize(models.build("gpt_oss"), ctx))
         mine = models.build("plain") if rank else models.build(models.ONE_LAYER)
         refuse("other", ArgumentError, lambda: layers.parallelize(mine, ctx))
         layers.parallelize(plain, ctx)
@@ -137,7 +136,7 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
         assert end.result.keys() == ends[0].result.keys()
     errors = ends[0].result
     assert "expected one of them" in errors["both"] and "expected 'auto' or False" in errors["shared"]
-    assert "split over one host only" in errors["experts"] and "expected False" in errors["graphs"]
+    assert "one of gloo: expected False, or a group of NCCL" in errors["graphs"]
     assert "rank 3" in errors["tokens"]
 
 

@@ -175,6 +175,13 @@ def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         # one host only has another model, or none
         mine = models.build("plain") if rank < 2 else models.build(models.ONE_LAYER)
         refuse("one host", ArgumentError, lambda: layers.parallelize(mine, ctx, mesh=mesh))
+        other = models.build("tied" if rank < 2 else "plain")
+        refuse("other model", ArgumentError, lambda: layers.parallelize(other, ctx, mesh=mesh))
+        refuse(
+            "options", ArgumentError, lambda: layers.parallelize(models.build("plain"), ctx, fuse=rank < 2, mesh=mesh)
+        )
+        dtype = torch.float32 if rank < 2 else torch.bfloat16
+        refuse("dtype", ArgumentError, lambda: layers.from_pretrained(folder, ctx, dtype=dtype, mesh=mesh))
         split = models.build("plain")
         layers.parallelize(split, ctx, mesh=mesh)
         assert split.config.num_hidden_layers == 1 and models.config_of("plain").num_hidden_layers == 2
@@ -197,7 +204,9 @@ def test_bad_meshes_raise_on_every_rank(folder: Path) -> None:
     assert "('hosts', 'tp')" in first["names"]
     assert "one group, ctx = iris.iris(group=mesh['tp'])" in first["group"]
     assert "mesh has 2 stages ('pp') and LlamaForCausalLM 1 layers" in first["layers"]
-    assert "differs between hosts" in first["tokens"]
+    assert "differs between hosts" in first["tokens"] and "fuse differs between hosts" in first["options"]
+    assert "model.config differs between hosts" in first["other model"]
+    assert "model.dtype differs between hosts" in first["dtype"]
     for other in results[1:]:
         assert other.keys() == first.keys()
     assert "hostb" in first["one host"] and "hostb" not in results[2]["one host"]

@@ -64,3 +64,15 @@ def test_the_error_of_an_operation_is_its_reason() -> None:
     error = RuntimeError("connection closed by the peer\nmore")
     missed, _ = _watched(_Work(error=error), limit_s=60.0)
     assert missed == ["connection closed by the peer"]
+
+
+def test_the_replay_of_a_graph_has_no_operation_and_is_reported_where_it_is_late() -> None:
+    missed: list[str | None] = []
+    pending = Pending(_LIMIT_S, torch.device("cpu"))
+    pending.add(None, lambda: True, missed.append)
+    pending.join()
+    assert missed == []
+    begin = time.monotonic()
+    pending.add(None, lambda: False, missed.append)
+    pending.join()
+    assert missed == [None] and time.monotonic() - begin >= _LIMIT_S

@@ -253,7 +253,7 @@ def local_body(ctx: iris.Iris, name: str, M: int, N: int, K: int, biased: bool) 
     check(skinny_matmul.linear(x, weight, bias, scale), product, room_of(name, M, 2))
     if weight_stream.supports(x, weight.t(), scale) is None:
         check(skinny_matmul.skinny_matmul(x, weight, bias, scale), product, ULP)
-        if M <= BY_NAME[name].joined_rows:
+        if M <= BY_NAME[name].joined_rows and N % 2 == 0:
             gate, up = product.to(BF16).double().chunk(2, 1)
             check(skinny_matmul.skinny_matmul(x, weight, bias, scale, GATE.name), F.silu(gate) * up, 4 * ULP)
     else:

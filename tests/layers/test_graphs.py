@@ -95,6 +95,17 @@ def test_what_is_captured_replayed_and_forgotten() -> None:
     assert run("a") == ["replayed"]
 
 
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs no ranks")
+def test_each_replay_is_followed_by_what_watches_it() -> None:
+    watched: list[int] = []
+    kept = graphs.Graphs(1, Again, after=lambda: watched.append(len(watched)))
+    counts = []
+    for _ in range(4):
+        kept.run("key", lambda x: x + 1, torch.ones(1))
+        counts.append(len(watched))
+    assert counts == [0, 1, 2, 3], "an eager run is watched operation by operation"
+
+
 @pytest.fixture
 def warned(monkeypatch) -> list[str]:
     """What is warned of, whatever handlers the process's logger has."""
@@ -218,7 +229,9 @@ def replayed_body(ctx, name: str, turns: list, options: dict, compile: bool) -> 
         prompts, mask = padded([rows[0], rows[1][padding:]], 2, eager)
         if seed == 3:  # what the ops work in moves to other memory
             work = ctx.ops._calls.workspace
-            assert work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
+            before = work.flags.data_ptr()
+            work.reserve(*(2 * each.nbytes + 4096 for each in (work.flags, work.staging, work.exchange)))
+            assert work.flags.data_ptr() != before
             ctx.ops.forget_launches()
         built = []
         for each in (engine, eager, *([other] if len(turns) > len(FEW) and length == 7 else [])):

@@ -2,9 +2,9 @@
 
 The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
 all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks
-of 128 (`Blocks`), and some hundred rows by other codes, which are widened a tile at a time. For more rows by those,
-other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the
-unsplit weight, so scales do not depend on the number of ranks.
+of 128 (`Blocks`), and as they are by other codes, which are widened a tile at a time. For thousands of rows by some of
+those, other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those
+of the unsplit weight, so scales do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 
-# Rows that are multiplied by codes which a kernel widens a tile at a time; more are faster by a converted weight, and
-# the fewest by the stream. Measured on H200s with up to 512 and from 2048 rows on.
-LEAST_WIDENED, MOST_WIDENED = 33, 1024
+LEAST_WIDENED = 33  # rows that are multiplied by codes which a kernel widens a tile at a time; fewer by the stream
+# Codes that take more instructions than products hide: this rate and less, for up to as many rows. More are faster by a
+# converted weight. Measured on an H200 with 64 to 8192 rows.
+_SLOW_SHARE, _MOST_SLOW = 0.85, 2048
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Grouped(WeightFormat):
     @property
     def widened_in_tiles(self) -> bool:
         return not self.rounds_rows
+
+    @property
+    def most_widened(self) -> int:
+        """Return how many rows at most are multiplied by codes which a kernel widens a tile at a time."""
+        return 1 << 31 if self.tile_share > _SLOW_SHARE else _MOST_SLOW
 
     @property
     def zeros(self) -> bool:
@@ -81,8 +87,8 @@ class Grouped(WeightFormat):
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
         most, granule = self.streamed_rows, self.granule
-        if problem.M > MOST_WIDENED:
-            return f"more than {MOST_WIDENED} rows take less time so than by weights {self.name}"
+        if problem.M > self.most_widened:
+            return f"more than {self.most_widened} rows take less time so than by weights {self.name}"
         return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
 
     def _tiled(self, problem: Any, machine: Machine) -> bool:
@@ -93,7 +99,7 @@ class Grouped(WeightFormat):
             self.widened_in_tiles
             and served
             and vectors
-            and LEAST_WIDENED <= problem.M <= MOST_WIDENED
+            and LEAST_WIDENED <= problem.M <= self.most_widened
             and on_hopper(problem, machine)
         )
 
@@ -117,6 +123,14 @@ class Blocks(Rounded, Grouped):
         return ""
 
 
+# `WeightFormat.tile_share`: scales in float32 take three instructions for two numbers, not one.
+_TILE_SHARES = {
+    "fp8_block/64": 0.75, "fp8_block/32": 0.7, "int4/64": 1.05, "int4/16": 0.92, "int4/channel": 1.2, "mxfp4": 1.05,
+    "nvfp4": 0.78, "int8": 0.89, "int8/64": 0.89, "int8/32": 0.87, "int4_zeros": 1.1, "int4_zeros/64": 1.05,
+    "int4_zeros/32": 0.95, "int4_zeros/16": 0.9, "int8_zeros": 0.9, "int8_zeros/64": 0.8, "int8_zeros/32": 0.74,
+}  # fmt: skip
+
+
 def _format(
     name: str, packing: str, key: str, group: int, widening: str, granule: int, kind: type[Grouped] = Grouped,
     operands: str = "quantised.steps:restored_operands", **more: Any,
@@ -125,7 +139,8 @@ def _format(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=64, joined_rows=32, local_rows=64, local_launches=2, **more,
+        streamed_rows=64, joined_rows=32, local_rows=64, local_launches=2, tile_share=_TILE_SHARES.get(key, 1.0),
+        **more,
     )  # fmt: skip
 
 
