@@ -25,7 +25,7 @@ class Ordered(Quantised):
     tensors = (*Quantised.tensors, "weight_order")
 
     def __init__(self, layer: Layer, form: Form, rounds: bool = True) -> None:
-        assert form.order is not None and form.group is not None
+        assert form.order is not None and form.group is not None, form
         ranges = ((0, layer.in_features),) if layer.dim == 0 else layer.parts[0].ranges
         self._ranges = [(start, stop) for start, stop in ranges if start < stop]
         device = form.order.groups.device
@@ -71,7 +71,7 @@ class Ordered(Quantised):
         scales, codes = scales.index_select(1, groups), codes.index_select(1, index.clamp(min=0))
         middle = self.packing.zero_code
         zeros = scales[..., 1] + middle if self.packing.zeros else torch.full_like(scales, middle)
-        of_entries = zeros.to(codes.dtype).repeat_interleave(self.form.group, 1)
+        of_entries = zeros.to(codes.dtype).repeat_interleave(len(index) // len(groups), 1)
         self._store(layer, row, torch.where(index < 0, of_entries, codes), scales)
 
     def _round_rows(self, layer: Layer, row: int, exact: torch.Tensor) -> None:

@@ -2,10 +2,10 @@
 
 `iris_ops/quantised/packing.py` has the layouts, `widen_*` here are the policies: how codes become numbers in K's order.
 
-A scale of a column multiplies the sum at the end, in fp32. A scale of a group multiplies the tile, which is then
-rounded once to the tokens' dtype. So the product is the one of the widened weights in the tokens' dtype. Why not
-separate sums for each group, which would be exact: a group of 32 is two instructions long, and its sums would take as
-many registers again.
+A scale of a column multiplies the sum at the end, in fp32. A scale of a group multiplies the tile, less its zero point
+if it has one. The tile is then rounded once to the tokens' dtype, so the product is that of the widened weights. Why
+not separate sums for each group, which would be exact: a group of 32 is two instructions long, and its sums would take
+as many registers again.
 """
 
 from iris.device import arch

@@ -106,9 +106,9 @@ class MixtureOps:
             interleaved: whether gate and up columns alternate.
             config: a `FusedConfig`, the same on all ranks; None plans one.
             workspace: the result of an earlier call; None for the context's own.
-            scale: [E, 2 I], or [E, 2 I, ceil(H / g)] for groups of g, a power of two. B then holds codes, which the
-                product widens as it reads them: the transpose of a contiguous [E, 2 I, H] in `torch.float8_e4m3fn`, or
-                of [E, 2 I, H / 2] in `torch.uint8` (`iris_ops.moe`).
+            scale: [E, 2 I], or [E, 2 I, slots] for groups along K, or [E, 2 I, slots, 2] with zero points. B then holds
+                codes, which the product widens as it reads them. It is the transpose of [E, 2 I, K of codes], and both
+                are as `iris_ops.quantised.packing` packs each expert's weight.
 
         Returns:
             The workspace of the call.
@@ -137,7 +137,7 @@ class MixtureOps:
             shared: [T, H], this rank's part of a shared expert's result, which is added before the sum over ranks.
             config: a `FusedConfig`, the same on all ranks; None plans one.
             workspace: the result of an earlier call; None for the context's own.
-            scale: [E, H], or [E, H, ceil(I / g)], as in `moe_gate_up`.
+            scale: [E, H], [E, H, slots] or [E, H, slots, 2], as in `moe_gate_up`.
 
         Returns:
             The workspace of the call.

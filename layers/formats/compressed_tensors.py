@@ -47,6 +47,8 @@ class _Group:
     is_float: bool
     symmetric: bool
     block: tuple[int, int] | None
+    group: int | None
+    """How many entries of a row share a scale of integers; None: all."""
 
     def build(self, name: str, roles: Roles) -> QuantisedWeight:
         if not self.symmetric and "zero" not in roles:
@@ -68,9 +70,9 @@ class _Group:
             needs(roles, "weight", "scale")
             renamed = dict(roles)
             weight = renamed["packed"] = renamed.pop("weight")
-            return packed_weight(renamed, self.bits, weight.shape)
+            return packed_weight(renamed, self.bits, weight.shape, self.group)
         needs(roles, "scale", "shape")
-        return packed_weight(roles, self.bits, _values(roles["shape"]))
+        return packed_weight(roles, self.bits, _values(roles["shape"]), self.group)
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
@@ -136,17 +138,21 @@ def _checked_group(given: Any, default: Any) -> _Group:
     if is_float:
         one_of(weights, "symmetric", (True,))
     bits = one_of(weights, "num_bits", (4,) if four else (8,) if is_float else (8, 4))
+    strategy, size = weights.get("strategy"), weights.get("group_size")
     one_of(weights, "strategy", ("channel", "tensor", "group", "block", "tensor_group"))
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise CheckpointError(f"group_size is {shown(repr(size))}: expected -1 or a positive integer")
+    group = size if strategy in (None, "group") and size != -1 else None
     block = weights.get("block_structure")
     if isinstance(block, str):
         block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
-    if format == "mxfp8-quantized" or (is_float and not four and weights.get("strategy") == "group"):
-        block = [1, weights.get("group_size") or 32]
+    if format == "mxfp8-quantized" or (is_float and not four and group):
+        block = [1, group or 32]
     if block is not None and (len(block) != 2 or any(type(each) is not int or each < 1 for each in block)):
         raise CheckpointError(f"block_structure is {shown(repr(weights['block_structure']))}: expected two sizes")
     symmetric = one_of(weights, "symmetric", (True, False))
     shape = None if block is None else (block[0], block[1])
-    return _Group(patterns_of(given, "targets"), format, bits, is_float, symmetric, shape)
+    return _Group(patterns_of(given, "targets"), format, bits, is_float, symmetric, shape, group)
 
 
 def _values(stored: StoredTensor) -> tuple[int, ...]:

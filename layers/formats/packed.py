@@ -62,8 +62,11 @@ def _unsigned(integers: torch.Tensor) -> torch.Tensor:
     return integers.view(torch.uint8) ^ 128
 
 
-def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[int, ...]) -> QuantisedWeight:
-    """Return the weight of `shape` [N, K] that the stored `tensors` by role are.
+def packed_weight(
+    tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[int, ...], group: int | None
+) -> QuantisedWeight:
+    """Return the weight of `shape` [N, K] that the stored `tensors` by role are, with `group` entries to a scale, None
+    for all of a row.
 
     Raises `CheckpointError` where they do not fit.
     """
@@ -83,10 +86,12 @@ def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[i
         raise CheckpointError(f"has scales in {scale.dtype}: expected one of {', '.join(map(str, _SCALES))}")
     if scale.nbytes == scale.dtype.itemsize and rows > 1:
         raise CheckpointError("has one scale: expected one for each row, or one for each group of a row")
-    groups = 1 if len(scale.shape) == 1 else scale.shape[-1]
-    if scale.shape not in ((rows,), (rows, groups)) or columns % groups:
+    group = columns if group is None else group
+    groups = -(-columns // group)
+    if scale.shape != (rows, groups) and (groups > 1 or scale.shape != (rows,)):
         raise CheckpointError(
-            f"[{rows}, {columns}] has scales of shape {list(scale.shape)}: expected groups along a row"
+            f"[{rows}, {columns}] has scales of shape {list(scale.shape)}: expected {[rows, groups]}, for groups of"
+            f" {group}"
         )
     if zero is not None:
         expected = (rows if loose else -(-rows * bits // 32), groups)
@@ -95,6 +100,5 @@ def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[i
                 f"has zero points {zero.dtype} {list(zero.shape)}: expected {packed.dtype} {list(expected)}"
             )
     held = {"packed": packed, "scale": scale.reshaped((rows, groups)), "zero": zero}
-    group = columns // groups
     format = Packed((rows, columns), bits, group, stored_order(order, columns, group), zero is not None, loose)
     return QuantisedWeight(format, {role: each for role, each in held.items() if each is not None})

@@ -14,6 +14,7 @@ whole weight and by every rank's cut.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -73,9 +74,11 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
     if reasons := [each for each in kinds if isinstance(each, str)]:
         several = any(isinstance(each, Coding) for each in kinds)
         return "it is one product with weights in another format" if several else reasons[0]
-    coding = joint_coding(each for each in kinds if isinstance(each, Coding))
+    codings = [each for each in kinds if isinstance(each, Coding)]
+    coding = joint_coding(codings)
     if coding is None:
-        return "it is one product with weights in another format"
+        alike = joint_coding(replace(each, order=None) for each in codings) is not None
+        return f"it is one product with weights in another {'order' if alike else 'format'}"
     if layer.stored_transposed:
         return "it is stored transposed"
     starts = _starts(layer, ctx) if layer.dim == 1 else ()

@@ -66,7 +66,7 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
         if not registered.is_meta:
             fill(registered, source)
 
-    def store_as(self, form: Form) -> None:
+    def store_as(self, form: Form, rounds: bool = True) -> None:
         raise ArgumentError(f"the layer's weight is {self.tied_to}: expected an untied weight, for {form.name}")
 
 

@@ -38,7 +38,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "fp4": [(24, 2880)],
     "awq": [(16, 231 * 32)],  # Qwen2-72B: 231 groups
     "gptq": [(16, 704)],
-    "int": [(20, 896), (12, 1408)],
+    "int": [(20, 896), (12, 1408), (12, 480)],  # the last ends inside a group of 64 or 128
 }
 
 
@@ -300,6 +300,36 @@ def test_experts_that_are_stored_as_one_have_blocks_for_gates_and_for_ups(tmp_pa
     local = torch.empty(3, 80, 160)
     held.sources[name].copy_to(local, (slice(None), slice(250, 330)))
     assert torch.allclose(local.double(), exact[:, 250:330], rtol=2e-7, atol=0)
+
+
+@alone
+def test_a_module_has_the_group_that_compressed_tensors_takes(tmp_path: Path) -> None:
+    """A name comes before patterns, these in alphabetical order, and classes last."""
+    config = written_formats.compressed("mixed-precision", {})
+    four, eight = (
+        {"format": "pack-quantized", "weights": written_formats._int(4, 32)},
+        {"format": "float-quantized", "weights": written_formats._float(8, "group", group_size=32)},
+    )
+    config["config_groups"] = {
+        "a": {"targets": ["Linear"], **eight},
+        "b": {"targets": ["re:.*_proj"], **eight},
+        "c": {"targets": [r"re:.*\.down_proj", "model.layers.0.mlp.up_proj"], **four},
+    }
+    weight, tensors, exact = torch.randn(64, 96), {}, {}
+    for name, write in (
+        ("mlp.up_proj", lambda w: written_formats.packed(w, 4, 32)),
+        ("mlp.down_proj", lambda w: written_formats.packed(w, 4, 32)),
+        ("mlp.gate_proj", lambda w: written_formats.fp8(w, (1, 32), torch.bfloat16, ".weight_scale")),
+        ("mixer.linear", lambda w: written_formats.fp8(w, (1, 32), torch.float32, ".weight_scale")),
+    ):
+        parts, exact[f"model.layers.0.{name}.weight"] = write(weight)
+        tensors |= {f"model.layers.0.{name}{end}": part for end, part in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    held = contents(SCHEMES["compressed-tensors"](config), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    for name, numbers in exact.items():
+        source: Any = held.sources[name]
+        assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
 
 
 # --- faults that a test must notice -----------------------------------------------------------------------------------

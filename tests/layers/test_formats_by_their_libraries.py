@@ -18,6 +18,7 @@ import torch
 
 from tests.harness import UNDER_TORCHRUN
 from tests.layers import written_formats
+from tests.layers.test_quantised_models import written
 from tests.layers.written_formats import FORMATS
 
 pytest.importorskip("transformers")
@@ -74,6 +75,30 @@ def test_blocks_of_gpt_oss_are_what_transformers_dequantises(tmp_path: Path) -> 
     local = torch.empty(2, 96, 100)
     held.sources[name].copy_to(local, (slice(None), slice(None), slice(30, 130)))
     assert torch.equal(local, theirs[:, :, 30:130])
+
+
+WHOLE = ["fp8_block", "fp8_block_bf16", "fp8_tensor_static", *[name for name in FORMATS if name.startswith("ct_")]]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_model_is_what_its_library_dequantises(tmp_path: Path, name: str) -> None:
+    """The tests compare split models with `quantised-exact`: its weights are those that transformers loads."""
+    import transformers
+
+    if name.startswith("ct_"):
+        pytest.importorskip("compressed_tensors")
+        dequantized: Any = transformers.CompressedTensorsConfig(run_compressed=False)
+    else:
+        dequantized = transformers.FineGrainedFP8Config(dequantize=True)
+    folder, exact = written(tmp_path, name, "groups128")
+    options = dict(dtype=torch.float32, device_map="cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantized, **options)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(exact, **options).state_dict()
+    numbers = theirs.state_dict()
+    assert any(key.endswith("down_proj.weight") for key in expected)
+    for key, each in expected.items():  # compressed-tensors multiplies in the dtype of its scales
+        room = 2**-7 if name.startswith("ct_") else 0
+        assert torch.allclose(numbers[key].float(), each, rtol=room, atol=0), key
 
 
 # --- compressed-tensors -----------------------------------------------------------------------------------------------

@@ -157,3 +157,27 @@ def test_an_index_out_of_range_is_refused(tmp_path: Path, world_size: int) -> No
     once(lambda: misnumbered(folder))
     for text in run_ranks(world_size, refused_body, str(folder)):
         assert "up_proj.weight has g_idx from 0 to 99: expected groups from 0 to 4" in text
+
+
+def reordered(folder: Path) -> None:
+    """Give one of three weights that are multiplied together another order; its numbers are then others."""
+    tensors = {key: each.clone() for key, each in load_file(folder / "model.safetensors").items()}
+    tensors["model.layers.0.self_attn.k_proj.g_idx"] = tensors["model.layers.0.self_attn.k_proj.g_idx"].flip(0)
+    save_file({key: each.contiguous() for key, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def both_body(ctx, folder: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+    made = [layers.from_pretrained(folder, ctx, dtype=torch.float32, weights=kind, verify=True)
+            for kind in (None, "widened")]  # fmt: skip
+    kept, widened = (models.logits(model, ctx.device).cpu() for model in made)
+    return kept, widened, made[0].parallel_report.widened
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_merged_product_of_several_orders_is_widened_and_named(tmp_path: Path, world_size: int) -> None:
+    folder, _ = written(tmp_path, "gptq_ordered_128", "groups128")
+    once(lambda: reordered(folder))
+    for kept, widened, line in run_ranks(world_size, both_body, str(folder)):
+        assert line.startswith("4 weights kept as stored, in ")
+        assert "it is one product with weights in another order" in line
+        assert torch.allclose(kept, widened, rtol=1e-3, atol=1e-4)

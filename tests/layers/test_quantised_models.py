@@ -147,6 +147,33 @@ def test_a_split_model_is_the_dequantised_one(tmp_path: Path, format: str, name:
             assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
 
 
+def many_ranks_body(ctx, folder: str) -> tuple[torch.Tensor, int]:
+    model = layers.from_pretrained(folder, ctx, dtype=torch.float32, verify=True)
+    assert all(row.error <= 1 for row in model.parallel_report.verified)
+    return models.logits(model, ctx.device).cpu(), model.parallel_report.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs eight ranks")
+@pytest.mark.parametrize("world_size", [5, 8])
+@pytest.mark.parametrize("format", ["fp8_block", "ct_nvfp4", "awq", "gptq_ordered_128"])
+@pytest.mark.parametrize("name", ["groups128", "experts192"])
+def test_more_ranks_than_groups_have_the_same_logits(tmp_path: Path, format: str, name: str, world_size: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, exact = written(tmp_path, format, name)
+    whole = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32, experts_implementation="eager").eval()
+    single = models.logits(whole)
+    double = models.logits(whole.double())
+    own = (single - double).abs().max()
+    results = run_ranks(world_size, many_ranks_body, str(folder))
+    for logits, _ in results:
+        assert (logits - double).abs().max() <= 4 * own
+    if name == "experts192":
+        sizes = [size for _, size in results]
+        assert max(sizes) * len(sizes) <= 1.07 * sum(sizes), sizes
+
+
 def both_body(ctx, folder: str, exact: str) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(ctx.device)
     with torch.no_grad():

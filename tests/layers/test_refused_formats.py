@@ -83,6 +83,16 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "says that weights are quantised .fp8., and no stored weight is",
     ),
     "group": ("gptq", changed(group_size=64), r"expected .3, 352. and .3, 44., for 4 bits in groups of 64"),
+    "group of integers": (
+        "ct_int4_32",
+        changed(**written_formats.compressed("pack-quantized", written_formats._int(4, 80))),
+        r"up_proj.weight .352, 160. has scales of shape .352, 5.: expected .352, 2., for groups of 80",
+    ),
+    "size of groups": (
+        "ct_int4_32",
+        changed(**written_formats.compressed("pack-quantized", written_formats._int(4, 32) | {"group_size": "32"})),
+        "group_size is '32': expected -1 or a positive integer",
+    ),
     "gemv": ("awq", changed(version="gemv"), "version is 'gemv': expected 'gemm'"),
     "status": ("ct_int4_32", changed(quantization_status="calibration"), "quantization_status is 'calibration'"),
     "rotation": ("ct_int4_32", changed(transform_config={"config_groups": {"a": 1}}), "transform_config rotates"),

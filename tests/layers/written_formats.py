@@ -256,7 +256,11 @@ FORMATS: dict[str, Format] = {
     ),
     "ct_fp8_tensor": Format(
         lambda w: _with(fp8_tensor(w, ".weight_scale", (1,)), ".input_scale", torch.tensor([0.5])),
-        compressed("float-quantized", _float(8, "tensor"), input_activations=_DYNAMIC | {"dynamic": False}),
+        compressed(
+            "float-quantized",
+            _float(8, "tensor"),
+            input_activations=_DYNAMIC | {"dynamic": False, "strategy": "tensor"},
+        ),
     ),
     "ct_fp8_block": Format(
         lambda w: fp8(w, (128, 128), torch.bfloat16, ".weight_scale"),
