@@ -112,7 +112,7 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
 
 def facts_of(model: Any, options: Any) -> dict[str, Any]:
     """Return what must be the same on all hosts: the `options` of a split, and the model but for its layers' number."""
-    held = getattr(model, "config", None)
+    held: Any = getattr(model, "config", None)
     known = held.to_dict() if hasattr(held, "to_dict") else {}
     simple = {key: each for key, each in known.items() if isinstance(each, (bool, int, float, str, dict, type(None)))}
     for key in _OWN:
