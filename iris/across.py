@@ -92,7 +92,8 @@ class Across:
         """
         self.check()
         self._count += 1
-        own, watch = self._entry(what, value), gloo_watch(self.group, self._limit_s)
+        own = self._entry(what, value)
+        watch = gloo_watch(self.group, 2 * self._limit_s)  # a member that is late has not ended
         try:
             entries = gather(
                 self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s, broken=watch
