@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import agreement, aliases, platform, registry
-from .across import join
 from .barrier import DeviceBarrier
 from .creation import agree, refusal, requested
 from .device import bounds, waits
@@ -30,6 +29,7 @@ from .errors import (
 )
 from .group import Ranks
 from .heap import GRANULE, Heap
+from .joining import join
 from .launch.streams import SideStream
 from .log import rank_logger
 from .memory.allocators import map_segment

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import errors
-from iris.across import Across, connect
+from iris.across import Across
 from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
+from iris.joining import connect
 import torch.distributed as dist
 
 from ..together import digest, one_line, safe_repr
