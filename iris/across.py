@@ -21,7 +21,7 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from .group import store_of
 from .pending import Pending
 from .rendezvous import Absent, gather, gloo_watch
 from .same_host import identity
-
-if TYPE_CHECKING:
-    pass
 
 _NOTE_S = 1.0  # for the store to answer
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
