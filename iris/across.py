@@ -33,7 +33,7 @@ from .pending import Pending
 from .rendezvous import Absent, gather, gloo_watch
 from .same_host import identity
 
-_NOTE_S = 1.0  # for the store to answer
+_NOTE_S = 1.5  # for the store to answer
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
@@ -266,7 +266,7 @@ class Across:
                 awaited = self._awaited(peer)
             verdicts.append(self._note(self.rank if own else awaited, own or reason))
 
-        _within(_NOTE_S, agree)
+        _within(_NOTE_S + _CHAIN_S, agree)
         if own:
             return self.rank, own
         if verdicts:
