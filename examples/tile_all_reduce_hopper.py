@@ -12,11 +12,10 @@ from iris import platform
 from iris.device import arch
 from iris.machines import machine_of
 from iris_ops.kernels.arguments import Pipeline, Tile, TileEpilogue
+from iris_ops.kernels.hopper.loading import NOWHERE, Work
 from iris_ops.kernels.hopper.mma import MMA_WARPS, Mma
 from iris_ops.kernels.hopper.operands import described, layouts
 from iris_ops.kernels.hopper.pipeline import (
-    NOWHERE,
-    Work,
     allocate,
     await_tile,
     multiply_tiles,

@@ -43,7 +43,10 @@ class DeviceBarrier:
         table, before, again = self._known.get(members, (None, digest, None))
         if table is None:
             if platform.is_capturing(self._device):
-                raise CaptureError("call device_barrier() for this group once before capturing it")
+                raise CaptureError(
+                    "device_barrier() is called for this group for the first time while a CUDA graph is captured; "
+                    "expected an earlier call: call it once before capturing it"
+                )
             table = torch.tensor(members, dtype=torch.int32, device=self._device)
         if again is None or digest != before or not again():
             sent, arrived, _ = self.counts

@@ -119,7 +119,9 @@ class Connections:
         try:
             path = str(entry["path"])
             if Path(path).parent.stat().st_mode & 0o077:
-                raise PlatformError(f"the folder of rank {rank}'s socket {path} is open to other users")
+                raise PlatformError(
+                    f"the folder of rank {rank}'s socket {path} is open to other users; expected mode 0700"
+                )
             peer.settimeout(max(0.001, deadline - time.monotonic()))
             while True:
                 try:

@@ -80,12 +80,12 @@ def iris(
 
 
 class Iris(PeerMethods):
-    """One rank's handle on the symmetric heap. Use it as a context manager, or call `close()`.
+    """Hold one rank's end of the symmetric heap. Use it as a context manager, or call `close()`.
 
-    Attributes: `cur_rank`, `num_ranks`; `comm`, which connects their processes; `device` and its index, `gpu_id`;
-    `heap_size` in bytes; `heap_bases` as `get_heap_bases()` gives them; `group_name`, by which compiled
-    graphs find the context; `invariant`, the guarantee for a row's bits; `across`, this rank's counterparts on other
-    hosts, and `across_rate`, how fast data travels to them, or None.
+    Make it with `iris.iris`, which documents the parameters. Attributes: `cur_rank`, `num_ranks`; `comm`, which
+    connects their processes; `device` and its index, `gpu_id`; `heap_size` in bytes; `heap_bases` as `get_heap_bases()`
+    gives them; `group_name`, by which compiled graphs find the context; `invariant`, the guarantee for a row's bits;
+    `across`, this rank's counterparts on other hosts, and `across_rate`, how fast data travels to them, or None.
     """
 
     def __init__(
@@ -195,10 +195,17 @@ class Iris(PeerMethods):
 
     @aliases.keywords(source_rank="src")
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Return rank `src`'s `value` on every rank: tensors, arrays, numbers, lists, any picklable object; type kept.
+        """Return rank `src`'s `value` on every rank. Collective.
 
-        A tensor arrives on the device where `src` has it (the rank's own, for a GPU). The other ranks' `value` is
-        ignored. Raises `ArgumentError` for a `src` outside the ranks or a value that cannot be pickled.
+        Args:
+            value: tensors, arrays, numbers, lists, any object that can be pickled; ignored on other ranks.
+            src: the rank that has the value.
+
+        Returns:
+            The value, with its type. A tensor arrives on the device where `src` has it (the rank's own, for a GPU).
+
+        Raises:
+            ArgumentError: for a `src` outside the ranks or a value that cannot be pickled.
         """
         self.check()
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < self.num_ranks:
@@ -211,9 +218,14 @@ class Iris(PeerMethods):
     def memory_pool(self) -> Iterator[None]:
         """Make torch allocate device memory on the heap inside `with ctx.memory_pool():`. Collective.
 
-        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`). Raises
-        `HeapExhausted` when the heap is full, and `NotSymmetricError` at the end of a block whose tensors lie elsewhere
-        on other ranks.
+        Every rank makes the same allocations in it, from one thread (`iris/memory/pool.py`).
+
+        Returns:
+            A context manager.
+
+        Raises:
+            HeapExhausted: when the heap is full.
+            NotSymmetricError: at the end of a block whose tensors lie elsewhere on other ranks.
         """
         self.check()
         if platform.is_capturing(self.device):
@@ -314,24 +326,40 @@ class Iris(PeerMethods):
 
     def __reduce__(self) -> Any:
         raise ArgumentError(
-            "a context, or a model split over one, cannot be pickled; expected what another process can use: a"
-            " split model's state_dict(), which is this rank's, or its save_pretrained(folder)"
+            "a context, or a model split over one, cannot be pickled; expected data that another process can use: this"
+            " rank's state_dict() of a split model, or a folder that its save_pretrained(folder) wrote"
         )
 
     def debug(self, message: str) -> None:
-        """Print `[Iris] [rank/world] message` to stderr if the level is DEBUG (`iris.set_logger_level`)."""
+        """Log `message` with this rank at level DEBUG. `iris.set_logger_level` sets the lowest level that is shown.
+
+        Args:
+            message: the text of the line.
+        """
         self.log.debug(message)
 
     def info(self, message: str) -> None:
-        """Print a line if the level is INFO, the default, or DEBUG."""
+        """Log `message` with this rank at level INFO, the default level.
+
+        Args:
+            message: the text of the line.
+        """
         self.log.info(message)
 
     def warning(self, message: str) -> None:
-        """Print such a line unless the level is ERROR."""
+        """Log `message` with this rank at level WARNING.
+
+        Args:
+            message: the text of the line.
+        """
         self.log.warning(message)
 
     def error(self, message: str) -> None:
-        """Print such a line at every level. It raises nothing."""
+        """Log `message` with this rank at level ERROR. It raises nothing.
+
+        Args:
+            message: the text of the line.
+        """
         self.log.error(message)
 
     def _device_name(self) -> str | None:

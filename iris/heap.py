@@ -143,9 +143,9 @@ class Heap:
         offset = end.take(taken, alignment)
         if offset is None:
             raise HeapExhausted(
-                f"{what} needs {taken} bytes in one piece; {end.free} of the heap's {self.size} are free, "
-                f"{end.longest} of them together. Make the heap larger (iris.iris(heap_size=...)), drop "
-                f"tensors on all ranks, or allocate once and reuse with out=."
+                f"{what} needs {taken} bytes in one piece; expected at most {end.longest}, the largest free piece "
+                f"({end.free} of the heap's {self.size} bytes are free). Make the heap larger "
+                f"(iris.iris(heap_size=...)), drop tensors on all ranks, or allocate once and reuse with out=."
             )
         begin = self.size - offset - taken if library else offset
         try:
@@ -196,9 +196,9 @@ class Heap:
             fills = block and rounded(max(block.filled, 1), GRANULE) == rounded(max(span(tensor), 1), GRANULE)
             if not (fills or self._segment.imported(offset)) or offset in offsets[:number]:
                 raise ArgumentError(
-                    f"no allocation of this heap lies where the tensor {tuple(tensor.shape)} of {tensor.dtype} does; "
-                    f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. What "
-                    f"memory_pool() gave returns when it dies."
+                    f"free: the tensor {tuple(tensor.shape)} of {tensor.dtype} is no allocation of this heap; "
+                    f"expected a tensor as ctx.empty(...) or ctx.as_symmetric(...) returned it, not freed before. "
+                    f"Tensors from memory_pool() are freed when Python drops them."
                 )
         for offset in offsets:
             if self._segment.imported(offset):

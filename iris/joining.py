@@ -48,8 +48,8 @@ def join(across: Members, ranks: Ranks, ctx: Rank) -> tuple[Across, Rate] | None
     lines = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
     if len(set(lines)) > 1 or not lines[0][2]:
         raise ArgumentError(
-            f"across joins rank {ranks.rank} of {ranks.size} with {places} (rank, ranks): expected ranks of the same "
-            f"number, of contexts of the same size, one on each host, as mesh['hosts'] with group=mesh['tp'] has them"
+            f"across connects rank {ranks.rank} of {ranks.size} with {places} (rank, number of ranks): expected the "
+            f"same rank and the same number of ranks on each host, as mesh['hosts'] with group=mesh['tp'] gives them"
         )
     own = line.measure(ctx.device)
     rates = ranks.all_gather((own.gbs, own.hop_us))

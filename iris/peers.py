@@ -20,14 +20,21 @@ from .tensors import TensorMethods, described
 
 
 class PeerMethods(TensorMethods):
-    """The methods of `Iris` that reach the heaps of other ranks."""
+    """Reach the heaps of other ranks from the host. `Iris` inherits these methods."""
 
     def peer_view(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a view of `rank`'s counterpart of `tensor`: the memory at the same offset of that rank's heap.
 
         Copy from it or into it; the caller orders these copies with that rank's work (`device_barrier`). Do not use it
-        after the context is closed. Raises `NotSymmetricError` for a tensor that is not on the heap, and
-        `ArgumentError` for a number that is no rank.
+        after the context is closed.
+
+        Args:
+            tensor: a tensor on this rank's heap.
+            rank: the rank whose memory the view shows.
+
+        Raises:
+            NotSymmetricError: for a tensor that is not on the heap.
+            ArgumentError: for a number that is no rank.
         """
         self.check()
         self._check_symmetric("tensor", tensor)
@@ -39,11 +46,22 @@ class PeerMethods(TensorMethods):
         return view
 
     def as_remote(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return `peer_view(tensor, rank)`; the name that ROCm/iris has."""
+        """Return `peer_view(tensor, rank)`; the name that ROCm/iris has.
+
+        Args:
+            tensor: as in `peer_view`.
+            rank: as in `peer_view`.
+        """
         return self.peer_view(tensor, rank)
 
     def translate(self, ptr: int, from_rank: int, to_rank: int) -> int:
-        """Return this process's address of the memory at `to_rank` that corresponds to `ptr` at `from_rank`."""
+        """Return this process's address of the memory at `to_rank` that corresponds to `ptr` at `from_rank`.
+
+        Args:
+            ptr: an address in the heap of `from_rank`, as this process sees it.
+            from_rank: the rank of `ptr`.
+            to_rank: the rank of the result.
+        """
         self.check()
         self._check_rank("from_rank", from_rank)
         self._check_rank("to_rank", to_rank)
@@ -53,6 +71,10 @@ class PeerMethods(TensorMethods):
         """Return `empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
 
         Functions of kernels also accept these addresses as `heap_bases`, because they have the same differences.
+
+        Args:
+            dtype: as in `empty`.
+            *size: the shape.
         """
         tensor = self.empty(*size, dtype=dtype)
         addresses = self.heap_bases.new_zeros(HEADER.value + self.num_ranks, dtype=torch.int64)[HEADER.value :]
@@ -68,16 +90,22 @@ class PeerMethods(TensorMethods):
         """Copy `src_tensor` into `dst_tensor` of rank `dst_rank`, in the order of the current stream.
 
         Args:
+            src_tensor: a tensor on this rank's device.
+            dst_rank: the rank that receives.
             dst_tensor: this rank's tensor on the heap whose counterpart at `dst_rank` is written. It has as many
                 elements and the same dtype. Default: `src_tensor`.
-            wait_flag: int32 of this rank on the heap. The copy waits until it has reached `wait_value`; `dst_rank`
-                adds to it.
+            wait_flag: int32 of this rank on the heap. The copy waits until it has reached `wait_value`; `dst_rank` adds
+                to it.
+            wait_value: an integer of 32 bits.
             signal_flag: int32 on the heap to which `signal_value` is added at `dst_rank` after the copy.
+            signal_value: an integer of 32 bits.
             async_op: the host does not wait; `quiet` does.
             channel: no effect, nor has `use_copy_engine`; for code written for ROCm/iris.
+            use_copy_engine: no effect; for code written for ROCm/iris.
 
-        Raises `ArgumentError`, `ShapeError`, `DtypeError` or `NotSymmetricError` for bad arguments. A later call
-        raises `PeerLostError` if the flag does not reach the value in time.
+        Raises:
+            ArgumentError, ShapeError, DtypeError, NotSymmetricError: for bad arguments.
+            PeerLostError: in a later call, if the flag does not reach the value in time.
         """
         self.check()
         target = src_tensor if dst_tensor is None else dst_tensor
@@ -116,7 +144,15 @@ class PeerMethods(TensorMethods):
             self.quiet()
 
     def quiet(self, dst_rank: int | None = None, channel: int = 0) -> None:
-        """Wait until all copies of `put` with `async_op` have arrived, at every rank; `dst_rank` has no effect."""
+        """Wait until all copies of `put` with `async_op` have arrived, at every rank.
+
+        Args:
+            dst_rank: no effect.
+            channel: no effect.
+
+        Raises:
+            PeerLostError: if a rank was lost.
+        """
         self.check()
         if dst_rank is not None:
             self._check_rank("dst_rank", dst_rank)

@@ -31,6 +31,7 @@ from .errors import (
     PeerLostError,
     ThreadError,
 )
+from .heap import span
 from .invariance import Promising
 from .launch import relaunch
 
@@ -131,6 +132,12 @@ class Rank(Promising):
     def hands_out(self, offset: int) -> bool:
         """Return whether this offset of the heap is in the library's part, where offsets may differ by rank."""
         return self._handed_out <= offset < self.heap.size  # imported memory follows
+
+    def place_of(self, tensor: torch.Tensor) -> str:
+        """Return where `tensor` lies, in the words by which ranks compare it: its offset in the users' part, if any."""
+        begin, heap = tensor.data_ptr(), self.heap
+        inside = heap.holds(begin, begin + span(tensor)) and not self.hands_out(begin - heap.base)
+        return f"at {begin - heap.base} of the heap" if inside else "outside the heap"
 
     # --- ranks that wait for each other ------------------------------------------------------------------------------
 
@@ -309,7 +316,11 @@ class Rank(Promising):
         raise PeerLostError(failures.lost_message(kind, waiter, rank, peer, expected, seen))
 
     def leave_for(self, error: PeerLostError) -> None:
-        """End this rank's calls: later ones raise `error` again, and ranks that wait for this one raise an error."""
+        """End this rank's calls: later ones raise `error` again, and ranks that wait for this one raise an error.
+
+        Args:
+            error: the error that later calls of this rank raise.
+        """
         if self._closed or self._record_view[0]:
             return
         self._announce_departure(error)

@@ -48,21 +48,52 @@ class TensorMethods(Rank):
     """
 
     def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Return a tensor of zeros, as `torch.zeros` does."""
+        """Return a tensor of zeros on the heap, as `torch.zeros` does. Collective.
+
+        Args:
+            *size: the shape, as separate integers or as one tuple.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.zeros, _sizes(size, options), options)
 
     def ones(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Return a tensor of ones, as `torch.ones` does."""
+        """Return a tensor of ones on the heap, as `torch.ones` does. Collective.
+
+        Args:
+            *size: the shape, as separate integers or as one tuple.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.ones, _sizes(size, options), options)
 
     def empty(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Return an uninitialized tensor, as `torch.empty` does."""
+        """Return an uninitialized tensor on the heap, as `torch.empty` does. Collective.
+
+        Args:
+            *size: the shape, as separate integers or as one tuple.
+            **options: torch's keywords: `dtype`, `out`, `layout`, `device`, `requires_grad` and, where torch has them,
+                `generator` and `memory_format`.
+
+        Raises:
+            ArgumentError: or a subclass, for bad arguments.
+            HeapExhausted: if the heap is full; then nothing is allocated.
+            CaptureError: while a CUDA graph is captured.
+        """
         return self._construct(torch.empty, _sizes(size, options), options, fill=lambda tensor: None)
 
     def empty_ragged(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized tensor whose sizes may differ between ranks. Collective.
 
         Every rank allocates as many bytes as the largest tensor has, so later allocations have equal offsets.
+
+        Args:
+            dtype: the dtype, the same on all ranks; by default torch's.
+            *size: this rank's shape.
 
         Raises:
             CaptureError: while a CUDA graph is captured.
@@ -89,35 +120,95 @@ class TensorMethods(Rank):
         return self._room(tuple(plan.shape), plan.dtype, max(nbytes for _, nbytes, _ in replies))
 
     def full(self, *size_and_value: Any, **options: Any) -> torch.Tensor:
-        """Return a tensor filled with one value, as `torch.full(size, fill_value)` does."""
+        """Return a tensor on the heap filled with one value, as `torch.full(size, fill_value)` does. Collective.
+
+        Args:
+            *size_and_value: the shape, then the value.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.full, tuple(map(_flat, size_and_value)), options)
 
     def zeros_like(self, *like: Any, **options: Any) -> torch.Tensor:
-        """Return zeros with the sizes and dtype of any tensor, as `torch.zeros_like` does."""
+        """Return zeros on the heap with the sizes and dtype of any tensor, as `torch.zeros_like` does. Collective.
+
+        Args:
+            *like: the tensor.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.zeros_like, like, options, fill=torch.Tensor.zero_)
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Return uniform random numbers from [0, 1), as `torch.rand` does. Ranks with equal seeds get equal numbers."""
+        """Return uniform random numbers from [0, 1) on the heap, as `torch.rand` does. Ranks with equal seeds get equal
+        numbers. Collective.
+
+        Args:
+            *size: the shape, as separate integers or as one tuple.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.rand, _sizes(size, options), options)
 
     def randn(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Return normal random numbers, as `torch.randn` does. Ranks with equal seeds get equal numbers."""
+        """Return normal random numbers on the heap, as `torch.randn` does. Ranks with equal seeds get equal numbers.
+        Collective.
+
+        Args:
+            *size: the shape, as separate integers or as one tuple.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.randn, _sizes(size, options), options)
 
     def randint(self, *bounds_and_size: Any, **options: Any) -> torch.Tensor:
-        """Return random integers, as `torch.randint([low,] high, size)` does."""
+        """Return random integers on the heap, as `torch.randint([low,] high, size)` does. Collective.
+
+        Args:
+            *bounds_and_size: the lower bound (0 if absent), the upper bound, which is excluded, and the shape.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.randint, tuple(map(_flat, bounds_and_size)), options)
 
     def arange(self, *bounds: Any, **options: Any) -> torch.Tensor:
-        """Return evenly spaced numbers, as `torch.arange([start,] end[, step])` does."""
+        """Return evenly spaced numbers on the heap, as `torch.arange([start,] end[, step])` does. Collective.
+
+        Args:
+            *bounds: the start (0 if absent), the end, which is excluded, and the step (1 if absent).
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, HeapExhausted, CaptureError: as `empty`.
+        """
         return self._construct(torch.arange, bounds, options)
 
     def linspace(
         self, start: Any, end: Any, steps: Any = None, out: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return `steps` numbers from `start` to `end`, as `torch.linspace` does. `steps` may be a size of one
-        dimension.
+        """Return `steps` numbers from `start` to `end` on the heap, as `torch.linspace` does. Collective.
+
+        Args:
+            start: the first number.
+            end: the last number.
+            steps: how many numbers, an integer or a size of one dimension.
+            out: a tensor on the heap that receives the numbers.
+            dtype: the dtype; by default torch's.
+            **options: as in `empty`.
+
+        Raises:
+            ArgumentError, DtypeError, HeapExhausted: as `empty`.
         """
         if steps is None:
             raise ArgumentError(f"linspace({start!r}, {end!r}): steps is missing; expected the number of elements")
@@ -127,7 +218,17 @@ class TensorMethods(Rank):
     def uniform(
         self, size: Any, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Return uniform random numbers from `low` to `high`, of a floating-point `dtype`."""
+        """Return uniform random numbers from `low` to `high` on the heap. Collective.
+
+        Args:
+            size: the shape.
+            low: the lower bound, included.
+            high: the upper bound, excluded.
+            dtype: a floating-point dtype.
+
+        Raises:
+            ArgumentError, DtypeError, HeapExhausted: as `empty`.
+        """
         sound = all(isinstance(bound, (int, float)) for bound in (low, high)) and low <= high
         if not sound or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ArgumentError(
@@ -144,6 +245,9 @@ class TensorMethods(Rank):
         copy: on GPUs memory of the driver's virtual-memory calls (torch's expandable segments), on CPUs shared memory
         (`tensor.share_memory_()`). The result keeps the memory alive until `free` on every rank and `trim`.
 
+        Args:
+            tensor: of the same sizes, strides and dtype on all ranks.
+
         Raises:
             NotSymmetricError: if the memory cannot be imported; the message names the remedy.
         """
@@ -155,6 +259,9 @@ class TensorMethods(Rank):
         """Return the memory of tensors to the heap. Every rank makes the same calls.
 
         No rank may use the tensors any more. If peers read or wrote them, call `barrier()` first.
+
+        Args:
+            *tensors: tensors as this context returned them, the same ones on every rank.
 
         Raises:
             ArgumentError: for a tensor that this context did not return, or that was freed before; then none is freed.
@@ -171,6 +278,9 @@ class TensorMethods(Rank):
         """Return whether all of the tensor's storage lies on this heap, at the same offset on every rank.
 
         Outputs of layers lie on the heap at different offsets, so for them the answer is False.
+
+        Args:
+            tensor: any tensor.
         """
         self.check()
         _check_tensor(tensor)

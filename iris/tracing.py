@@ -105,7 +105,11 @@ class Offset:
 
 
 class Tracing:
-    """Record events of kernels on this rank's device. All methods are collective."""
+    """Record events of kernels on this rank's device. All methods are collective.
+
+    Args:
+        ctx: the context.
+    """
 
     def __init__(self, ctx: Rank) -> None:
         self._ctx = ctx
@@ -115,11 +119,18 @@ class Tracing:
         self._began: list[Offset] = []
 
     def enable(self, max_events: int = 1 << 20) -> None:
-        """Begin to record, at most `max_events` (64 bytes each) on this rank; discard earlier events.
+        """Begin to record, and discard earlier events.
 
         Until `disable()`, fused kernels are launched as variants that record; a captured graph is unchanged. Calls with
         a separate product record nothing: those of "sequential", on CPUs all-reduces with an fp8 B, and those of
         "copy_gather" with torch's product. `ctx.ccl` records nothing either.
+
+        Args:
+            max_events: the size of this rank's buffer, in events of 64 bytes.
+
+        Raises:
+            ArgumentError: for a number that is not positive.
+            CaptureError: while a CUDA graph is captured.
         """
         self._check()
         sound = isinstance(max_events, int) and not isinstance(max_events, bool) and 0 < max_events <= MOST_EVENTS
@@ -171,20 +182,36 @@ class Tracing:
         return max(0, self._count() - self._capacity)
 
     def events(self) -> np.ndarray:
-        """Return this rank's events, `EVENT` records in no particular order. Waits for the device."""
+        """Return this rank's events in no particular order. Waits for the device.
+
+        Returns:
+            A numpy array of `EVENT` records: begin and end in ticks of this rank's clock (end 0 for a span that was not
+                ended), kind, multiprocessor, program, peer, address, tile, payload in bytes and first warp.
+        """
         count = min(self._count(), self._capacity)
         first = HEADER_WORDS.value
         return self._recorded()[first : first + count * EVENT_WORDS.value].cpu().numpy().view(EVENT)
 
     def aligned(self) -> np.ndarray:
-        """Return this rank's `events()`, times in ns on rank 0's clock."""
+        """Return this rank's events with times on rank 0's clock.
+
+        Returns:
+            As `events`, with begin and end in nanoseconds.
+        """
         return self._aligned(self._measure_clocks())
 
     def export(self, path: str | Path, merge: bool = False) -> Path:
         """Write Chrome's trace format, for ui.perfetto.dev: a process is a rank, a thread a multiprocessor.
 
-        Each rank writes a file, such as `trace_rank0.json` for "trace.json"; with `merge` rank 0 writes one file for
-        all. Returns the file's path. Raises `ArgumentError` on all ranks if one cannot write.
+        Args:
+            path: the file. Each rank adds its number to the name: `trace_rank0.json` for "trace.json".
+            merge: whether rank 0 writes one file for all ranks instead, under the name itself.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            ArgumentError: on all ranks, if one cannot write.
         """
         clocks = self._measure_clocks()
         aligned, rank = self._aligned(clocks), self._ctx.cur_rank

@@ -36,11 +36,15 @@ def check_plain(call: str, name: str, t: torch.Tensor) -> None:
     if hidden == "batch":
         raise ArgumentError(f"{call}: {name} is batched by torch.func.vmap; expected the whole batch as one tensor")
     if hidden:
-        raise ArgumentError(f"{call}: {name} has a tangent, and this call has no forward-mode derivative")
+        raise ArgumentError(
+            f"{call}: {name} has a tangent; expected none, because this call has no forward-mode derivative"
+        )
 
 
 def check_undifferentiated(call: str, name: str, t: torch.Tensor) -> None:
     """Raise `ArgumentError` for a tensor through which autograd, or a transform of torch.func, differentiates."""
     check_plain(call, name, t)
     if t.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{call}: {name} requires grad, and there is no backward; call it under torch.no_grad()")
+        raise ArgumentError(
+            f"{call}: {name} requires grad; expected a call under torch.no_grad(), because there is no backward"
+        )

@@ -100,6 +100,17 @@ def program_threads(_semantic: Any = None) -> Any:
     return core.constexpr(options.num_warps * options.warp_size)
 
 
+@core.builtin
+def warp_specialize(partitions: Any, warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None) -> Any:
+    """Run each partition, (function, arguments), in its own warps, as Gluon's function does; skip those of no warps."""
+    counts = [core._unwrap_if_constexpr(count) for count in warps]
+    some = [i for i, count in enumerate(counts) if count]
+    chosen = [partitions[0]] + [partitions[1 + i] for i in some]
+    return _gl.warp_specialize(
+        chosen, [counts[i] for i in some], [registers[i] for i in some], _semantic=_semantic, _generator=_generator
+    )
+
+
 def word_descriptor(base: torch.Tensor, block: list[int], layout: Any) -> Any:
     """Return Gluon's descriptor of `base`, whose elements may have 64 bits: 3.9 refuses to make those on the host,
     though its compiler takes them.

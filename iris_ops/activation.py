@@ -11,7 +11,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True)
 class Activation:
-    """`f(gate) * (up + shift)`, or `f(x)` where experts have no gate; in fp32, rounded once.
+    """Describe the function of an expert: `f(gate) * (up + shift)`, or `f(x)` without a gate; in float32, rounded once.
 
         kind           f(x)
         "silu"         x * sigmoid(alpha * x), with alpha 1 the SwiGLU of Llama, Mixtral and Qwen
@@ -19,7 +19,14 @@ class Activation:
         "gelu_tanh"    the approximation by tanh
         "relu2"        max(x, 0) ** 2
 
-    `limit`: gate (or x) is at most this, up at least its negative and at most this; None: no bound.
+    Args:
+        kind: the name of f.
+        alpha: a factor inside the sigmoid of "silu".
+        limit: an upper bound of gate (or x); up is between its negative and itself. None: no bound.
+        shift: added to up.
+
+    Raises:
+        ArgumentError: for bad fields.
     """
 
     kind: str = "silu"

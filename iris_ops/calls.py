@@ -9,10 +9,12 @@ call whose whole key is known is its launches alone. What differs between ops of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from iris.errors import ArgumentError, IrisError
+from iris.errors import ArgumentError
 from iris.heap import span
 from iris.launch import relaunch
 from iris.launch.streams import check_async
@@ -45,11 +47,6 @@ class Call(NamedTuple):
     config: FusedConfig | None = None
     workspace: Workspace | None = None
     k_per_rank: Sequence[int] | None = None
-
-    @property
-    def by_name(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors in the order of a key's addresses."""
-        return self.tensors.by_name | dict(zip(EPILOGUE_NAMES, self.epilogue or (), strict=False))
 
 
 @dataclass(frozen=True)
@@ -96,50 +93,39 @@ class Calls:
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
         """Run a call that `relaunch` cannot repeat."""
-        ctx, calls, given, out = self.ctx, self.earlier, call.tensors, call.tensors.out
+        ctx, tensors, operation = self.ctx, call.tensors, BY_NAME[call.op]
         prepared, addresses = self._checked(call, key)
-        problem, operation = prepared.problem, BY_NAME[call.op]
+        problem, config, out = prepared.problem, prepared.config, tensors.out
         direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
         if ctx.agreement is not None and not operation.local:
-            ctx.compare(call.op, **self.facts(call, prepared, direct))
+            ctx.compare(call.op, **self.facts(call, prepared))
         workspace = self.room(call, prepared)
         if problem.empty:
             return workspace
         staged = None if direct else workspace.results(out.nbytes).view(out.dtype).view(out.shape)
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
-        make = named(operation.steps)
-        program = calls.prepared(key, lambda: make(ctx, problem, prepared.config, given.ready()), place)
-        came_before = key in calls.known and not call.async_op
-        repeatable = given.is_ready and all(step.repeatable for step in program)
+        program = self.earlier.prepared(key, lambda: named(operation.steps)(ctx, problem, config, tensors), place)
+        taken = tensors if staged is None else tensors._replace(out=staged)
 
-        def go() -> None:
-            again, launched = calls.moved(key, direct) if repeatable else None, None
-            if again is None or not again():
-                tensors = given.ready() if staged is None else given.ready()._replace(out=staged)
-                run = steps.Run(
-                    ctx, calls.kernels, workspace, tensors, out, staged, addresses, came_before, call.epilogue
-                )  # fmt: skip
-                launched = steps.run_all(program, run)
-                again = launched and launched.again
-            elif staged is not None:
-                out.copy_(staged)
-            if repeatable and (again or not call.async_op):  # which leaves alone what is known of the call
-                calls.keep(key, again and (again, staged, workspace), launched, direct)
+        def launch() -> relaunch.Launch | None:
+            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, out, staged, addresses, call.epilogue)
+            return steps.run_all(program, run)
 
+        go = partial(self.earlier.launch, key, workspace, out, staged, launch)
         if call.async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, *given)
+            workspace._done = ctx.side.run(go, *tensors)
         else:
             ctx.side.join()
             go()
             if ctx.agreement is not None and not operation.mixes:
-                warn_of_overflow(ctx, call.op, out, given.A, given.B)
+                warn_of_overflow(ctx, call.op, out, tensors.A, tensors.B)
         ctx.check()
         return workspace
 
     def _checked(self, call: Call, key: relaunch.Key | None) -> tuple[Prepared, tuple[int, ...]]:
         """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
         ctx, op, operation = self.ctx, call.op, BY_NAME[call.op]
-        try:
+        with nullcontext() if operation.local else ctx.reporting_refusals(op, None):
             check_async(op, call.async_op)
             prepared = self.earlier.prepared(key, lambda: self.prepare(call))
             self.check_workspace(op, call.workspace)
@@ -148,27 +134,21 @@ class Calls:
             check_places(op, prepared.names, addresses, prepared.spans, written)
             if ctx.agreement is not None and operation.values:
                 named(operation.values)(ctx, call, prepared.problem)
-        except IrisError as error:
-            if not operation.local:
-                ctx.report_refusal(op, None, error)
-            raise
         return prepared, addresses
 
-    def facts(self, call: Call, prepared: Prepared, direct: bool) -> dict[str, Any]:
-        """Return what ranks compare of a call with IRIS_DEBUG=1. `direct`: whether peers write `out` itself."""
-        heap, workspace, operation = self.ctx.heap, call.workspace, BY_NAME[call.op]
+    def facts(self, call: Call, prepared: Prepared) -> dict[str, Any]:
+        """Return what ranks compare of a call with IRIS_DEBUG=1."""
+        workspace, operation = call.workspace, BY_NAME[call.op]
         used = "the context's own"
         if workspace is not None and workspace is not self.workspace:
-            used = f"at {heap.offset(workspace.sync)} of the heap"
+            used = f"at {self.ctx.heap.offset(workspace.sync)} of the heap"
         facts = operation.facts(prepared.problem, prepared.config)
         facts |= {"async_op": call.async_op, "workspace": used}
         if operation.sums and not operation.mixes and call.config is None and call.k_per_rank is None:
             facts["K, for which no k_per_rank is given,"] = prepared.problem.K  # by which each rank has planned
         facts["bias"] = "none" if call.tensors.bias is None else "given"
         if prepared.writes_to_peers:
-            place = heap.offset(call.tensors.out) if direct else None
-            elsewhere = place is None or self.ctx.hands_out(place)
-            facts["out"] = "outside the heap" if elsewhere else f"at {place} of the heap"
+            facts["out"] = self.ctx.place_of(call.tensors.out)
         return facts
 
     def prepare(self, call: Call) -> Prepared:
@@ -178,19 +158,17 @@ class Calls:
         if config is not None:
             check_config(call.op, problem, config, machine)
         chosen = config or self.plan(problem.by_mean(call.k_per_rank))
-        way, tensors = way_for(problem, chosen), call.by_name
+        way = way_for(problem, chosen)
+        tensors = call.tensors.by_name | dict(zip(EPILOGUE_NAMES, call.epilogue or (), strict=False))
         sizes = workspace_size(problem, chosen, machine.num_programs, way)
         spans = tuple(map(span, tensors.values()))
         return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, tuple(tensors), spans)
 
     def room(self, call: Call, prepared: Prepared) -> Workspace:
-        """Return the call's workspace, with room for it. Known launches are forgotten where it grows."""
-        workspace, grown = call.workspace or self.own_workspace(), not prepared.problem.empty
-        try:
-            grown = grown and workspace.reserve(*prepared.sizes)
-        finally:  # where there was no room for all of it, some has grown all the same
-            if grown:
-                self.ctx.forget_launches()  # calls go to memory that graphs may use still, but they no longer
+        """Return the call's workspace, with room for it."""
+        workspace = call.workspace or self.own_workspace()
+        if not prepared.problem.empty:
+            workspace.reserve(*prepared.sizes)
         return workspace
 
     def own_workspace(self) -> Workspace:

@@ -64,14 +64,10 @@ def _check_scale(op: str, B: torch.Tensor, scale: torch.Tensor, device: torch.de
 
 
 def stored_formats(op: str, B: torch.Tensor) -> list[WeightFormat]:
-    """Return the formats that have elements of B's dtype; of experts [E, K, N] those that kernels of mixtures read.
-
-    Raises `DtypeError` if there are none.
-    """
-    possible = [each for each in weights.FORMATS if B.ndim < 3 or each.in_experts]
-    stored = [each for each in possible if each.dtype == B.dtype]
+    """Return the formats that have elements of B's dtype. Raises `DtypeError` if there are none."""
+    stored = [each for each in weights.FORMATS if each.dtype == B.dtype]
     if not stored:
-        kinds = weights.dtypes(possible)
+        kinds = weights.dtypes()
         raise DtypeError(f"{op}: B has dtype {B.dtype} and there is a scale; expected {kinds}, or no scale")
     return stored
 

@@ -14,7 +14,13 @@ ALGORITHMS = ("one_shot", "two_shot", "overlapped", *WITH_TORCH)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected times in microseconds, by the model of `overlap_model.py`."""
+    """Hold the expected times of a call, in microseconds, by the model of `overlap_model.py`.
+
+    Args:
+        gemm_us: the product alone.
+        link_us: the bytes over the link alone.
+        total_us: the call: both together, with the launch and the hops.
+    """
 
     gemm_us: float
     link_us: float
@@ -141,10 +147,16 @@ class FusedConfig:
             )
 
     def validate(self, world_size: int | None = None) -> None:
-        """Check the configuration, for `world_size` ranks if it is given; raise `ArgumentError` for what is wrong.
+        """Check the configuration.
 
         The constructor has checked the fields that have a use here. This also checks the ones that have none, such as
         `all_reduce_variant`, as ROCm/iris does.
+
+        Args:
+            world_size: the number of ranks, to check what depends on it; None skips that.
+
+        Raises:
+            ArgumentError: for a field or a combination of fields that no kernel supports.
         """
         self.__post_init__()
         if world_size is not None and (type(world_size) is not int or world_size < 1):
@@ -164,7 +176,11 @@ class FusedConfig:
 
     def depth(self, itemsize: int) -> int:
         """Return the elements of a block along K: `block_k`, or twice as many of one-byte operands, in the same
-        room."""
+        room.
+
+        Args:
+            itemsize: bytes of an element of A or B.
+        """
         return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property

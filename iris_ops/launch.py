@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import COPY_BACK, Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing
+from .steps import Kernel, Several, Step, all_columns, changed, copy_back, finishing, part_of_nothing, ready
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -65,7 +65,7 @@ def described(rank: Rank, call: Any) -> Problem:
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
     planned, epilogue = way_for(problem, config), problem.epilogue
-    before: list[Step] = []
+    before: list[Step] = [ready]
     fused = epilogue in planned.fuses(problem, config)
     after = () if fused or not epilogue.separate else (finishing(epilogue),)
     change = None
@@ -74,7 +74,7 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     elif problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
         change = part_of_nothing
     if change:
-        before, tensors = [changed(change)], change(tensors)
+        before, tensors = [ready, changed(change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
@@ -83,11 +83,11 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         before += more
         way, chosen = loading(rank, problem, config, tensors)
     if way.several_launches:
-        return *before, Several(way, problem, chosen), COPY_BACK, *after
+        return *before, Several(way, problem, chosen), copy_back, *after
     # of the plan: the same on all ranks, also where another kernel loads a rank's tensors
     pieces = max(1, -(-problem.M // planned.most_rows(problem, config)))
     launches = (Kernel(way, problem, chosen, fused, piece, pieces) for piece in range(pieces))
-    return *before, *launches, COPY_BACK, *after
+    return *before, *launches, copy_back, *after
 
 
 class _Reported:

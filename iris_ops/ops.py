@@ -41,6 +41,7 @@ class Ops(MixtureOps):
     between ranks in the tensors' dtype, so in float16 each rank's must not exceed 65504.
 
     Args:
+        ctx: the context.
         bias: is added once. Either all ranks pass one or none does; ranks that differ in it return different sums
             without an error, unless IRIS_DEBUG=1 compares them.
         async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
@@ -73,6 +74,9 @@ class Ops(MixtureOps):
             B: [K, N]; K may differ between ranks, with `k_per_rank`. With `scale`, the transpose of a quantised weight,
                 as `iris_ops/quantised/packing.py` stores it. All its numbers must be finite and fit in A's dtype.
             bias: [N].
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: the scales of a quantised B, each rank's own. On Hopper few rows of bfloat16 are multiplied by the
                 stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
                 float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
@@ -111,6 +115,8 @@ class Ops(MixtureOps):
             residual: [M, N], the same values on all ranks.
             weight: [N], the norm's weight.
             bias: [N].
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: as in `matmul_all_reduce`.
             k_per_rank: as in `matmul_all_reduce`.
 
@@ -133,6 +139,9 @@ class Ops(MixtureOps):
             A: [M / w, K], gathered by rows, or [M, K / w], gathered along K.
             B: [K, N]. With `scale`, in `torch.float8_e4m3fn`.
             bias: [N].
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: float32 [N], by which B's columns are multiplied. Gathered rows of bfloat16 are rounded to fp8, too,
                 if the GPU multiplies fp8; otherwise each call converts B.
 
@@ -155,6 +164,8 @@ class Ops(MixtureOps):
             A: [M / w, K].
             B: [K, N].
             bias: [N].
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: as in `all_gather_matmul`.
 
         Returns:
@@ -174,6 +185,9 @@ class Ops(MixtureOps):
             A: [M / w, K] to gather by rows, or [M, K] to gather by columns.
             B: [K, N] to gather by rows, or [K, N / w] to gather by columns.
             bias: [N], or [N / w], this rank's part, to gather by columns.
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
 
         Returns:
             The workspace of the call.
@@ -193,6 +207,9 @@ class Ops(MixtureOps):
             A: [M, K].
             B: [K, N].
             bias: [N].
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: as in `all_gather_matmul`; each rank has its own.
             k_per_rank: as in `matmul_all_reduce`.
 
@@ -214,7 +231,7 @@ class Ops(MixtureOps):
             M: rows of the whole result; for a mixture, the number of tokens.
             N: columns of the whole result, before an epilogue; for a mixture, those of an expert's result
                 (`moe_gate_up`: I).
-            K: the depth that one rank multiplies.
+            K: the inner size of the product that one rank computes.
             dtype: the tensors' dtype.
             form: "rows", "cols" or "k", for an op that has several; by default "rows".
             explained: whether to list the reasons, which takes longer than the choice.
@@ -243,7 +260,17 @@ class Ops(MixtureOps):
     ) -> Workspace:  # fmt: skip
         """Return a workspace with room for a call of `op` with these tensors; multiply nothing. Collective.
 
-        It is `workspace`, the result of an earlier call, or the one that calls use if they are given none.
+        Args:
+            op: the name of an op.
+            out: as in the op.
+            A: as in the op.
+            B: as in the op.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call, which is returned; None for the one that calls use by default.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError, ArgumentError: for bad arguments.
+            HeapExhausted: if the workspace does not fit on the heap.
         """
         self._ctx.check()
         call = Call(op, Operands(out, A, B), config=config, workspace=workspace)

@@ -71,7 +71,7 @@ class NewOutputs(Outputs):
         written = prepared.writes_to_peers and not problem.empty
         nbytes = problem.M * problem.N * problem.dtype.itemsize
         if written and nbytes > self._copied:
-            rank.compare(op, **self._calls.facts(call, prepared, False))  # before memory differs, too
+            rank.compare(op, **self._calls.facts(call, prepared))  # before memory differs, too
             self._copied = 1 << (nbytes - 1).bit_length()
             self._calls.own_workspace().results(self._copied)
             if nbytes > self.largest:

@@ -1,10 +1,12 @@
-"""The steps of a prepared call. Each launches what it was made for and chooses nothing.
+"""The steps of a prepared call: functions of the `Run`. Each launches what it was made for and chooses nothing.
 
-    Do                a function: operands as kernels take them, a copy to `out`, or an epilogue in a separate kernel
+    ready, changed    operands as kernels take them
     Kernel, Several   one launch, or what comes with torch's product
+    copy_back         a copy to `out`
+    finishing         an epilogue in a separate kernel
 
-A format of weights has steps of its own before the product (`WeightFormat.operands`), and a mixture one for all of its
-launches. A call whose steps are all `repeatable` can be repeated by its launches alone.
+A format of weights has its own steps before the product (`WeightFormat.operands`), and a mixture one for all of its
+launches. A step adds to `Run.launches` how to repeat it, and None if only the whole call can be repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from iris import platform
 from iris.errors import ArgumentError
@@ -31,20 +33,9 @@ if TYPE_CHECKING:
     from iris.rank import Rank
 
 
-class Step(Protocol):
-    """A step of a call; its fields define what it launches."""
-
-    @property
-    def repeatable(self) -> bool:
-        """Return whether a call with this step can be repeated by its launches alone."""
-
-    def run(self, run: Run) -> None:
-        """Launch the step in the current stream."""
-
-
 @dataclass
 class Run:
-    """One call under way. Steps may replace `tensors`, whose `out` is `staged`, on the heap, or the caller's `out`.
+    """One call under way. Steps may replace `tensors`, whose `out` is the caller's `out`, or memory on the heap.
 
     `scales`: of the operands, as fields of a kernel's `TileEpilogue`.
     """
@@ -56,7 +47,6 @@ class Run:
     out: Any = None
     staged: torch.Tensor | None = None
     moving: Sequence[int] = ()
-    came_before: bool = False
     epilogue: Epilogue | None = None
     scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
@@ -75,25 +65,25 @@ class Run:
         function()
         self.launches.append(relaunch.Launch(lambda: bool(function())))
 
-    def launched(self) -> relaunch.Launch | None:
-        """Return all launches as one, or None if they cannot be made again."""
-        return reduce(relaunch.in_turn, self.launches) if self.launches else None
+
+Step = Callable[[Run], None]
 
 
-@dataclass(frozen=True)
-class Do:
-    """Call a function of the run."""
-
-    function: Callable[[Run], None]
-    repeatable: bool = False
-
-    def run(self, run: Run) -> None:
-        self.function(run)
+def ready(run: Run) -> None:
+    """Copy tensors that kernels cannot take where they are."""
+    if not run.tensors.is_ready:
+        run.launches.append(None)
+    run.tensors = run.tensors.ready()
 
 
-def changed(change: Callable[[Operands], Operands]) -> Do:
+def changed(change: Callable[[Operands], Operands]) -> Step:
     """Return the step that replaces operands which kernels cannot take as they are."""
-    return Do(lambda run: setattr(run, "tensors", change(run.tensors)))
+
+    def step(run: Run) -> None:
+        run.launches.append(None)
+        run.tensors = change(run.tensors)
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -110,13 +100,10 @@ class Kernel:
     piece: int = 0
     pieces: int = 1
 
-    @property
-    def repeatable(self) -> bool:
-        return self.pieces == 1
-
-    def run(self, run: Run) -> None:
+    def __call__(self, run: Run) -> None:
         way, problem, config, tensors = self.way, self.problem, self.config, run.tensors
         if self.pieces > 1:  # alike: where two shots serve, every rank has rows of each
+            run.launches.append(None)
             out, A = (each.tensor_split(self.pieces)[self.piece] for each in (tensors.out, tensors.A))
             problem, tensors = replace(problem, M=out.shape[0]), tensors._replace(out=out, A=A)
         function, grid, args = named(way.launcher)(run.rank, run.workspace, problem, config, tensors)
@@ -138,32 +125,22 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Several:
-    """The launches of a way that comes with torch's product, as a graph once the call came before."""
+    """The launches of a way that comes with torch's product, as a graph once the call has come several times."""
 
     way: Way
     problem: Problem
     config: FusedConfig
-    repeatable = True
 
-    def run(self, run: Run) -> None:
-        prepare = named(self.way.launcher)
-        if not run.came_before:
-            prepare(run.workspace, self.problem, self.config, run.tensors)()
-            run.launches.append(None)
-            return
-        aliases = Operands._make([relaunch.alias(each) for each in run.tensors])
-        again = run.workspace.graphs.of(prepare(run.workspace, self.problem, self.config, aliases))
-        again()
-        run.launches.append(relaunch.Launch(again))
+    def __call__(self, run: Run) -> None:
+        tensors = Operands._make([relaunch.alias(each) for each in run.tensors])
+        again = named(self.way.launcher)(run.workspace, self.problem, self.config, tensors)
+        run.call(run.workspace.graphs.of(again))
 
 
 def copy_back(run: Run) -> None:
     """Copy what peers wrote to memory of the workspace to `out`."""
     if run.staged is not None:
         run.out.copy_(run.staged)
-
-
-COPY_BACK = Do(copy_back, repeatable=True)
 
 
 def all_columns(problem: Problem) -> Callable[[Operands], Operands]:
@@ -176,14 +153,19 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def finishing(epilogue: Any) -> Do:
+def finishing(epilogue: Any) -> Step:
     """Return the step that launches an epilogue of `planning/epilogues.py` in a separate kernel."""
     launch = named(epilogue.separate)
-    return Do(lambda run: launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ())))
+
+    def step(run: Run) -> None:
+        run.launches.append(None)
+        launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ()))
+
+    return step
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:
-    """Run the steps in the current stream. Return how to launch them again, or None."""
+    """Run the steps in the current stream. Return all launches as one, or None if they cannot be repeated."""
     for step in steps:
-        step.run(run)
-    return run.launched() if all(step.repeatable for step in steps) else None
+        step(run)
+    return reduce(relaunch.in_turn, run.launches) if run.launches else None

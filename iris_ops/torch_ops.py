@@ -122,8 +122,8 @@ def product(
         # Of an operator's sizes a traced graph keeps the numbers; those of a view it computes anew.
         if op not in (ALL_REDUCE, MATMUL_GATHER):
             raise ArgumentError(
-                f"{op} is called in torch.jit.trace: expected layers whose ranks hold all tokens; a trace would keep"
-                " the number of tokens of the call that it records. Use torch.export"
+                f"{op} is called in torch.jit.trace, which would keep the number of tokens of this call: expected "
+                "layers whose ranks hold all tokens (sequence_parallel=False), or torch.export"
             )
         return call(A, B, bias, [_ROWS, int(size[1])], *more).view(size)
     return _run(op, ctx, A, B, bias, size, parts, scale)

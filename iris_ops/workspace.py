@@ -52,30 +52,26 @@ class Workspace:
         ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
         self.rendezvous()  # so that it is compiled before it is captured
 
-    def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> bool:
-        """Make room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks.
-
-        Returns whether there was less before.
-        """
+    def reserve(self, num_flags: int, nbytes: int, exchange: int = 0) -> None:
+        """Make room for a problem: int32 flags, bytes of staging, bytes of exchange. The same on all ranks."""
         grown = False
         if num_flags > self.flags.numel():
-            refuse_capture(self.ctx)
-            flags = self.ctx.heap.reserve((room_for(num_flags),), torch.int32)
             # Epochs start at 1. Peers signal only once this rank has entered the call, in stream order after this.
-            self.flags, grown = flags.zero_(), True
+            self.flags, grown = self._new_room(num_flags, torch.int32).zero_(), True
         if nbytes > self.staging.nbytes:
-            refuse_capture(self.ctx)
-            self.staging, grown = self.ctx.heap.reserve((room_for(nbytes),), torch.uint8), True
+            self.staging, grown = self._new_room(nbytes, torch.uint8), True
             self.views.clear()
             self.products.forget()
         if exchange > self.exchange.nbytes:
-            refuse_capture(self.ctx)
-            memory = self.ctx.heap.reserve((room_for(exchange),), torch.uint8)
-            self.exchange = memory.fill_(255)  # the sentinel everywhere
-            grown = True
+            self.exchange, grown = self._new_room(exchange, torch.uint8).fill_(255), True  # the sentinel everywhere
         if grown:
             self.ctx.barrier()  # before a peer's values arrive, the memory holds the sentinel, where peers expect it
-        return grown
+
+    def _new_room(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the heap in place of what is too small. Graphs may still use that; known calls no longer."""
+        refuse_capture(self.ctx)
+        self.ctx.forget_launches()
+        return self.ctx.heap.reserve((room_for(size),), dtype)
 
     def results(self, nbytes: int) -> torch.Tensor:
         """Return memory in place of an `out` that peers write and that does not lie on the heap.
@@ -83,8 +79,7 @@ class Workspace:
         Ranks do not meet where it grows: kernels compare where it lies, as they do of any `out`, before they write.
         """
         if not self._results or nbytes > self._results[-1].nbytes:
-            refuse_capture(self.ctx)
-            self._results.append(self.ctx.heap.reserve((room_for(nbytes),), torch.uint8))
+            self._results.append(self._new_room(nbytes, torch.uint8))
             self.ctx.hand_out_from(self.ctx.heap.offset(self._results[-1]))
         return self._results[-1][:nbytes]
 

@@ -40,7 +40,7 @@ def default_ranks(on_cpu: int = 3) -> int:
 def check_ranks(ranks: int) -> None:
     """Raise `ValueError` if this machine is too small for `ranks` ranks."""
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: at least 1 is needed")
+        raise ValueError(f"ranks is {ranks}: expected at least 1")
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks is {ranks}: expected at most {MOST_RANKS}, because ranks share one host")
     gpus = torch.cuda.device_count()

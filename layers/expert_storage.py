@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4
 import torch
 from torch import nn
 
 from .checkpoint.composed import Concatenation, Stack
 from .formats.coded import coded, coding_of
-from .formats.weight_format import Coding, Turned
+from .formats.weight_format import Coding, Turned, joint_coding
 from .shard import Shard, Transposed, fill
 from .weight_storage import ELEMENTS, FORMS, Form, form_of
 
 WIDENED = "widened"
 _PIECE = 1 << 21  # numbers that are rounded at a time
-_PACKINGS = FP8, FP8_BLOCK, INT4, MXFP4  # that kernels of mixtures read
 
 
 def scale_name(key: str) -> str:
@@ -45,7 +43,10 @@ def coding_of_experts(source: Any) -> Coding | str:
     kinds = {coding_of(_by_outputs(entry, False)) for entry in _entries(source)}
     if reasons := sorted(each for each in kinds if isinstance(each, str)):
         return reasons[0]
-    return kinds.pop() if len(kinds) == 1 else "its experts are in several formats"
+    codings = [each for each in kinds if isinstance(each, Coding)]
+    if any(each.order for each in codings):
+        return "its entries are ordered by activation, those of each expert in another order"
+    return joint_coding(codings) or "its experts are in several formats"
 
 
 def expert_entry(source: Any, expert: int) -> Any:
@@ -85,18 +86,11 @@ def form_for(coding: Coding | str, cut: Cut, weights: str | None) -> Form | str:
     """
     if weights == WIDENED:
         return "weights='widened'"
-    own = coding if isinstance(coding, str) else _form_of_files(coding, cut)
+    own = coding if isinstance(coding, str) else form_of(coding, cut.columns.total, cut.starts)
     if weights is None:
         return own
     kind = ELEMENTS[FORMS[weights].packing.name]
     return own if isinstance(own, Form) and ELEMENTS[own.packing.name] == kind else FORMS[weights]
-
-
-def _form_of_files(coding: Coding, cut: Cut) -> Form | str:
-    form = form_of(coding, cut.columns.total, cut.starts)
-    if isinstance(form, Form) and form.packing not in _PACKINGS:
-        return f"kernels of experts read no {form.name}"
-    return form
 
 
 class CodedWeight:
@@ -169,7 +163,8 @@ class CodedWeight:
     def _copy(self, expert: int, entry: Any) -> None:
         row = 0
         for index, size in self._ranges():
-            for rows, columns, codes, scales in coded(entry, index, self.form.group or entry.shape[1]):
+            group, zeros = self.form.group or entry.shape[1], self.form.packing.zeros
+            for rows, columns, codes, scales in coded(entry, index, group, zeros):
                 self._store(expert, row + rows[0], codes, scales, columns[0])
             row += size
 

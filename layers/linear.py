@@ -41,8 +41,24 @@ if TYPE_CHECKING:
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Split the outputs of a linear: each rank computes its columns of y; with `gather_output` every rank gets all of
-    them."""
+    """Split the outputs of a linear layer: each rank computes its columns of y = x W^T + b.
+
+    With `gather_output` every rank gets all columns.
+
+    Args:
+        in_features: the inputs of the unsplit layer.
+        out_features: the outputs of the unsplit layer.
+        bias: whether the layer has a bias.
+        gather_output: whether every rank gets all outputs; otherwise each keeps its own.
+        sequence_parallel: whether each rank passes its chunk of the tokens, which the layer gathers.
+        ctx: the context.
+        dtype: bfloat16, float16 or float32; by default torch's.
+        device: by default the context's device; "meta" allocates nothing.
+        parts: this rank's part of each output, as `layers.shard` computes it; by default even chunks.
+
+    Raises:
+        ArgumentError: for bad arguments.
+    """
 
     dim = 0
 
@@ -70,11 +86,19 @@ class ColumnParallelLinear(ShardedLinear):
         self.op = "matmul_all_gather" if gather_output else "all_gather_matmul" if sequence_parallel else LOCAL
 
     def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-        """Map the full `input` [..., in_features] to this rank's [..., local outputs], or to all with `gather_output`.
+        """Multiply `input` by this rank's part of the weight.
 
-        With `sequence_parallel`, `input` is this rank's chunk of the tokens, and the result has all tokens. `tokens` is
-        their total; by default every rank has equally many. Raises `ShapeError`, `DtypeError` or `DeviceError` if
-        `input` does not fit, and `ArgumentError` if `tokens` is not a number of tokens.
+        Args:
+            input: [..., in_features], the same on every rank; with `sequence_parallel` this rank's chunk of the tokens.
+            tokens: the number of tokens of all ranks, with `sequence_parallel`; by default every rank has equally many.
+
+        Returns:
+            [..., this rank's outputs], or [..., out_features] with `gather_output`; with `sequence_parallel` for the
+                tokens of all ranks.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: if `input` does not fit.
+            ArgumentError: if `tokens` is not a number of tokens.
         """
         if tokens is not None:
             self._check_tokens(tokens)
@@ -88,7 +112,17 @@ class ColumnParallelLinear(ShardedLinear):
         return out if input.dim() == 2 else out.unsqueeze(0)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
-        """Return silu of the first half of this rank's outputs times the second half; nothing is exchanged."""
+        """Return silu of the first half of this rank's outputs times the second half; nothing is exchanged.
+
+        Args:
+            input: [..., in_features].
+
+        Returns:
+            [..., half of this rank's outputs].
+
+        Raises:
+            ArgumentError: for a layer that gathers its output or its tokens.
+        """
         if self.gather_output or self.sequence_parallel:
             raise ArgumentError(
                 "gated is for layers that do not gather: expected neither gather_output nor sequence_parallel"
@@ -124,7 +158,21 @@ class ColumnParallelLinear(ShardedLinear):
         ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> ColumnParallelLinear:
-        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta)."""
+        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta).
+
+        Args:
+            linear: the unsplit layer, the same on every rank.
+            gather_output: as in the constructor.
+            sequence_parallel: as in the constructor.
+            ctx: the context.
+            parts: as in the constructor.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ArgumentError: for bad arguments.
+        """
         check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, gather_output, sequence_parallel, parts=parts,
@@ -132,8 +180,22 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Split several outputs that share one weight, such as gate and up; each is split by itself, so a rank has a part
-    of each."""
+    """Split several outputs that share one weight, such as gate and up. Each is split by itself, so a rank has a part
+    of each.
+
+    Args:
+        in_features: the inputs of the unsplit layer.
+        out_features: the size of each output.
+        bias: whether the layer has a bias.
+        gather_output: whether every rank gets all outputs; otherwise each keeps its own.
+        sequence_parallel: whether each rank passes its chunk of the tokens, which the layer gathers.
+        ctx: the context.
+        dtype: bfloat16, float16 or float32; by default torch's.
+        device: by default the context's device; "meta" allocates nothing.
+
+    Raises:
+        ArgumentError: for bad arguments.
+    """
 
     def __init__(
         self,
@@ -165,7 +227,21 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         ctx: Iris,
     ) -> MergedColumnParallelLinear:
-        """Build the layer from one fused Linear and the sizes of its outputs, or from a Linear for each output."""
+        """Build the layer from one fused Linear and the sizes of its outputs, or from a Linear for each output.
+
+        Args:
+            linear: one fused layer, or a list with a layer for each output.
+            out_features: the sizes of a fused layer's outputs.
+            gather_output: as in the constructor.
+            sequence_parallel: as in the constructor.
+            ctx: the context.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ArgumentError: for bad arguments.
+        """
         linears = _as_list(linear)
         sizes = [each.out_features for each in linears] if out_features is None else out_features
         return cls(linears[0].in_features, sizes, linears[0].bias is not None, gather_output, sequence_parallel,
@@ -173,8 +249,25 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Split query, key and value, which share one weight, by whole heads: `heads` are this rank's; `split(y)` returns
-    the three."""
+    """Split query, key and value, which share one weight, by whole heads.
+
+    `heads` describes this rank's heads, and `split(y)` returns the three results.
+
+    Args:
+        hidden_size: the inputs.
+        head_dim: the size of a head.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key and value heads.
+        bias: whether the layer has a bias.
+        gather_output: whether every rank gets all outputs; otherwise each keeps its own.
+        sequence_parallel: whether each rank passes its chunk of the tokens, which the layer gathers.
+        ctx: the context.
+        dtype: bfloat16, float16 or float32; by default torch's.
+        device: by default the context's device; "meta" allocates nothing.
+
+    Raises:
+        ArgumentError: for bad arguments.
+    """
 
     def __init__(
         self,
@@ -203,7 +296,14 @@ class QKVParallelLinear(ColumnParallelLinear):
         self._sizes = sizes if gather_output else [part.size for part in parts]
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the query, key and value columns of a result of this layer, as views."""
+        """Return the query, key and value columns of a result of this layer, as views.
+
+        Args:
+            y: [..., outputs], a result of this layer.
+
+        Raises:
+            ShapeError: for another number of columns.
+        """
         if y.shape[-1:] != (sum(self._sizes),):
             raise ShapeError(
                 f"y has shape {tuple(y.shape)}: expected [..., {sum(self._sizes)}], a result of this layer"
@@ -222,7 +322,23 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         ctx: Iris,
     ) -> QKVParallelLinear:
-        """Build the layer from one fused Linear, or from the list [q, k, v]."""
+        """Build the layer from one fused Linear, or from the list [q, k, v].
+
+        Args:
+            linear: one fused layer, or the list [q, k, v].
+            head_dim: as in the constructor.
+            num_heads: as in the constructor.
+            num_kv_heads: as in the constructor.
+            gather_output: as in the constructor.
+            sequence_parallel: as in the constructor.
+            ctx: the context.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ArgumentError: for bad arguments.
+        """
         linears = _as_list(linear)
         sizes = (linears[0].in_features, head_dim, num_heads, num_kv_heads)
         return cls(*sizes, linears[0].bias is not None, gather_output, sequence_parallel,
@@ -230,8 +346,24 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """Split the inputs of a linear: each rank multiplies its columns of x, the products are summed, the bias is added
-    once."""
+    """Split the inputs of a linear layer: each rank multiplies its columns of x, the products are summed, and the bias
+    is added once.
+
+    Args:
+        in_features: the inputs of the unsplit layer.
+        out_features: the outputs of the unsplit layer.
+        bias: whether the layer has a bias.
+        input_is_parallel: whether `forward` gets this rank's inputs only; otherwise it gets all and selects them.
+        reduce_results: whether the ranks' results are summed; otherwise each rank returns its part of the sum.
+        sequence_parallel: whether each rank gets the sum of its chunk of the tokens only.
+        ctx: the context.
+        dtype: bfloat16, float16 or float32; by default torch's.
+        device: by default the context's device; "meta" allocates nothing.
+        parts: this rank's part of the inputs, as `layers.shard` computes it; by default an even chunk.
+
+    Raises:
+        ArgumentError: for bad arguments.
+    """
 
     dim = 1
 
@@ -261,7 +393,10 @@ class RowParallelLinear(ShardedLinear):
         positive(in_features=in_features)
         parts = parts_or_plain(parts, in_features, ctx)
         if not input_is_parallel and not parts[0].is_contiguous:
-            raise ArgumentError("input_is_parallel is False: expected parts of one range, which slices the full input")
+            raise ArgumentError(
+                "input_is_parallel is False, so the layer slices the full input: expected parts that are one range of "
+                "inputs"
+            )
         super().__init__(in_features, out_features, bias, parts, ctx, dtype, device)
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self.sequence_parallel = sequence_parallel
@@ -269,11 +404,17 @@ class RowParallelLinear(ShardedLinear):
         self.op = reducing if reduce_results else LOCAL
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map `input` [..., local inputs] to [..., out_features], summed over ranks.
+        """Multiply `input` by this rank's part of the weight and sum over the ranks.
 
-        Without `input_is_parallel`, `input` has all inputs. Without `reduce_results`, the result is this rank's part of
-        the sum. With `sequence_parallel`, it is this rank's chunk of the tokens. Raises `ShapeError`, `DtypeError` or
-        `DeviceError` if `input` does not fit.
+        Args:
+            input: [..., this rank's inputs]; without `input_is_parallel` [..., in_features].
+
+        Returns:
+            [..., out_features], the sum over ranks. Without `reduce_results`, this rank's part of that sum; with
+                `sequence_parallel`, the sum for this rank's chunk of the tokens.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: if `input` does not fit.
         """
         x = self.rows(input, self.local_shape[1] if self.input_is_parallel else self.in_features)
         if not self.input_is_parallel:
@@ -301,7 +442,22 @@ class RowParallelLinear(ShardedLinear):
         ctx: Iris,
         parts: tuple[Shard, ...] | None = None,
     ) -> RowParallelLinear:
-        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta)."""
+        """Build the layer from this rank's part of `linear`, on the context's device (empty if that is on meta).
+
+        Args:
+            linear: the unsplit layer, the same on every rank.
+            input_is_parallel: as in the constructor.
+            reduce_results: as in the constructor.
+            sequence_parallel: as in the constructor.
+            ctx: the context.
+            parts: as in the constructor.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ArgumentError: for bad arguments.
+        """
         check_linears([linear])
         sizes = (linear.in_features, linear.out_features)
         return cls(*sizes, linear.bias is not None, input_is_parallel, reduce_results, sequence_parallel, parts=parts,

@@ -23,6 +23,7 @@ from torch import nn
 
 from .autocast import autocast, autocast_dtype
 from .gradients import check_no_gradient, may_differentiate
+from .ordered_storage import Ordered
 from .shard import Shard, Transposed, concat, fill, merged
 from .weight_storage import IN_DTYPE, Form, InDtype, Quantised
 
@@ -61,9 +62,10 @@ class ShardedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(local[0], **like), requires_grad=False) if bias else None
         self.rows_alike = ctx.level.rows_alike
         """Whether a row has the same bits among any number of rows."""
-        self._across_ranks = torch_ops.Parts(mean, self._k_per_rank() if self.dim == 1 else None)
+        self.across_ranks = torch_ops.Parts(mean, self._k_per_rank() if self.dim == 1 else None)
         self.own_steps = self.may_step = type(self).own_steps and not self.rows_alike
         self.weight_scale: nn.Parameter | None = None  # of a storage that has scales
+        self.weight_order: nn.Parameter | None = None  # of one that has columns in another order
         self.storage: InDtype = IN_DTYPE
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -192,6 +194,10 @@ class ShardedLinear(nn.Module):
         bias = self.bias
         return weight, scale, bias if bias is None or bias.dtype == dtype else bias.to(dtype)
 
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., K] with its columns in the order of the stored weight's."""
+        return self.storage.inputs(self, x)
+
     def product(self, x: torch.Tensor, *size: int) -> torch.Tensor:
         """Return the result of `op` on `x` and the weight: this rank's part, of shape `size`, in a new tensor."""
         return self.exchanged(self.storage.op(self), x, size)
@@ -199,10 +205,11 @@ class ShardedLinear(nn.Module):
     def exchanged(self, op: str, x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """Return the result of `op` on `x` [rows, K] and the weight, however it is stored."""
         weight, scale, bias = self.terms(x.dtype)
-        k_per_rank = self._across_ranks.k_per_rank
-        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < weight.shape[1]:
+        x = self.inputs(x)
+        k_per_rank = self.across_ranks.k_per_rank
+        if k_per_rank is not None and (k := k_per_rank[self.ctx.cur_rank]) < self.local_shape[1]:
             x, weight = x[:, :k], weight[:, :k]  # the zeros after them are not summed
-        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self._across_ranks, scale)
+        return torch_ops.product(op, self.ctx, x, weight.t(), bias, size, self.across_ranks, scale)
 
     def serve_by(self, op: str) -> None:
         """Let `op` compute forward."""
@@ -215,7 +222,7 @@ class ShardedLinear(nn.Module):
     def local_product(self, x: torch.Tensor, biased: bool = True) -> torch.Tensor:
         """Return `x` [..., K] times this rank's weight, plus the bias, without an exchange."""
         weight, scale, bias = self.terms(x.dtype)
-        bias = bias if biased else None
+        bias, x = bias if biased else None, self.inputs(x)
         if self.rows_alike:
             return matmul.linear(self.ctx, x, weight, bias, scale)
         if self.own_steps:
@@ -227,9 +234,12 @@ class ShardedLinear(nn.Module):
         return self.storage.numbers(self, start, stop, dtype)
 
     @torch.no_grad()
-    def store_as(self, form: Form) -> None:
-        """Round the weight to `form`, or, while the layer is empty, keep or round each weight that is loaded."""
-        self.storage = Quantised(self, form)
+    def store_as(self, form: Form, rounds: bool = True) -> None:
+        """Round the weight to `form`, or, while the layer is empty, keep or round each weight that is loaded.
+
+        `rounds`: False where only weights will be loaded whose codes `form` holds.
+        """
+        self.storage = (Ordered if form.order else Quantised)(self, form, rounds)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Apply `fn` as torch does; a storage may keep its own dtype."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 import math
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .formats.coded import coded, coding_of
+from .formats.order import Order
 from .formats.weight_format import Coding
 from .shard import Shard, fill
 
@@ -51,6 +53,7 @@ _BY_ROW = {"e4m3": FP8, "int4": INT4, "int8": INT8}
 _IN_GROUPS = {"e4m3": FP8_BLOCK, "int4": INT4, "int8": INT8, "e2m1": MXFP4}
 _WITH_ZEROS = {"int4": INT4_ZEROS, "int8": INT8_ZEROS}
 _PIECE = 1 << 21  # numbers that are rounded at a time
+_MOST_SORTED_BITS = 12  # of an entry, with padding: bfloat16 has 16
 
 
 @dataclass(frozen=True)
@@ -60,36 +63,66 @@ class Form:
     packing: Packing
     group: int | None = None
     scale_dtype: torch.dtype | None = None
+    order: Order | None = None
+    """The group of each entry of the unsplit weight, where those of a group do not follow each other."""
+    widest: int = 0
+    """With an order, the entries of the longest row on any rank, sorted by group and padded."""
 
     @property
     def name(self) -> str:
         """Return the packing and its group, for reports."""
-        return self.packing.name if self.group is None else f"{self.packing.name} by {self.group}"
+        name = self.packing.name if self.group is None else f"{self.packing.name} by {self.group}"
+        return f"{name}, ordered" if self.order else name
 
     def holds(self, coding: Coding, columns: int) -> bool:
         """Return whether codes of a weight with `columns` columns can be stored without another rounding."""
-        if coding.element != ELEMENTS[self.packing.name] or coding.zeros != self.packing.zeros:
+        if coding.element != ELEMENTS[self.packing.name] or coding.zeros > self.packing.zeros:
+            return False
+        if coding.order != self.order:
             return False
         if self.scale_dtype not in (None, torch.float32, coding.scales):
             return False
-        return coding.group >= columns if self.group is None else coding.group % self.group == 0
+        if self.group is None or coding.group >= columns:
+            return coding.group >= columns
+        return self.order is not None or coding.group % self.group == 0
 
 
-def form_of(coding: Coding, columns: int, starts: Iterable[int]) -> Form | str:
+def form_of(coding: Coding, columns: int, starts: Iterable[int], by_row: bool = True) -> Form | str:
     """Return the form for codes of a weight with `columns` columns whose shards begin at `starts` along K, or why none
-    can hold their groups."""
-    if coding.group >= columns and coding.element in _BY_ROW and not coding.zeros:
+    can hold their groups.
+
+    `by_row`: whether the form may have one scale for each row; else groups repeat it.
+    """
+    whole = coding.group >= columns
+    if whole and by_row and coding.element in _BY_ROW and not coding.zeros:
         return Form(_BY_ROW[coding.element])
     nvfp4 = coding.element == "e2m1" and coding.scales == torch.float8_e4m3fn
     packing = NVFP4 if nvfp4 else (_WITH_ZEROS if coding.zeros else _IN_GROUPS)[coding.element]
-    shared = math.gcd(coding.group, *starts)
     groups = [each for each in packing.groups if each is not None]
+    if coding.order is not None:
+        return _sorted_form(coding, coding.order, packing, groups, [*starts, columns] if starts else [0, columns])
+    shared = math.gcd(0 if whole else coding.group, *starts)
     group = next((each for each in groups if shared % each == 0), None)
     if group is None:
         where = "" if coding.group % min(groups) else f", cut at multiples of {shared}"
         return f"groups of {coding.group}{where} are no multiples of {min(groups)}"
     as_stored = packing in (INT4, INT8) and group < LINE or coding.zeros
     return Form(packing, group, coding.scales if as_stored else None)
+
+
+def _sorted_form(coding: Coding, order: Order, packing: Packing, groups: list[int], ends: list[int]) -> Form | str:
+    """Return the form for codes that each rank sorts by group, with each group padded to a whole number of the form's.
+
+    A rank that has a part of the columns has a part of each group, so its form has the smallest groups. `ends`: where
+    the columns of the first rank begin, and where those of each rank end.
+    """
+    spans = [(start, stop) for start, stop in pairwise(ends) if start < stop]
+    group = next((each for each in groups if len(spans) == 1 and coding.group % each == 0), min(groups))
+    padded, columns = max((order.padded(span, group), span[1] - span[0]) for span in spans)
+    bits = 8 * packing.dtype.itemsize // packing.per_element
+    if padded * bits > _MOST_SORTED_BITS * columns:
+        return f"{columns} entries on a rank, ordered by activation, would be padded to {padded}"
+    return Form(packing, group, coding.scales if group < LINE or coding.zeros else None, order, padded)
 
 
 FORMS = {
@@ -128,6 +161,10 @@ class InDtype:
         """Return up to how many rows `skinny_matmul` computes a product without an exchange in compiled code."""
         return skinny_matmul.most_rows(layer.local_shape[0] // (1 + gated), 1 + gated, True, layer.weight.device)
 
+    def inputs(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., K] with its columns in the order of the stored weight's."""
+        return x
+
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [N, K] for a product in `dtype`, another one under torch.autocast, and its scales."""
         weight = layer.weight
@@ -154,9 +191,9 @@ class InDtype:
         return apply(fn)
 
 
-def unstorable(layer: Layer) -> str:
-    """Return why no form serves a layer; "" if one may."""
-    if reason := layer.ctx.level.unrounded_parts:  # scales go by the rank
+def unstorable(layer: Layer, rounds: bool = True) -> str:
+    """Return why no form serves a layer; "" if one may. `rounds`: whether ranks round their parts of the weight."""
+    if rounds and (reason := layer.ctx.level.unrounded_parts):  # scales go by the rank
         return reason
     if hasattr(layer, "tied_to"):
         return f"it is tied to {layer.tied_to}"
@@ -171,9 +208,11 @@ class Quantised(InDtype):
     Ops are given codes and scales. One that has no kernel for them restores the weight in each call.
     """
 
-    def __init__(self, layer: Layer, form: Form) -> None:
+    tensors: tuple[str, ...] = ("weight", "weight_scale")  # parameters whose dtypes stay
+
+    def __init__(self, layer: Layer, form: Form, rounds: bool = True) -> None:
         super().__init__()
-        if reason := unstorable(layer):
+        if reason := unstorable(layer, rounds):
             raise ArgumentError(
                 f"weights of the layer are to be stored in {form.name}, but {reason}: expected a layer that supports it"
                 f" by {' or '.join(STORABLE)}, whose inputs are in one part, and sums that may differ by the ranks"
@@ -181,8 +220,7 @@ class Quantised(InDtype):
         self.form, self.packing = form, form.packing
         self.exact_dtype, self._op = layer.weight.dtype, layer.op
         exact = layer.weight.detach()
-        rows, columns = layer.local_shape
-        stored = form.packing.stored(rows, columns, form.group, form.scale_dtype)
+        stored = form.packing.stored(layer.local_shape[0], self.depth(layer), form.group, form.scale_dtype)
         layer.weight, layer.weight_scale = (
             nn.Parameter(torch.zeros(shape, dtype=dtype, device=exact.device), requires_grad=False)
             for shape, dtype in stored
@@ -192,8 +230,12 @@ class Quantised(InDtype):
                 self._round_rows(layer, start, exact[start:stop])
         self._choose(layer)
 
+    def depth(self, layer: Layer) -> int:
+        """Return how many entries a stored row has, without padding at its end."""
+        return layer.local_shape[1]
+
     def _choose(self, layer: Layer) -> None:
-        shape, device = layer.local_shape, layer.ctx.device
+        shape, device = (layer.local_shape[0], self.depth(layer)), layer.ctx.device
         has_kernels = self.exact_dtype == torch.bfloat16 and platform.has_warp_specialisation(device) and shape[0] > 0
         streamed = has_kernels and format_of(layer.weight.t(), layer.weight_scale).streamable(1, shape[1])
         in_fp8 = self.packing == FP8 and multiplies_in_fp8(torch.Size(shape), device, self.exact_dtype)
@@ -244,7 +286,7 @@ class Quantised(InDtype):
         for start, stop in shard.ranges:
             index = (slice(start, stop),) if layer.dim == 0 else (slice(None), slice(start, stop))
             row, column = (at, 0) if layer.dim == 0 else (0, at)
-            for rows, columns, codes, scales in coded(source, index, group or source.shape[1]):
+            for rows, columns, codes, scales in coded(source, index, group or source.shape[1], self.packing.zeros):
                 scales = scales.flatten() if group is None else scales
                 self._store(layer, row + rows[0], codes, scales, column + columns[0])
             at += stop - start
@@ -281,7 +323,7 @@ class Quantised(InDtype):
 
     def numbers(self, layer: Layer, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         weight, scale = (each.detach()[start:stop] for each in (layer.weight, layer.weight_scale))
-        return self.packing.unpack(weight, scale, layer.local_shape[1], dtype)
+        return self.packing.unpack(weight, scale, self.depth(layer), dtype)
 
     def largest_scale(self, layer: Layer) -> float:
         """Return the largest of the weight's scales."""
@@ -293,7 +335,7 @@ class Quantised(InDtype):
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
         """Apply `fn`; a change of dtype changes `exact_dtype` only, not codes and scales."""
         self.exact_dtype = fn(torch.empty(0, dtype=self.exact_dtype, device=layer.weight.device)).dtype
-        kept = layer.weight, layer.weight_scale
+        kept = [getattr(layer, key) for key in self.tensors]
         result = apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype) if any(t is each for each in kept) else fn(t))
         self._choose(layer)
         return result

@@ -46,8 +46,7 @@ class CompiledKernel(Kernel):
     """A kernel that answers from the record, unless its code was compiled in this run."""
 
     def __init__(self, path: Path, kept: dict[str, Any]) -> None:
-        texts = [path.with_suffix(suffix) for suffix in (".ptx", ".amdgcn")]
-        text = next((each.read_text() for each in texts if each.exists()), None)
+        text = next((each.read_text() for each in path.parent.glob(f"{path.stem}.[pa]*")), None)
         self.key, self.compiled, self.collected = path.read_text(), text is not None, dict[str, Any]()
         self.answers = kept.get("answers", {}) if kept.get("key") == self.key else {}
         shared = int(path.with_suffix(".shared").read_text()) if self.compiled else kept.get("shared", 0)
@@ -95,26 +94,22 @@ class Compilation:
                 for begun in folder.glob("*.key"):  # by processes that were ended
                     begun.unlink()
                 (folder / "keys").write_text("\n".join(each["key"] for each in known.values() if not self._anew))
-                self._run(target, folder, processes=2 if self._anew else 1)
+                self._run(target, folder)
                 (folder / "complete").touch()
-        paths = sorted(folder.glob("*.key"))
-        return {path.stem: CompiledKernel(path, known.get(path.stem, {})) for path in paths}
+        return {path.stem: CompiledKernel(path, known.get(path.stem, {})) for path in sorted(folder.glob("*.key"))}
 
-    def _run(self, target: str, folder: Path, processes: int) -> None:
+    def _run(self, target: str, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.compile_kernels", target, folder, self._pattern, folder / "keys"]
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": python_path()}
         with (folder / "errors").open("w") as errors:
-            started = [
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=errors, stderr=subprocess.STDOUT)
-                for _ in range(processes)
-            ]
+            given = dict(cwd=ROOT, env=environment, stdout=errors, stderr=subprocess.STDOUT)
+            started = [subprocess.Popen(command, **given) for _ in range(1 + self._anew)]
             self._processes += started
             wrong = [process.wait(patient(_LIMIT_S)) for process in started]
         assert not any(wrong), f"{target}: {(folder / 'errors').read_text()[-4000:]}"
 
     def write(self) -> None:
         """The record anew: an answer a line, sorted, so that a difference shows which code has changed in what."""
-        RECORDS.mkdir(exist_ok=True)
         for target, future in self._futures.items():
             kernels = {n: dict(key=k.key, shared=k.shared, answers=k.collected) for n, k in future.result().items()}
             kept = {"triton": version("triton"), "checks": checks(), "kernels": kernels}

@@ -1,9 +1,9 @@
 """Compiles every kernel ahead of time for one target: `python -m tests.compile_kernels sm_90 DIR [PATTERN] [KEYS]`.
 
-PATTERN, a regular expression, selects cases of `tests/kernel_cases.py` and `tests/user_kernel_cases.py` by name. KEYS
-is a file with the keys of kernels that need not be compiled. Writes DIR/<case>.key for all, DIR/<case>.<ptx or amdgcn>
-and DIR/<case>.shared for what it compiles. Needs no GPU. A process of its own, because the interpreter must be off;
-several with one empty DIR share the work.
+PATTERN, a regular expression, selects cases of `tests/kernel_cases.py` by name. KEYS is a file with the keys of kernels
+that need not be compiled. Writes DIR/<case>.key for all, DIR/<case>.<ptx or amdgcn> and DIR/<case>.shared for what it
+compiles. Needs no GPU. A process of its own, because the interpreter must be off; several with one empty DIR share the
+work.
 
 A key digests all that decides a kernel's code: versions, target, options, signature, constants, and the syntax trees
 of the kernel's functions, in which comments, docstrings and line numbers do not appear.
@@ -29,7 +29,8 @@ from triton.runtime import jit  # noqa: E402
 from tests.bare import bare  # noqa: E402
 
 _Function = getattr(jit, "JITCallable", jit.JITFunction)
-_init = _Function.__init__
+_init, _run = _Function.__init__, jit.JITFunction.run
+_sources: list[tuple[Any, Any, dict]] = []  # what the compiler would be given for each launch
 
 
 def _read_bare_source(self: Any, *args: Any, **named: Any) -> None:
@@ -37,31 +38,22 @@ def _read_bare_source(self: Any, *args: Any, **named: Any) -> None:
     self._src = bare(self._src)
 
 
-# Before the library makes functions: kernels have no comments and docstrings, and each stands in line 0.
+def _stop(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
+    _sources.append((source, target, options))
+    return SimpleNamespace()
+
+
+def _record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    kernel.device_caches.clear()
+    _run(kernel, *args, grid=(1, 1, 1), warmup=True, **named)
+
+
+# Before the library makes functions: kernels have no comments and docstrings, and each stands in line 0. Nothing runs.
 _Function.__init__ = _read_bare_source
 _Function.starting_line_number = property(lambda self: 0, lambda self, line: None)
+jit.JITFunction.run, triton.compiler.compile = _record, _stop
 
 from tests import fake_gpu  # noqa: E402
-
-
-def record_launches(sources: list[tuple[Any, Any, dict]]) -> None:
-    """Add to `sources` what the compiler would be given for each launch from now on. Nothing is compiled or runs."""
-    run, whole = jit.JITFunction.run, triton.compiler.compile
-
-    def stop(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
-        sources.append((source, target, options))
-        return SimpleNamespace()
-
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        triton.compiler.compile = stop
-        kernel.device_caches.clear()
-        try:
-            run(kernel, *args, grid=(1, 1, 1), warmup=True, **named)
-        finally:
-            triton.compiler.compile = whole
-            kernel.device_caches.clear()
-
-    jit.JITFunction.run = record
 
 
 def key_of(source: Any, target: Any, options: dict) -> str:
@@ -70,9 +62,9 @@ def key_of(source: Any, target: Any, options: dict) -> str:
 
     def known(given: Any) -> Any:
         """Constants, with keys in place of functions."""
-        return (
-            [known(each) for each in given] if isinstance(given, tuple | list) else getattr(given, "cache_key", given)
-        )
+        if isinstance(given, tuple | list):
+            return [known(each) for each in given]
+        return getattr(given, "cache_key", given)
 
     backend = triton.compiler.make_backend(target)
     changed = [bare(inspect.getsource(module)) for module in (triton_private, platform)]  # outside of kernels
@@ -91,14 +83,12 @@ def check_loads(asm: dict[str, str]) -> None:
 def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
     os.nice(5)  # other tests run meanwhile
     mode, wrong = fake_gpu.pretend(name), 0
-    if fake_gpu.TARGETS[name].backend == "hip":
-        os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"
-    from tests import kernel_cases, user_kernel_cases
+    suffix = {"cuda": ".ptx", "hip": ".amdgcn"}[fake_gpu.TARGETS[name].backend]
+    os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"
+    from tests import kernel_cases
 
     known = Path(keys).read_text().split() if keys else ()
-    sources: list[tuple[Any, Any, dict]] = []
-    record_launches(sources)
-    for case, call, kind in kernel_cases.cases(fake_gpu.TARGETS[name], user_kernel_cases.users):
+    for case, call, kind in kernel_cases.cases(name):
         path = Path(folder, f"{case}.key")
         if not re.search(pattern, case):
             continue
@@ -106,19 +96,18 @@ def main(name: str, folder: str, pattern: str = "", keys: str = "") -> None:
             path.touch(exist_ok=False)
         except FileExistsError:  # another process has it
             continue
-        number, kernel = kind.pop("launch", -1), kind.pop("kernel", "")
+        number = kind.pop("launch", -1)
         try:
             with mode:
                 rank = fake_gpu.fake_rank(**kind)
-                sources.clear()
-                call(rank)
-                source, target, options = [each for each in sources if kernel in each[0].fn.fn.__name__][number]
+                _sources.clear()
+                call(ctx=rank)
+                source, target, options = _sources[number]
                 key = key_of(source, target, options)
             path.write_text(key)
             if key not in known:
                 compiled = triton.compile(source, target=target, options=options)
                 check_loads(compiled.asm)
-                suffix = ".ptx" if target.backend == "cuda" else ".amdgcn"
                 path.with_suffix(".shared").write_text(str(compiled.metadata.shared))
                 path.with_suffix(suffix).write_text(compiled.asm[suffix[1:]])
         except Exception:

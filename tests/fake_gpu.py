@@ -21,7 +21,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64), "gfx950": GPUTarget("hip", "gfx950", 64),
 }  # fmt: skip
 # Name, multiprocessors, shared memory of a program.
-_GPUS = {
+GPUS = {
     "sm_90": ("NVIDIA H200", 132, 227 << 10), "sm_100": ("NVIDIA B200", 148, 227 << 10),
     "gfx942": ("AMD Instinct MI300X", 304, 64 << 10), "gfx950": ("AMD Instinct MI350X", 256, 160 << 10),
 }  # fmt: skip
@@ -45,7 +45,7 @@ class _Nothing:
 
 def pretend(name: str) -> FakeTensorMode:
     """Has this process see one GPU of that target, on which tensors made in the returned mode lie. Before iris."""
-    target, (gpu, programs, shared) = TARGETS[name], _GPUS[name]
+    target, (gpu, programs, shared) = TARGETS[name], GPUS[name]
     cuda, stream = target.backend == "cuda", _Nothing()
     torch.version.hip = None if cuda else "6.4"
     properties = SimpleNamespace(name=gpu, multi_processor_count=programs, warp_size=target.warp_size)
@@ -70,6 +70,7 @@ def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None
     from iris.context import Iris
     from iris.device.context import HEADER, pack
     from iris.heap import Heap
+    from iris.launch import relaunch
     from iris.launch.streams import SideStream
     from iris.rank import Rank
 
@@ -80,9 +81,7 @@ def fake_rank(world_size: int = 4, number: int = 1, invariant: str | None = None
 
         def barrier(self, stream: Any = None, group: Any = None) -> None: ...
 
-        def view_at(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-            return torch.empty_like(tensor)
-
+    relaunch.alias = lambda t, distance=0: t  # there is no memory to keep alive
     rank, size, ranks = Fake(), 1 << 36, tuple(range(world_size))
     memory = torch.empty(size, dtype=torch.uint8, device="cuda:0")
     bases = [memory.data_ptr()] * world_size

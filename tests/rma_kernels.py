@@ -123,21 +123,3 @@ def narrow_store_kernel(src, dst, ctx_ptr, flags, rank, peer, n, WORLD_SIZE: tl.
     base = tl.load(ctx_ptr + 8 + peer) - tl.load(ctx_ptr + 8 + rank)
     remote = ((dst + offsets).to(tl.int64, bitcast=True) + base).to(tl.pointer_type(tl.bfloat16), bitcast=True)
     tl.store(remote, tl.load(src + offsets, mask=offsets < n), mask=offsets < n)
-
-
-ALL = {
-    "rma_store": store_kernel,
-    "rma_load": load_kernel,
-    "rma_context_get": context_get_kernel,
-    "rma_get": get_kernel,
-    "rma_volatile_load": volatile_load_kernel,
-    "rma_hinted_store": hinted_store_kernel,
-    "rma_tiles": tiles_kernel,
-    "rma_put_and_signal": put_and_signal_kernel,
-    "rma_recorded_put": recorded_put_kernel,
-    "broken_no_barrier": no_barrier_kernel,
-    "broken_late_store": late_store_kernel,
-    "broken_gpu_scope": gpu_scope_kernel,
-    "broken_endless_wait": endless_wait_kernel,
-    "broken_narrow_store": narrow_store_kernel,
-}

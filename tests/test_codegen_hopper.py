@@ -7,7 +7,7 @@ import re
 
 import iris  # noqa: F401  (before triton: it may set up the interpreter)
 from iris_ops.quantised import stream_form
-from iris_ops.quantised.packing import INT4, INT8, INT8_ZEROS, LINE
+from iris_ops.quantised.packing import FP8_BLOCK, INT4, INT4_ZEROS, INT8, INT8_ZEROS, LINE, MXFP4, NVFP4
 import pytest
 
 from tests.assembly import (
@@ -21,9 +21,16 @@ from tests.assembly import (
     system_releases,
     unguarded_hand_overs,
 )
-from tests.kernel_cases import LOCAL_ROWS, STREAMED, STREAMED_BETWEEN_RANKS
 
 pytestmark = pytest.mark.compile
+
+# Formats with scales of groups, by the names of their cases: packing, group.
+STREAMED = {
+    "fp8_block_128": (FP8_BLOCK, 128), "fp8_block_32": (FP8_BLOCK, 32), "int4_32": (INT4, 32), "int4_128": (INT4, 128),
+    "int4_channel": (INT4, None), "mxfp4": (MXFP4, 32), "nvfp4": (NVFP4, 16), "int8_128": (INT8, 128),
+    "int4_zeros_128": (INT4_ZEROS, 128), "int8_zeros_32": (INT8_ZEROS, 32),
+}  # fmt: skip
+BETWEEN_RANKS = "fp8_block_128", "int4_32", "mxfp4"
 
 
 def test_ptx_of_a_store_warp(compiled) -> None:
@@ -156,9 +163,9 @@ def test_ptx_of_rounded_rows(compiled) -> None:
 def test_ptx_of_weights_with_scales_of_groups(compiled) -> None:
     """Each product of a line is multiplied once, scales come by TMA, and no number moves between threads."""
     kernels = {f"skinny_{name}": (16, 16384, form) for name, form in STREAMED.items()}
-    kernels |= {f"lamport_{name}": (8, 4096, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
-    kernels |= {f"lamport_{name}_1": (1, 8192, STREAMED[name]) for name in STREAMED_BETWEEN_RANKS}
-    for name, rows in itertools.product(STREAMED_BETWEEN_RANKS, LOCAL_ROWS):
+    kernels |= {f"lamport_{name}": (8, 4096, STREAMED[name]) for name in BETWEEN_RANKS}
+    kernels |= {f"lamport_{name}_1": (1, 8192, STREAMED[name]) for name in BETWEEN_RANKS}
+    for name, rows in itertools.product(BETWEEN_RANKS, (32, 64)):
         kernels[f"skinny_{name}_{rows}"] = rows, 16384, STREAMED[name]
     for name, (rows, N, (form, group)) in kernels.items():
         kernel, bits = compiled("sm_90")[name], 4 if form.per_element > 1 else 8

@@ -92,7 +92,7 @@ def numbers(_folder: str) -> str:
         best_rival = f"{best}: {figure(times[best])} {unit}"
         rows.append([what, gpus(run), f"{figure(ours)} {unit}", best_rival, f"{times[best] / ours:.2f}x"])
     text = (
-        "A product's size is M x N x K on each rank. The rival is the fastest of all that were measured."
+        "M x N x K are the sizes of the product that each rank computes. The rival is the fastest one measured."
         " Every contender runs in a CUDA graph, with NVLink multicast off."
     )
     head = ["what", "GPUs", "iris-tp", "best rival", "speedup"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,17 +68,13 @@ class _Prepared:
 
 
 class Collectives(RootedCalls):
-    """The collectives of one context. Every rank of the group makes the same calls in the same order.
+    """Run the collectives of one context. Every rank of the group makes the same calls in the same order.
 
-    `out`, `inp`: device tensors of one dtype and any shape, whose rows have one stride. An `out` on the symmetric heap
-    must be the same allocation on all ranks. Any other `out` works too, but large calls then make one more copy.
-    `group`: a process group or one dimension of a DeviceMesh; None for all ranks. The other ranks must make the same
-    calls in their own groups, because all heaps must have the same allocations. `async_op`: whether the call runs on a
-    side stream; `workspace.wait()` makes the current stream wait for it. `config`: a `Config`, the same on all ranks;
-    None chooses the fastest for the size. `workspace`: the result of an earlier call of the group. All calls return
-    their workspace.
+    `out` and `inp` are device tensors of one dtype, whose rows have one stride. An `out` on the symmetric heap must be
+    the same allocation on all ranks. Any other `out` works too, but large calls then make one more copy. The ranks
+    outside a `group` must make the same calls in their own groups, because all heaps must have the same allocations.
 
-    Raises `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` if the
+    All calls raise `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` if the
     workspace does not fit on the heap, `PeerLostError` if a rank was lost in an earlier call.
     """
 
@@ -99,6 +96,10 @@ class Collectives(RootedCalls):
         Args:
             out: [M, N * w]. Columns i * N to (i + 1) * N come from rank i.
             inp: [M, N * w], any dtype of up to 8 bytes. Columns j * N to (j + 1) * N go to rank j.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            workspace: the result of an earlier call of the group; None for the group's own.
 
         Returns:
             The workspace of the call.
@@ -115,6 +116,10 @@ class Collectives(RootedCalls):
         Args:
             out: [w * M, N], in rank order.
             inp: [M, N], any dtype of up to 8 bytes. It may be this rank's part of `out`.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            workspace: the result of an earlier call of the group; None for the group's own.
 
         Returns:
             The workspace of the call.
@@ -131,6 +136,11 @@ class Collectives(RootedCalls):
         Args:
             out: the shape and dtype of `inp`; it may be `inp`.
             inp: any shape; bfloat16, float16, float32 (accumulated in float32, rounded once) or integers.
+            op: `ReduceOp.SUM`, or None, which means the same.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            workspace: the result of an earlier call of the group; None for the group's own.
 
         Returns:
             The workspace of the call.
@@ -150,6 +160,11 @@ class Collectives(RootedCalls):
                 blocks are numbered together; a rank has one range of tiles, or every w-th with
                 `all_reduce_distribution=0`.
             inp: [M, N], as for `all_reduce`.
+            op: `ReduceOp.SUM`, or None, which means the same.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            workspace: the result of an earlier call of the group; None for the group's own.
 
         Returns:
             The workspace of the call.
@@ -165,6 +180,13 @@ class Collectives(RootedCalls):
 
         It allocates memory and launches no sum. Calls of other groups may use the workspace too; the first call of
         each group then allocates.
+
+        Args:
+            out: as in `all_reduce`.
+            inp: as in `all_reduce`.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            workspace: an earlier result, which grows if needed; None for a new one.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
         """
         ctx = self._ctx
         ctx.check()
@@ -185,6 +207,10 @@ class Collectives(RootedCalls):
 
         One kernel with one or two hops (`iris/ccl/norm.py`). It sums in fp32, and all ranks get the same bits.
 
+
+        Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
+            workspace does not fit, `PeerLostError` where a rank was lost.
+
         Args:
             out: [..., N], `inp`'s dtype; float8_e4m3fn with `scale`.
             residual: [..., N], `inp`'s dtype; the same values on all ranks.
@@ -195,8 +221,8 @@ class Collectives(RootedCalls):
             group, workspace: as in `all_reduce`.
             total: [..., N], `inp`'s dtype: receives the sum in place of `residual`, which then stays unchanged.
 
-        Raises: `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, `HeapExhausted` where the
-            workspace does not fit, `PeerLostError` where a rank was lost.
+        Returns:
+            The workspace of the call.
         """
         ctx = self._ctx
         ctx.check()
@@ -226,7 +252,20 @@ class Collectives(RootedCalls):
         return workspace
 
     def reserve_norm(self, rows: int, columns: int, dtype: torch.dtype, group: Members = None) -> Workspace:
-        """Reserve memory for `all_reduce_norm` calls of up to `rows` rows, which then allocate none. Collective."""
+        """Reserve memory for `all_reduce_norm` calls of up to `rows` rows, which then allocate none. Collective.
+
+        Args:
+            rows: the largest number of rows of a call.
+            columns: N, the columns of `inp`.
+            dtype: the dtype of `inp`.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+
+        Returns:
+            The workspace of the group.
+
+        Raises:
+            HeapExhausted: if the memory does not fit on the heap.
+        """
         self._ctx.check()
         members = self._group(group)
         workspace = self._workspace_of(norm.OP, members, None)
@@ -239,7 +278,11 @@ class Collectives(RootedCalls):
             self._ctx.forget_launches()
 
     def new_workspace(self, group: Members = None) -> Workspace:
-        """Return an empty workspace, for calls that may run at the same time as others of the group."""
+        """Return an empty workspace, for calls that may run at the same time as others of the group.
+
+        Args:
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+        """
         self._ctx.check()
         return Workspace(self._group(group))
 
@@ -249,7 +292,16 @@ class Collectives(RootedCalls):
     ) -> Plan | None:  # fmt: skip
         """Return the plan of a call with its predicted time in µs, or None if `inp` is empty. Launches nothing.
 
-        `explained`: whether the plan includes its reasons, which `Plan.explain` returns.
+        Args:
+            op: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+            out: as in the call.
+            inp: as in the call.
+            config: a `Config`, the same on all ranks; None chooses the fastest for the size.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            explained: whether the plan includes its reasons, which `Plan.explain` returns.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError, ArgumentError: for bad arguments.
         """
         self._ctx.check()
         if op not in OPS:
@@ -260,7 +312,14 @@ class Collectives(RootedCalls):
         return plan(prepared.problem, config or Config(), self._machine, explained=True)
 
     def ready(self, op: str, out: torch.Tensor, inp: torch.Tensor, workspace: Workspace) -> Callable[[], Workspace]:
-        """Return a function that repeats the call `op`; it examines the arguments only once, here."""
+        """Return a function that repeats the call `op`; it examines the arguments only once, here.
+
+        Args:
+            op: as in `plan`.
+            out: as in the call.
+            inp: as in the call.
+            workspace: the result of an earlier call of all ranks.
+        """
         key = relaunch.key_of((out, inp), (op, None, None, None), workspace)
         calls, ctx = self._calls, self._ctx
         return lambda: calls.repeat(key, ctx, out) or self._call(op, out, inp, None, None, False, None, workspace)
@@ -297,24 +356,20 @@ class Collectives(RootedCalls):
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
             if chosen is not None and launch.writes_to_peers(problem, chosen):
-                inside = ctx.heap.holds(to, to + out_bytes) and not ctx.hands_out(to - ctx.heap.base)
-                facts["out"] = f"at {ctx.heap.offset(out)} of the heap" if inside else "outside the heap"
+                facts["out"] = ctx.place_of(out)
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
         if chosen is None:
             return workspace
         staged = self._reserve(workspace, prepared, out)
 
-        def go() -> None:
-            again, launched = calls.moved(key, staged is None), None
-            if again is None or not again():
-                launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
-                again = launched and launched.again
+        def anew() -> relaunch.Launch | None:
+            launched = self._launch(workspace, problem, chosen, out if staged is None else staged, inp, key)
             if staged is not None:
                 out.copy_(staged)
-            if again:
-                calls.keep(key, (again, staged, workspace), launched, staged is None)
+            return launched
 
+        go = partial(calls.launch, key, workspace, out, staged, anew)
         if async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, out, inp)
         else:

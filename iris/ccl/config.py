@@ -40,23 +40,30 @@ class ReduceOp(Enum):
 )
 @dataclass(frozen=True)
 class Config:
-    """The configuration of a collective, equal on all ranks. A field that is None is chosen by shape and machine.
+    """Describe how a collective runs, the same on all ranks. A field that is None is chosen by shape and machine.
 
     If `out` of a reduce-scatter has the sizes of its input, each rank gets the same tiles as in ROCm/iris. They depend
     on `block_size_m`, `block_size_n`, `swizzle_size` and `all_reduce_distribution`, whose defaults are the same there.
 
-    Fields may be set later; this raises the same errors as the constructor.
+    Args:
+        block_size_m: a power of two. `block_size_m * block_size_n` elements are what a program moves at once. The two
+            are also the tile of a reduce-scatter whose `out` has the sizes of its input, by default 32 x 64.
+        block_size_n: a power of two.
+        swizzle_size: how many row blocks of such tiles are numbered together.
+        comm_sms: the number of programs, at most the GPU's multiprocessors.
+        all_reduce_variant: "one_shot" (each rank sums everything), "two_shot" (each rank sums a part and sends it to
+            all), "ring", "atomic" or "spinlock". With the last two each rank adds into the sums of all ranks in the
+            order of arrival, so last bits may differ between runs and ranks. All other variants give the same bits on
+            every rank and in each run.
+        all_reduce_distribution: how blocks are assigned to ranks: 0 one after the other, 1 one range for each rank.
+        all_reduce_num_rings: into how many rings "ring" divides the data, half of them in the opposite direction; 1 for
+            all other variants.
+        reduce_scatter_variant: "two_shot".
+        protocol: how a rank knows that data has arrived: "lamport" (by the values themselves, for small tensors) or
+            "flags" (by signals, for large ones).
 
-    `block_size_m`, `block_size_n`: powers of two. Their product is the number of elements that a program moves at once.
-    They are also the tile of a reduce-scatter whose `out` has the sizes of its input, by default 32 x 64.
-    `swizzle_size`: how many row blocks of such tiles are numbered together. `comm_sms`: the number of programs, at most
-    the GPU's multiprocessors. `all_reduce_variant`: "one_shot" (each rank sums everything), "two_shot" (each rank sums
-    a part and sends it to all), "ring", "atomic" or "spinlock" (each rank adds into the sums of all ranks, in the order
-    of arrival, so last bits may differ between runs and ranks; all other variants give the same bits on every rank and
-    in each run). `all_reduce_distribution`: how blocks are assigned to ranks: 0 one after the other, 1 one range for
-    each rank. `all_reduce_num_rings`: into how many rings "ring" divides the data, half of them in the opposite
-    direction; 1 for all other variants. `reduce_scatter_variant`: "two_shot". `protocol`: how a rank knows that data
-    has arrived: "lamport" (by the values themselves, for small tensors) or "flags" (by signals, for large ones).
+    Raises:
+        ArgumentError: for a field out of its range, here and when a field is set later.
     """
 
     block_size_m: int | None = None

@@ -22,9 +22,15 @@ from .rooted import check, check_rank
 
 @dataclass(frozen=True)
 class P2POp:
-    """Describe one message of `ctx.ccl.batch_isend_irecv`: to or from rank `peer`, counted in the call's group.
+    """Describe one message of `ctx.ccl.batch_isend_irecv`.
 
-    `op` is "send" or "recv". "isend", "irecv", and functions of these names such as torch.distributed's, are accepted.
+    Args:
+        op: "send" or "recv". "isend", "irecv", and functions of these names such as torch.distributed's, are accepted.
+        tensor: any shape, dtype and strides, on the context's device.
+        peer: the other rank, counted in the call's group.
+
+    Raises:
+        ArgumentError: when the message is sent, for another `op`.
     """
 
     op: str | Callable
@@ -48,17 +54,33 @@ class Work:
     """Represent a message in the current stream, with the interface of torch.distributed's work objects."""
 
     def wait(self, timeout: object = None) -> bool:
-        """Return True at once: later work in the stream runs after the message."""
+        """Return True at once: later work in the stream runs after the message.
+
+        Args:
+            timeout: no effect.
+        """
         return True
 
 
 def isend(ctx: Any, tensor: torch.Tensor, dst: int, **given: Any) -> Work:
-    """Call `ctx.ccl.isend`. In a `P2POp` this function means "send"."""
+    """Call `ctx.ccl.isend`. In a `P2POp` this function means "send".
+
+    Args:
+        ctx: the context.
+        tensor: as in `ctx.ccl.send`.
+        dst: as in `ctx.ccl.send`.
+    """
     return ctx.ccl.isend(tensor, dst, **given)
 
 
 def irecv(ctx: Any, tensor: torch.Tensor, src: int, **given: Any) -> Work:
-    """Call `ctx.ccl.irecv`. In a `P2POp` this function means "recv"."""
+    """Call `ctx.ccl.irecv`. In a `P2POp` this function means "recv".
+
+    Args:
+        ctx: the context.
+        tensor: as in `ctx.ccl.recv`.
+        src: as in `ctx.ccl.recv`.
+    """
     return ctx.ccl.irecv(tensor, src, **given)
 
 
@@ -101,9 +123,9 @@ def _check_room(op: str, rings: Rings, kinds: Sequence[str], messages: Sequence[
         used[kind, message.peer] += cut(-(-nbytes // 4)).slots
         if used[kind, message.peer] > rings.slots:
             raise ArgumentError(
-                f"{op}: tensor has {nbytes} bytes, {before * MESSAGE_BYTES} come before it between the same ranks, "
-                f"and there is room for {rings.slots * MESSAGE_BYTES}; call ctx.ccl.init_p2p(max_numel, dtype) on "
-                f"every rank"
+                f"{op}: tensor has {nbytes} bytes, and earlier messages of the call between the same ranks take "
+                f"{before * MESSAGE_BYTES}; expected at most {rings.slots * MESSAGE_BYTES} together, the room for "
+                f"messages: call ctx.ccl.init_p2p(max_numel, dtype) on every rank"
             )
 
 

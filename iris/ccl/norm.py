@@ -190,8 +190,8 @@ def check(device: torch.device, given: Tensors, eps: float) -> None:
     for name, t in tensors.items():
         if t.numel() and (t.stride(-1) != 1 or (t.ndim > 2 and not t.is_contiguous())):
             raise ArgumentError(
-                f"{OP}: {name} has strides {t.stride()}; expected neighbouring columns, and contiguous memory where "
-                f"there are more than two dimensions"
+                f"{OP}: {name} has strides {t.stride()}; expected a stride of 1 in the last dimension, and contiguous "
+                f"memory if there are more than two dimensions"
             )
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
         raise ArgumentError(f"{OP}: eps is {eps!r}; expected a finite number from 0")

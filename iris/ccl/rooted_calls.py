@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
 
 class RootedCalls:
-    """Collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
+    """Run collectives with a root, messages, and the barrier. Tensors may lie anywhere; any dtype, except for sums.
 
     Each call is one launch; some calls with large tensors are several. A CUDA graph can capture a call after one call
     with a tensor at least as large. Calls run in the current stream; `async_op` and `config` are accepted and have no
     effect.
+
+    All calls raise `ShapeError`, `DtypeError`, `DeviceError`, `ArgumentError` for bad arguments, and `PeerLostError` if
+    a rank was lost in an earlier call.
     """
 
     _ctx: Rank
@@ -43,7 +46,11 @@ class RootedCalls:
         raise NotImplementedError
 
     def barrier(self, group: Members = None) -> None:
-        """Wait for all ranks of the group on the device, in stream order: `ctx.device_barrier(group)`."""
+        """Wait for all ranks of the group on the device, in stream order: `ctx.device_barrier(group)`.
+
+        Args:
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+        """
         self._ctx.device_barrier(group)
 
     def broadcast(
@@ -55,6 +62,9 @@ class RootedCalls:
         Args:
             tensor: any shape, dtype and strides, on the context's device; the same sizes on all ranks.
             src: the rank that has the data, counted in the group, as in all calls of this class.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: no effect.
+            config: no effect.
 
         Returns:
             The workspace of the call.
@@ -72,6 +82,10 @@ class RootedCalls:
         Args:
             out: [w * M, ...] on rank `dst`, in rank order; ignored on other ranks.
             inp: [M, ...], any dtype.
+            dst: the rank that receives, counted in the group.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: no effect.
+            config: no effect.
 
         Returns:
             The workspace of the call.
@@ -89,6 +103,10 @@ class RootedCalls:
         Args:
             out: [M, ...]: this rank's part.
             inp: [w * M, ...] on rank `src`; ignored on other ranks.
+            src: the rank that has the data, counted in the group.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: no effect.
+            config: no effect.
 
         Returns:
             The workspace of the call.
@@ -106,6 +124,11 @@ class RootedCalls:
         Args:
             out: the shape of `inp` on rank `dst`; ignored on other ranks. Without `inp`, every rank's `out` is summed.
             inp: any shape; bfloat16, float16 or float32.
+            dst: the rank that receives, counted in the group.
+            op: `ReduceOp.SUM`, or None, which means the same.
+            group: a process group or one dimension of a `DeviceMesh`; None for all ranks of the context.
+            async_op: no effect.
+            config: no effect.
 
         Returns:
             The workspace of the call.
@@ -140,6 +163,9 @@ class RootedCalls:
             max_numel: the number of elements that one call may send to one rank, each message rounded up to 4 KiB; 64
                 messages of 4 KiB always fit. The heap needs twice that memory for each rank.
             dtype: the dtype of these elements.
+
+        Returns:
+            An object that code for ROCm/iris passes on as `p2p_state`. Other code can ignore it.
 
         Raises:
             ArgumentError: for bad arguments; on every rank if buffers must grow while messages have not been received.
@@ -182,6 +208,10 @@ class RootedCalls:
         Args:
             tensor: any shape, dtype and strides, on the context's device.
             dst: the receiver.
+            group: the ranks among which `dst` counts; None for all ranks of the context.
+            tag: no effect.
+            p2p_state: no effect.
+            config: no effect.
 
         Raises:
             ArgumentError: for bad arguments, and if the buffer of `init_p2p` is too small. With IRIS_DEBUG=1 also on
@@ -193,28 +223,70 @@ class RootedCalls:
         self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None,
         config: Config | None = None,
     ) -> None:  # fmt: skip
-        """Receive into `tensor` from rank `src`, which calls `send` with as many elements of the same dtype."""
+        """Receive into `tensor` from rank `src`, which calls `send` with as many elements of the same dtype.
+
+        Args:
+            tensor: any shape, dtype and strides, on the context's device.
+            src: the sender.
+            group: the ranks among which `src` counts; None for all ranks of the context.
+            tag: no effect.
+            p2p_state: no effect.
+            config: no effect.
+
+        Raises:
+            ArgumentError: for bad arguments.
+        """
         self._exchange("recv", group, [P2POp("recv", tensor, src)], [("tensor", "src")])
 
     def sendrecv(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, src: int, group: Members = None,
         tag: int = 0, p2p_state: P2PState | None = None, config: Config | None = None,
     ) -> None:  # fmt: skip
-        """Send `send_tensor` to rank `dst` and receive `recv_tensor` from rank `src`, both at once, as in a ring."""
+        """Send `send_tensor` to rank `dst` and receive `recv_tensor` from rank `src`, both at once, as in a ring.
+
+        Args:
+            send_tensor: any shape, dtype and strides, on the context's device.
+            recv_tensor: likewise; it may overlap `send_tensor`.
+            dst: the rank that receives `send_tensor`.
+            src: the rank that sends `recv_tensor`.
+            group: the ranks among which `dst` and `src` count; None for all ranks of the context.
+            tag: no effect.
+            p2p_state: no effect.
+            config: no effect.
+
+        Raises:
+            ArgumentError: as in `send`.
+        """
         both = [P2POp("send", send_tensor, dst), P2POp("recv", recv_tensor, src)]
         self._exchange("sendrecv", group, both, [("send_tensor", "dst"), ("recv_tensor", "src")])
 
     def isend(
         self, tensor: torch.Tensor, dst: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
     ) -> Work:
-        """Call `send`, and return a `Work` whose `wait` returns at once."""
+        """Call `send`, and return a `Work` whose `wait` returns at once.
+
+        Args:
+            tensor: as in `send`.
+            dst: as in `send`.
+            group: as in `send`.
+            tag: no effect.
+            p2p_state: no effect.
+        """
         self.send(tensor, dst, group, tag)
         return Work()
 
     def irecv(
         self, tensor: torch.Tensor, src: int, group: Members = None, tag: int = 0, p2p_state: P2PState | None = None
     ) -> Work:
-        """Call `recv` in the current stream, and return a `Work` whose `wait` returns at once."""
+        """Call `recv` in the current stream, and return a `Work` whose `wait` returns at once.
+
+        Args:
+            tensor: as in `recv`.
+            src: as in `recv`.
+            group: as in `recv`.
+            tag: no effect.
+            p2p_state: no effect.
+        """
         self.recv(tensor, src, group, tag)
         return Work()
 
@@ -226,8 +298,16 @@ class RootedCalls:
         Each rank lists what it sends and receives, in any order. Messages between two ranks match in the order of the
         two lists. All tensors are read before any is written.
 
+        Args:
+            p2p_op_list: a `P2POp` for each message.
+            group: the ranks among which each `peer` counts; None for all ranks of the context.
+            p2p_state: no effect.
+
         Returns:
             One `Work` for each message, whose `wait` returns at once, because the current stream orders the messages.
+
+        Raises:
+            ArgumentError: as in `send`.
         """
         if not isinstance(p2p_op_list, (list, tuple)) or not all(isinstance(each, P2POp) for each in p2p_op_list):
             raise ArgumentError(f"batch_isend_irecv: p2p_op_list is {p2p_op_list!r}; expected a list of iris.ccl.P2POp")

@@ -33,8 +33,15 @@ def atomic_cas(
     """Store `val` at `pointer` on `to_rank` if its value is `cmp`; return the old value.
 
     Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        cmp: the value to compare with.
+        val: the value to store.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
         sem: "acquire", "release", "acq_rel" (default) or "relaxed". This and `scope` are those of every atomic here.
         scope: "sys" (default), "gpu" or "cta"; only "sys" is right between ranks.
+        hint: as in `iris.load`.
     """
     check("atomic_cas", pointer, None, from_rank, to_rank, heap_bases)
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -57,7 +64,18 @@ def atomic_add(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Add `val` at `pointer` on `to_rank`; return the old value. fp16 and bf16 round at each addition."""
+    """Add `val` at `pointer` on `to_rank`; return the old value. fp16 and bf16 round at each addition.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_add", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_add", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -76,7 +94,18 @@ def atomic_xchg(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Store `val` at `pointer` on `to_rank`; return the old value."""
+    """Store `val` at `pointer` on `to_rank`; return the old value.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_xchg", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -95,7 +124,18 @@ def atomic_xor(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Apply exclusive-or with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply exclusive-or with `val` to `pointer` on `to_rank`; return the old value. Integers only.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_xor", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -114,7 +154,18 @@ def atomic_and(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Apply and with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply and with `val` to `pointer` on `to_rank`; return the old value. Integers only.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_and", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_and", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -133,7 +184,18 @@ def atomic_or(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Apply or with `val` to `pointer` on `to_rank`; return the old value. Integers only."""
+    """Apply or with `val` to `pointer` on `to_rank`; return the old value. Integers only.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_or", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_or", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -152,7 +214,18 @@ def atomic_min(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Store the minimum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
+    """Store the minimum of `val` and the value at `pointer` on `to_rank` there; return the old value.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_min", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_min", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)
@@ -171,7 +244,18 @@ def atomic_max(
     scope: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Store the maximum of `val` and the value at `pointer` on `to_rank` there; return the old value."""
+    """Store the maximum of `val` and the value at `pointer` on `to_rank` there; return the old value.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        val: the operand, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory changes.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        sem, scope: as in `iris.atomic_cas`.
+        hint: as in `iris.load`.
+    """
     check("atomic_max", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("atomic_max", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     remote = hinted(translate(pointer, from_rank, to_rank, heap_bases), hint)

@@ -30,7 +30,10 @@ def pack(
 
 
 class RemoteAccess:
-    """The methods of a device context, by its rank and its context tensor."""
+    """Access the heaps of all ranks inside a kernel. The caller is the context's rank.
+
+    Parameters that a method does not explain have the meaning of the function of the same name, such as `iris.load`.
+    """
 
     if TYPE_CHECKING:  # fields of the aggregate that inherits from it
         rank: tl.tensor
@@ -44,12 +47,21 @@ class RemoteAccess:
 
     @device_function
     def pid(self, rank):
-        """Process id of a rank, int64."""
+        """Return the process id of a rank, int64.
+
+        Args:
+            rank: the rank.
+        """
         return tl.load(self.ctx_ptr + HEADER + self.world_size + rank)
 
     @device_function
     def pids(self, ranks, mask):
-        """Process ids of a block of ranks, int64, 0 where masked out."""
+        """Return the process ids of a block of ranks, int64, 0 where masked out.
+
+        Args:
+            ranks: a block of ranks.
+            mask: which elements of the block are ranks.
+        """
         return tl.load(self.ctx_ptr + HEADER + self.world_size + ranks, mask=mask, other=0)
 
     @device_function
@@ -59,12 +71,22 @@ class RemoteAccess:
 
     @device_function
     def remote(self, pointer, to_rank):
-        """Return the address at `to_rank` of this rank's `pointer`."""
+        """Return the address at `to_rank` of this rank's `pointer`.
+
+        Args:
+            pointer: an address in this rank's heap, scalar or block.
+            to_rank: the rank of the result.
+        """
         return rma.translate(pointer, self.rank, to_rank, self.heap_bases())
 
     @device_function
     def as_remote(self, ptr, rank):
-        """Return the address at `rank` of this rank's `ptr`: `remote` by its name in ROCm/iris."""
+        """Return the address at `rank` of this rank's `ptr`: `remote` by its name in ROCm/iris.
+
+        Args:
+            ptr: an address in this rank's heap, scalar or block.
+            rank: the rank of the result.
+        """
         return rma.translate(ptr, self.rank, rank, self.heap_bases())
 
     @device_function
@@ -78,12 +100,25 @@ class RemoteAccess:
         volatile: tl.constexpr = False,
         hint: tl.constexpr = None,
     ):
-        """Return the value at `pointer` on `from_rank`. `hint`: as in `iris.load`, here and in every method."""
+        """Return the value at `pointer` on `from_rank`.
+
+        Args:
+            pointer: an address in this rank's heap, scalar or block.
+            from_rank: the rank whose memory is read.
+            mask, other, cache_modifier, volatile, hint: as in `iris.load`.
+        """
         return rma.load(pointer, self.rank, from_rank, self.heap_bases(), mask, other, cache_modifier, volatile, hint)
 
     @device_function
     def store(self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None, hint: tl.constexpr = None):
-        """Store `value` at `pointer` on `to_rank`."""
+        """Store `value` at `pointer` on `to_rank`.
+
+        Args:
+            pointer: an address in this rank's heap, scalar or block.
+            value: the value, scalar or block.
+            to_rank: the rank whose memory is written.
+            mask, cache_modifier, hint: as in `iris.store`.
+        """
         rma.store(pointer, value, self.rank, to_rank, self.heap_bases(), mask, cache_modifier, hint)
 
     @device_function
@@ -98,7 +133,14 @@ class RemoteAccess:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Copy from `from_ptr` on `from_rank` to this rank's `to_ptr`."""
+        """Copy from `from_ptr` on `from_rank` to this rank's `to_ptr`.
+
+        Args:
+            from_ptr: an address in this rank's heap.
+            to_ptr: any memory of this rank.
+            from_rank: the rank whose memory is read.
+            mask, other, load_cache_modifier, store_cache_modifier, hint: as in `iris.get`.
+        """
         data = self.load(from_ptr, from_rank, mask, other, load_cache_modifier, hint=hint)
         tl.store(to_ptr, data, mask=mask, cache_modifier=store_cache_modifier)
 
@@ -116,7 +158,15 @@ class RemoteAccess:
         copy_engine_ctx=None,
         use_copy_engine: tl.constexpr = False,
     ):
-        """Copy from this rank's `from_ptr` to `to_ptr` on `to_rank`."""
+        """Copy from this rank's `from_ptr` to `to_ptr` on `to_rank`.
+
+        Args:
+            from_ptr: any memory of this rank.
+            to_ptr: an address in this rank's heap.
+            to_rank: the rank whose memory is written.
+            mask, other, load_cache_modifier, store_cache_modifier, hint: as in `iris.put`.
+            copy_engine_ctx, use_copy_engine: None and False: kernels cannot drive a copy engine.
+        """
         rma.put(
             from_ptr,
             to_ptr,
@@ -145,7 +195,15 @@ class RemoteAccess:
         store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`."""
+        """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`.
+
+        Args:
+            src_ptr: an address in this rank's heap.
+            dst_ptr: an address in this rank's heap.
+            from_rank: the rank whose memory is read.
+            to_rank: the rank whose memory is written.
+            mask, other, load_cache_modifier, store_cache_modifier, hint: as in `iris.copy`.
+        """
         rma.copy(
             src_ptr,
             dst_ptr,
@@ -171,7 +229,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_cas` at `to_rank`."""
+        """Store `val` at `pointer` on `to_rank` if its value is `cmp`; return the old value.
+
+        Args:
+            pointer, cmp, val, to_rank, sem, scope, hint: as in `iris.atomic_cas`.
+        """
         return atomics.atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases(), sem, scope, hint)
 
     @device_function
@@ -185,7 +247,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_add` at `to_rank`."""
+        """Add `val` at `pointer` on `to_rank`; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_add`.
+        """
         return atomics.atomic_add(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -199,7 +265,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_xchg` at `to_rank`."""
+        """Store `val` at `pointer` on `to_rank`; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_xchg`.
+        """
         return atomics.atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -213,7 +283,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_xor` at `to_rank`."""
+        """Apply exclusive-or with `val` to `pointer` on `to_rank`; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_xor`.
+        """
         return atomics.atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -227,7 +301,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_and` at `to_rank`."""
+        """Apply and with `val` to `pointer` on `to_rank`; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_and`.
+        """
         return atomics.atomic_and(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -241,7 +319,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_or` at `to_rank`."""
+        """Apply or with `val` to `pointer` on `to_rank`; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_or`.
+        """
         return atomics.atomic_or(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -255,7 +337,11 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_min` at `to_rank`."""
+        """Store the minimum of `val` and the value at `pointer` on `to_rank` there; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_min`.
+        """
         return atomics.atomic_min(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
     @device_function
@@ -269,13 +355,17 @@ class RemoteAccess:
         scope: tl.constexpr = None,
         hint: tl.constexpr = None,
     ):
-        """Call `iris.atomic_max` at `to_rank`."""
+        """Store the maximum of `val` and the value at `pointer` on `to_rank` there; return the old value.
+
+        Args:
+            pointer, val, to_rank, mask, sem, scope, hint: as in `iris.atomic_max`.
+        """
         return atomics.atomic_max(pointer, val, self.rank, to_rank, self.heap_bases(), mask, sem, scope, hint)
 
 
 @aggregate
 class DeviceContext(RemoteAccess):
-    """This rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
+    """Represent this rank's view of the heap inside a kernel. Make it with `DeviceContext.initialize`."""
 
     rank: tl.tensor
     world_size: tl.constexpr
@@ -292,9 +382,13 @@ class DeviceContext(RemoteAccess):
     @staticmethod
     @device_function
     def initialize(context_tensor, rank, world_size: tl.constexpr, tracing: tl.constexpr = False):
-        """Return the context from `Iris.get_device_context()`, the caller's rank and the number of ranks.
+        """Return the device context of the caller.
 
-        `tracing`: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
+        Args:
+            context_tensor: `Iris.get_device_context()`.
+            rank: the caller's rank, `cur_rank`.
+            world_size: the number of ranks, `num_ranks`.
+            tracing: whether `tracing.record_event_start` and `_end` record; if not, they leave no instruction.
         """
         return DeviceContext(
             tl.cast(rank, tl.int32), world_size, context_tensor, device_tracing(context_tensor, tracing)

@@ -98,11 +98,18 @@ def load(
     """Return the value at `pointer` on `from_rank`; the caller is `to_rank`.
 
     Args:
-        hint: here and in every function below, how many elements of the block are contiguous, beginning at such a
-            multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
+        pointer: an address in the caller's own heap, scalar or block.
+        to_rank: the caller.
+        from_rank: the rank whose memory is read.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        other: the value of elements that `mask` excludes.
+        cache_modifier: as in `tl.load`.
         volatile: pass all caches. Then `cache_modifier` has no effect on NVIDIA GPUs, whose assembler refuses both. A
             block with fewer elements than the program has threads may be loaded twice, and give two values where a peer
             stores meanwhile: poll a flag with `wait`.
+        hint: here and in every function below, how many elements of the block are contiguous, beginning at such a
+            multiple: an integer, or a tuple for several dimensions. A hint that does not hold gives wrong data.
     """
     check("load", pointer, mask, to_rank, from_rank, heap_bases)
     mask = within("load", pointer, mask, to_rank, from_rank, heap_bases) if CHECKED else mask
@@ -124,7 +131,18 @@ def store(
     cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`."""
+    """Store `value` at `pointer` on `to_rank`; the caller is `from_rank`.
+
+    Args:
+        pointer: an address in the caller's own heap, scalar or block.
+        value: the value, scalar or block.
+        from_rank: the caller.
+        to_rank: the rank whose memory is written.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        cache_modifier: as in `tl.store`.
+        hint: as in `iris.load`.
+    """
     check("store", pointer, mask, from_rank, to_rank, heap_bases)
     mask = within("store", pointer, mask, from_rank, to_rank, heap_bases) if CHECKED else mask
     tl.static_assert(is_modifier(cache_modifier), HINT_BY_KEYWORD)
@@ -149,6 +167,17 @@ def get(
 
     The two ranks may come in either order, as in code written for ROCm/iris: the caller is the one in whose heap
     `from_ptr` lies. `DeviceContext.get` skips that check.
+
+    Args:
+        from_ptr: an address in the caller's own heap, scalar or block; the bytes at that place on `from_rank` are read.
+        to_ptr: where they are stored: any memory of the caller.
+        from_rank: the rank whose memory is read.
+        to_rank: the caller.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        other: as in `tl.load`.
+        load_cache_modifier, store_cache_modifier: as in `tl.load` and `tl.store`.
+        hint: as in `iris.load`.
     """
     check("get", from_ptr, mask, to_rank, from_rank, heap_bases, True)
     mask = within("get", from_ptr, mask, to_rank, from_rank, heap_bases, True) if CHECKED else mask
@@ -174,7 +203,18 @@ def put(
 ):
     """Copy from the caller's own `from_ptr` to `to_ptr` on `to_rank`; the caller is `from_rank`.
 
-    The last two, for code written for ROCm/iris, are None and False: kernels here cannot drive a copy engine.
+    Args:
+        from_ptr: what is read: any memory of the caller, scalar or block.
+        to_ptr: an address in the caller's own heap; the bytes at that place on `to_rank` are written.
+        from_rank: the caller.
+        to_rank: the rank whose memory is written.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        other: as in `tl.load`.
+        load_cache_modifier, store_cache_modifier: as in `tl.load` and `tl.store`.
+        hint: as in `iris.load`.
+        copy_engine_ctx: None, for code written for ROCm/iris.
+        use_copy_engine: False: kernels here cannot drive a copy engine.
     """
     tl.static_assert(not use_copy_engine, NO_COPY_ENGINE)
     data = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
@@ -198,7 +238,20 @@ def copy(
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
 ):
-    """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`; the caller is `cur_rank`, any of them or none."""
+    """Copy from `src_ptr` on `from_rank` to `dst_ptr` on `to_rank`.
+
+    Args:
+        src_ptr: an address in the caller's own heap, scalar or block; the bytes at that place on `from_rank` are read.
+        dst_ptr: an address in the caller's own heap; the bytes at that place on `to_rank` are written.
+        from_rank: the rank whose memory is read.
+        to_rank: the rank whose memory is written.
+        cur_rank: the caller, any of them or none.
+        heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
+        mask: which elements take part; None for all.
+        other: as in `tl.load`.
+        load_cache_modifier, store_cache_modifier: as in `tl.load` and `tl.store`.
+        hint: as in `iris.load`.
+    """
     check("copy", src_ptr, mask, cur_rank, from_rank, heap_bases)
     read = within("copy", src_ptr, mask, cur_rank, from_rank, heap_bases) if CHECKED else mask
     check("copy", dst_ptr, mask, cur_rank, to_rank, heap_bases)

@@ -38,6 +38,9 @@ def sync_words(world_size: int) -> int:
     """Return the number of int32 elements in a sync block.
 
     Allocate it on the host: `ctx.zeros(sync_words(n), dtype=torch.int32)`.
+
+    Args:
+        world_size: the number of ranks.
     """
     return _ENTERED.value + 6 * world_size
 
@@ -48,15 +51,17 @@ def signal(ctx, flag, value, to_rank):
 
     Every thread of the program must call it, because it contains a barrier of the program.
 
-    Args:
-        flag: a scalar pointer to an int32 on the heap, this rank's own address.
-        value: int32, usually the epoch of the call.
-        to_rank: the rank whose flag is set.
 
     Guarantee: a rank that sees `value` by `wait`, or by an atomic with acquire at system scope, also sees all stores
     that this program made before the signal, to any rank, and all that this program had observed by `wait`. A barrier
     of the program comes first, then one release at system scope; on AMD outstanding stores are awaited before. Nothing
     is guaranteed about stores of other programs, later stores, or when the flag arrives. The call waits for no rank.
+
+    Args:
+        ctx: the device context.
+        flag: a scalar pointer to an int32 on the heap, this rank's own address.
+        value: int32, usually the epoch of the call.
+        to_rank: the rank whose flag is set.
     """
     span = ctx.tracing.record_event_start(SIGNAL, to_rank, flag)
     arch.drain_stores()
@@ -69,7 +74,18 @@ def signal(ctx, flag, value, to_rank):
 def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.constexpr = False):
     """Wait until this rank's own `flag` has reached `expected`, which `peer` signals.
 
+
+    Guarantee: if it returns True, all threads of this program see what `peer` stored before it signalled, and what
+    `peer` had observed before that. Each poll is an acquire at system scope. The wait always ends: after IRIS_TIMEOUT
+    seconds, or earlier if another wait of this rank has failed or, on CPUs, the peer's process has ended. Then it
+    returns False, the first failure of the rank is recorded, and the next host call on the context raises
+    `PeerLostError`. A program that gets False must neither use the data nor signal results that depend on it.
+
+    Wait only for work that comes earlier in the same order on every rank; otherwise two ranks could wait for each
+    other.
+
     Args:
+        ctx: the device context.
         flag: a scalar pointer to an int32 on the heap. It has reached `expected` if their difference, which wraps, is
             at least zero.
         expected: int32, usually the epoch of the call.
@@ -80,15 +96,6 @@ def wait(ctx, flag, expected, peer, waiter: tl.constexpr = _USER, exact: tl.cons
 
     Returns:
         Whether the signal arrived in time.
-
-    Guarantee: if it returns True, all threads of this program see what `peer` stored before it signalled, and what
-    `peer` had observed before that. Each poll is an acquire at system scope. The wait always ends: after IRIS_TIMEOUT
-    seconds, or earlier if another wait of this rank has failed or, on CPUs, the peer's process has ended. Then it
-    returns False, the first failure of the rank is recorded, and the next host call on the context raises
-    `PeerLostError`. A program that gets False must neither use the data nor signal results that depend on it.
-
-    Wait only for work that comes earlier in the same order on every rank; otherwise two ranks could wait for each
-    other.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     arrived = _reached(seen, expected, exact)
@@ -131,6 +138,9 @@ def next_epoch(sync):
 
     It is never 0, the initial value of flags, and odd and even epochs always alternate. All programs of a call get the
     same epoch, because only the last of them advances it.
+
+    Args:
+        sync: a pointer to the sync block.
     """
     return epoch_after(tl.load(sync))
 
@@ -146,13 +156,19 @@ def epoch_after(last):
 def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
     """Begin a call: signal the peers that this rank is in it, and return the call's epoch.
 
-    `sync`: a pointer to a sync block of `sync_words` int32 on the heap, initially zero, which calls of one stream
-    share. `out`: a pointer to the tensor into which peers will store; its offset is published too. `LANES`, here and
-    below: whether to signal, or await, all peers at once; not in Gluon, whose tensors need layouts.
-
     Kernels of one stream run one after the other, so a rank that has entered a call has read all data that earlier
     calls staged for it. A rank calls `await_entered` before it stores into a peer's memory, so all calls can share
     staging memory.
+
+    Args:
+        ctx: the device context.
+        sync: a pointer to a sync block of `sync_words` int32 on the heap, initially zero, which calls of one stream
+            share.
+        out: a pointer to the tensor into which peers will store; its offset is published too.
+        LANES: whether to signal, or await, all peers at once; not in Gluon, whose tensors need layouts.
+
+    Returns:
+        The epoch, int32.
     """
     epoch = next_epoch(sync)
     if tl.program_id(0) == 0:
@@ -166,7 +182,16 @@ def enter(ctx, sync, out=None, LANES: tl.constexpr = True):
 def await_entered(ctx, sync, epoch, waiter: tl.constexpr, out=None, LANES: tl.constexpr = True):
     """Wait until every peer has entered this call, or a later one; return whether they did.
 
-    `out`: for calls that `leave` with `TOGETHER`, also check that this rank may store into every peer's `out`.
+    Args:
+        ctx: the device context.
+        sync: a pointer to the sync block.
+        epoch: the result of `enter`.
+        waiter: the number of the op that an error names.
+        out: for calls that `leave` with `TOGETHER`: also check that this rank may store into every peer's `out`.
+        LANES: as in `enter`.
+
+    Returns:
+        Whether all peers entered in time.
     """
     ok = _wait_all(ctx, sync + _ENTERED, epoch, waiter, False, LANES)
     if out is not None:
@@ -191,7 +216,11 @@ def _places(ctx, sync):
 
 @device_function
 def next_tile(sync):
-    """Return the next number, from 0, of a counter that all programs of the grid share; `leave` resets it."""
+    """Return the next number, from 0, of a counter that all programs of the grid share; `leave` resets it.
+
+    Args:
+        sync: a pointer to the sync block.
+    """
     return tl.atomic_add(sync + _NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
@@ -199,10 +228,18 @@ def next_tile(sync):
 def leave(ctx, sync, epoch, complete, waiter: tl.constexpr, TOGETHER: tl.constexpr = False, LANES: tl.constexpr = True):
     """End a call: the last program of the grid to reach this advances the epoch.
 
-    `TOGETHER`: that program also signals the peers that all of this rank's stores are done, and waits for their
-    signals, so all stores have arrived when the kernel ends. Some program of this rank must have awaited the peers'
-    entry. Then no peer still waits here in an earlier call, and flags can be compared exactly even after 2^31 epochs.
-    `complete`: whether this program did all of its work; a rank that skipped some sends no signal.
+    With `TOGETHER`, some program of this rank must have awaited the peers' entry. Then no peer still waits here in an
+    earlier call, and flags can be compared exactly even after 2^31 epochs.
+
+    Args:
+        ctx: the device context.
+        sync: a pointer to the sync block.
+        epoch: the result of `enter`.
+        complete: whether this program did all of its work; a rank that skipped some sends no signal.
+        waiter: the number of the op that an error names.
+        TOGETHER: whether the last program also signals the peers that all of this rank's stores are done, and waits for
+            their signals. Then all stores have arrived when the kernel ends.
+        LANES: as in `enter`.
     """
     arch.drain_stores()
     tl.debug_barrier()
@@ -229,7 +266,13 @@ def _peers(ctx):
 
 @device_function
 def signal_others(ctx, flag, value):
-    """Signal every other rank, as `signal` does; on NVIDIA GPUs this takes as long as one signal."""
+    """Signal every other rank, as `signal` does; on NVIDIA GPUs this takes as long as one signal.
+
+    Args:
+        ctx: the device context.
+        flag: a scalar pointer to an int32 on the heap.
+        value: int32.
+    """
     _signal_all(ctx, flag, value, True)
 
 
@@ -267,7 +310,15 @@ def _signal_ranks(ctx, flag, values, ranks, mask):
 
 @device_function
 def wait_others(ctx, flags, step, expected, waiter: tl.constexpr):
-    """Wait until the flag of every other rank r, at `flags + r * step`, is `expected`; return whether all arrived."""
+    """Wait until the flag of every other rank r, at `flags + r * step`, is `expected`; return whether all arrived.
+
+    Args:
+        ctx: the device context.
+        flags: a scalar pointer to the flag of rank 0, int32 on the heap.
+        step: elements between the flags of two ranks.
+        expected: int32, as in `wait`.
+        waiter: the number of the op that an error names.
+    """
     ranks, peers = _peers(ctx)
     return _wait_ranks(ctx, flags, step, expected, ranks, peers, waiter, True)
 
@@ -338,8 +389,12 @@ def _poll_ranks(ctx, flags, step, expected, ranks, mask, waiter: tl.constexpr, e
 def advance(sync, epoch, programs=None):
     """End a call that sent no signals: the last program of the grid to reach this advances the epoch.
 
-    Every program must have read the epoch (`next_epoch`) before, and calls this once. `programs`: how many programs
-    of the grid call this, if not all do.
+    Every program must have read the epoch (`next_epoch`) before, and calls this once.
+
+    Args:
+        sync: a pointer to the sync block.
+        epoch: the result of `next_epoch`.
+        programs: how many programs of the grid call this; None for all.
     """
     count = tl.num_programs(0) if programs is None else programs
     tl.debug_barrier()

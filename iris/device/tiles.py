@@ -51,7 +51,7 @@ _WAITER = tl.constexpr(WAITERS.index("a kernel"))
 
 @aggregate
 class Tiles:
-    """The tiles of one call, as one program sees them. Make it with `open_tiles`.
+    """Send and sum the tiles of one call, as one program sees them. Make it with `open_tiles`.
 
     Its fields were loaded there, and nothing reads them before a tile is sent or taken (`_here`). So a program does not
     wait for these loads before its product.
@@ -81,6 +81,7 @@ class Tiles:
 
         Args:
             tile: a block of one or two dimensions, floating point, of the same shape on every rank.
+            number: the tile's number, an integer below the space's `tiles`.
             dtype: the dtype in which the tile travels, equal to the space's. Default: the tile's.
             two_shot: each rank sums a part of the tile, rounds the sum and sends it to the others. This needs two hops,
                 and each link carries 2 (w - 1) / w of the tile instead of w - 1. Use it for large tiles on many ranks.
@@ -100,9 +101,14 @@ class Tiles:
     def reduce_scatter(self, tile, number, owner, dtype: tl.constexpr = None):
         """Return, on rank `owner`, the sum over ranks of `tile`, as `all_reduce` gives it; undefined elsewhere.
 
-        Every rank calls it for every number, with the same `owner`, an integer from 0 to w - 1, such as `number % w`.
-        The tile travels to its owner. Other ranks wait for 16 elements of every peer, so that no rank can be one call
-        ahead of another.
+        Every rank calls it for every number, with the same `owner`. The tile travels to its owner. Other ranks wait for
+        16 elements of every peer, so that no rank can be one call ahead of another.
+
+        Args:
+            tile: as in `all_reduce`.
+            number: the tile's number, an integer below the space's `tiles`.
+            owner: the rank that gets the sum, an integer from 0 to w - 1, such as `number % w`.
+            dtype: as in `all_reduce`.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -114,9 +120,15 @@ class Tiles:
     def send(self, tile, number, dtype: tl.constexpr = None, owner=None, kept: tl.constexpr = False, mask=None):
         """Send `tile` without waiting, as the first half of `all_reduce` or, with an `owner`, of `reduce_scatter`.
 
-        The arguments are theirs. A call of `sum` with the same `number`, `owner`, `kept` and `mask` must follow in the
-        same call of the kernel. `kept`: the caller keeps the tile in registers; otherwise it is also stored in this
-        rank's memory.
+        A call of `sum` with the same `number`, `owner`, `kept` and `mask` must follow in the same call of the kernel.
+
+        Args:
+            tile: as in `all_reduce`.
+            number: the tile's number, an integer below the space's `tiles`.
+            dtype: as in `all_reduce`.
+            owner: None, or the rank that gets the sum.
+            kept: whether the caller keeps the tile in registers; otherwise it is also stored in this rank's memory.
+            mask: as in `all_reduce`.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -133,7 +145,12 @@ class Tiles:
         """Return the values that have arrived of the tiles that `sum` adds, without waiting; its argument `found`.
 
         If the program does other work in between, such as sending its next tile, `sum` does not wait for these loads.
-        It loads missing values again. `like`: a block of the tile's shape, whose values are not used.
+        It loads missing values again.
+
+        Args:
+            number: the tile's number, an integer below the space's `tiles`.
+            like: a block of the tile's shape, whose values are not used.
+            dtype, kept, mask: as in `sum`.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
@@ -147,10 +164,16 @@ class Tiles:
             parts: tl.constexpr = 1, kept: tl.constexpr = False, mask=None, found=None):  # fmt: skip
         """Wait for all ranks' tiles `number` and return their sum, fp32: the second half of `all_reduce`.
 
-        `like`: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile; otherwise its
-        values are not used. `dtype`: as in `send`, by default that of `like`. `parts`: splits the tile's rows into that
-        many equal parts, which takes fewer registers. The result is part `part`, `like` and `mask` have its shape, and
-        each part is requested once. `found`: the result of `look` for this tile, without `owner` and `parts`.
+        Args:
+            number: the tile's number, an integer below the space's `tiles`.
+            like: a block of the tile's shape and, in Gluon, layout. With `kept` it is this rank's tile; otherwise its
+                values are not used.
+            dtype: as in `send`, by default that of `like`.
+            owner, kept, mask: as in `send`.
+            part: which of the `parts` the result is; each part is requested once.
+            parts: into how many equal parts the tile's rows are split, which takes fewer registers. `like` and `mask`
+                then have the shape of a part.
+            found: the result of `look` for this tile, without `owner` and `parts`.
         """
         here = self._here()
         kind: tl.constexpr = like.dtype if dtype is None else dtype
@@ -169,8 +192,13 @@ class Tiles:
     def all_gather(self, tile, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
         """Store every rank's `tile`, rounded to `dtype`, at `pointers + rank * stride` of this rank's own memory.
 
-        `tile`, `dtype`: as in `all_reduce`. `pointers`: a block of the tile's shape, into any memory. `stride`: an
-        integer, in elements. `mask`: which elements are stored.
+        Args:
+            tile: as in `all_reduce`.
+            number: the tile's number, an integer below the space's `tiles`.
+            pointers: a block of the tile's shape, into any memory.
+            stride: an integer, in elements.
+            mask: which elements are stored.
+            dtype: as in `all_reduce`.
         """
         here = self._here()
         kind: tl.constexpr = tile.dtype if dtype is None else dtype
@@ -185,9 +213,14 @@ class Tiles:
     def all_to_all(self, source, source_stride, number, pointers, stride, mask=None, dtype: tl.constexpr = None):
         """Send every rank the tile at `source + rank * source_stride`; store theirs at `pointers + rank * stride`.
 
-        `source`, `pointers`: blocks of pointers of one shape, of one or two dimensions, into any memory of this rank;
-        the two must not overlap. Strides are in elements. `mask`: which elements are loaded and stored, the same on
-        every rank. `dtype`: the floating-point dtype in which values travel, by default the source's.
+        Args:
+            source: a block of pointers of one or two dimensions, into any memory of this rank.
+            source_stride: an integer, in elements.
+            number: the tile's number, an integer below the space's `tiles`.
+            pointers: a block of pointers of the same shape; the memory must not overlap that of `source`.
+            stride: an integer, in elements.
+            mask: which elements are loaded and stored, the same on every rank.
+            dtype: the floating-point dtype in which values travel, by default the source's.
         """
         here = self._here()
         kind: tl.constexpr = source.dtype.element_ty if dtype is None else dtype
@@ -284,10 +317,17 @@ class Tiles:
 
 @device_function
 def open_tiles(ctx, space):
-    """Begin a call. `space`: int32, from `ctx.ccl.tile_space`.
+    """Begin a call.
 
     If a kernel begins with this call, the host may launch it with `**iris.platform.pdl_options(ctx.device)`. A Hopper
     GPU then launches it while the previous kernel still runs, and this call waits for the end of that kernel.
+
+    Args:
+        ctx: the device context.
+        space: int32, from `ctx.ccl.tile_space`.
+
+    Returns:
+        The `Tiles` of this program.
     """
     arch.follow()
     return Tiles(ctx, load_bases(ctx.ctx_ptr, ctx.world_size), space, tl.load(space), tl.load(space + 2))

@@ -37,7 +37,7 @@ NAMES = ("load", "store", "get", "put", "copy", "atomic", "wait", "product", "pu
 
 @aggregate
 class TraceEvent:
-    """Event ids by name, inside kernels: `iris.TraceEvent().put`. All atomics are one event here."""
+    """Name the event ids inside kernels: `iris.TraceEvent().put`. All atomics are one event here."""
 
     load: tl.constexpr
     store: tl.constexpr
@@ -84,7 +84,7 @@ class TraceEvent:
 
 @aggregate
 class DeviceTracing:
-    """`DeviceContext.tracing`."""
+    """Record events of this program: `DeviceContext.tracing`."""
 
     buffer: base_value
     capacity: base_value
@@ -100,8 +100,14 @@ class DeviceTracing:
     def record_event_start(self, event_id, target_rank, address, pid_m=0, pid_n=0, mask=None, nbytes=None):
         """Begin a span; return its handle.
 
-        `address`: a pointer, or a block of them, of which the lowest is stored. `pid_m`, `pid_n`: the tile. `nbytes`:
-        the payload; by default as many bytes as `address`, under `mask`, has.
+        Args:
+            event_id: the kind of event, from `iris.device.tracing`; your own begin at `USER`.
+            target_rank: the peer, or -1 for all.
+            address: a pointer, or a block of them, of which the lowest is stored.
+            pid_m: the tile's row.
+            pid_n: the tile's column.
+            mask: which elements of `address` count; None for all.
+            nbytes: the payload in bytes; by default as many as `address`, under `mask`, has.
         """
         if self.ENABLED:
             index = tl.atomic_add(self.buffer, 1, mask=self.capacity > 0, sem="relaxed", scope="gpu")
@@ -122,7 +128,11 @@ class DeviceTracing:
 
     @device_function
     def record_event_end(self, handle):
-        """End the span of `handle`."""
+        """End the span of `handle`.
+
+        Args:
+            handle: the result of `record_event_start`.
+        """
         if self.ENABLED:
             now = arch.clock()
             tl.store(self.buffer + HEADER_WORDS + handle * EVENT_WORDS + 1, now, mask=handle >= 0)

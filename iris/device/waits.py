@@ -99,7 +99,11 @@ def departure_mark(rank: int) -> int:
 
 @device_function
 def healthy(ctx):
-    """Return whether no wait of this rank has failed so far; the same answer for all threads of a program."""
+    """Return whether no wait of this rank has failed so far; the same answer for all threads of a program.
+
+    Args:
+        ctx: the device context.
+    """
     # One thread performs an atomic and all get its result. Each thread's own load could differ from the next one's, and
     # threads that diverge around a barrier hang the program.
     return tl.atomic_add(_status(ctx.ctx_ptr), 0, sem="relaxed", scope="gpu") == 0

@@ -50,7 +50,7 @@ if platform.interpreting():
 
 @aggregate
 class IrisDeviceCtx(RemoteAccess):
-    """This rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`.
+    """Represent this rank's view of the heap inside a Gluon kernel. Make it with `IrisDeviceCtx.initialize`.
 
     `cur_rank` and `num_ranks` are what ROCm/iris calls `rank` and `world_size` here.
     """

@@ -33,9 +33,9 @@ from ..triton_private import launch_listeners
 if TYPE_CHECKING:
     from ..rank import Rank
 
-# Repeated runs before a call is captured: calls that come once or twice pay nothing. Runs until the next try, where
+# Runs before a call is captured: calls that come once or twice pay nothing. Runs until the next try, where
 # there was no room or no graph.
-_RUNS_BEFORE, _RUNS_BETWEEN = 1, 64
+_RUNS_BEFORE, _RUNS_BETWEEN = 2, 64
 # After a capture, none begins for this many times its duration: a prompt whose hundreds of calls were all repeated
 # would take twice as long. So captures take a tenth of the host's time at most.
 _REST = 9

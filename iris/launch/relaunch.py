@@ -102,6 +102,25 @@ class Calls:
             self._prepared[kind] = result
         return result
 
+    def launch(
+        self, key: Key | None, workspace: object, out: torch.Tensor, staged: torch.Tensor | None,
+        launch: Callable[[], Launch | None],
+    ) -> None:  # fmt: skip
+        """Launch a call as one that differs in its addresses only was launched, else by `launch`; remember it.
+
+        `staged`: the memory in which kernels write the result in place of `out`, to which it is copied; `launch` copies
+        it as well.
+        """
+        direct = staged is None
+        again, launched = self.moved(key, direct), None
+        if again is None or not again():
+            launched = launch()
+            again = launched and launched.again
+        elif staged is not None:
+            out.copy_(staged)
+        if again:
+            self.keep(key, (again, staged, workspace), launched, direct)
+
     def moved(self, key: Key | None, *place: object) -> Callable[[], bool] | None:
         """Return the launch of a remembered call that differs in its addresses only, moved to this call's; or None."""
         move = self._moves.get((*key[1:], place)) if key else None
@@ -115,7 +134,7 @@ class Calls:
             return
         if len(self.known) >= _MOST:
             self.forget()
-        self.known[key] = call
+        self.known.setdefault(key, call)  # what is known of a call holds until all calls are forgotten
         if launch is not None and launch.moved:
             self._moves[(*key[1:], place)] = launch.moved
 

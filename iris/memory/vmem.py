@@ -194,8 +194,9 @@ class VirtualSegment:
             at = self._window.take(rounded(before + after, granule), granule)
             if at is None:
                 raise HeapExhausted(
-                    f"the window for imports has {self._window.free} of {self._window.size} bytes left, {after} are "
-                    f"needed; free imports (ctx.free, ctx.trim) or make the heap larger"
+                    f"as_symmetric() needs {after} bytes for the tensor; expected at most {self._window.free}, which "
+                    f"are left of {self._window.size} for imports: free imports (ctx.free, ctx.trim) or make the heap "
+                    "larger"
                 )
             offset = self._limit + at + before
             failure = self._import(offset - first, extents, max(report.numbers[5] for report in reports))
@@ -223,12 +224,14 @@ class VirtualSegment:
                 f"rank {self._rank} and another form on other ranks; expected the same on all"
             )
         if len(set(insides)) > 1:
-            raise NotSymmetricError("as_symmetric() takes a tensor on the heap on some ranks and outside on others")
+            raise NotSymmetricError(
+                "as_symmetric() gets a tensor on the heap on some ranks and outside on others; expected one kind on all"
+            )
         if len(set(places)) > 1:
             where = "offsets on the heap" if insides[0] else f"distances from a page of {self._pages.granule} bytes"
             raise NotSymmetricError(
-                f"the tensors of the ranks lie at different {where}: {places}; make them by the same allocations in "
-                f"the same order on every rank"
+                f"as_symmetric(): the tensors of the ranks lie at different {where}: {places}; expected equal ones: "
+                f"make the same allocations in the same order on every rank"
             )
 
     def _import(self, shift: int, extents: list[Extent], most: int) -> str:

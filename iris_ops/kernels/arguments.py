@@ -204,9 +204,10 @@ class StreamForm:
 class Pipeline:
     """The layouts of a warp-specialised program's tile (`hopper/operands.layouts`), and the sizes of its pipeline.
 
-    STAGES: of the ring of operands; PLACES: for finished tiles; ROWS: of a part of one. ACC, PRODUCT, MOVE: which
-    thread of the MMA warps, which place in shared memory, and which thread of the mover warps has what of it.
-    TOGETHER: see `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS: of B's codes (`hopper/widened_mma.py`).
+    STAGES: of the ring of operands, SLOTS: of B's where it has its own; PLACES: for finished tiles; ROWS: of a part of
+    one. ACC, PRODUCT, MOVE: which thread of the MMA warps, which place in shared memory, and which thread of the mover
+    warps has what of it. LOADER_WARPS: that load operands; with none, MMA warps do. TOGETHER: see
+    `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS, SCALES: of B's codes (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -216,11 +217,15 @@ class Pipeline:
     ROWS: int
     MOVER_WARPS: int
     MOVER_REGISTERS: int
+    LOADER_WARPS: int = 0
+    LOADER_REGISTERS: int = 0
+    SLOTS: int = 0
     PLACES: int = 1
     TOGETHER: int = 1
     WIDENING: Any = None
     GROUPS: int = 0
     ZEROS: bool = False
+    SCALES: Any = None
 
 
 class SharedTiles(NamedTuple):

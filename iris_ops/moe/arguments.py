@@ -44,12 +44,14 @@ class Codes:
     """The layout of a weight's codes (`coded.py`): PACKED in an element, GROUP along K for each scale (0: one for a
     column).
 
-    LINES: elements hold entries of whole lines, else those that lie there in K's order.
+    LINES: elements hold entries of whole lines, else those that lie there in K's order. ZEROS: whether each scale is
+    followed by its zero point.
     """
 
     PACKED: int
     LINES: bool
     GROUP: int
+    ZEROS: bool
 
 
 class ExpertBias(NamedTuple):
@@ -123,7 +125,7 @@ class StreamedForm:
     """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
 
     CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. MATRICES, INTERLEAVED: as in
-    `GroupedForm`. LATER: the factor of sums that a `Widening` names.
+    `GroupedForm`. ZEROS: as in `Codes`. LATER: the factor of sums that a `Widening` names.
     """
 
     BLOCK_M: int
@@ -132,6 +134,7 @@ class StreamedForm:
     STAGES: int
     MATRICES: int
     INTERLEAVED: bool
+    ZEROS: bool
     LATER: float
 
 

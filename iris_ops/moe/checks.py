@@ -83,7 +83,10 @@ def _tensors(op: str, device: torch.device, A: torch.Tensor, given: dict[str, An
             alternative = ", or torch.float32" if name == "weights" else ""
             raise DtypeError(f"{op}: {name} has dtype {t.dtype} and A has {A.dtype}; expected the same{alternative}")
         if any(size >= 1 << 31 for size in t.shape) or t.shape[0] * math.prod(t.shape[1:2]) >= 1 << 31:
-            raise ShapeError(f"{op}: {name} is {tuple(t.shape)}; expected sizes, and rows in all, below 2**31")
+            raise ShapeError(
+                f"{op}: {name} is {tuple(t.shape)}; expected each size below 2**31, and in three dimensions "
+                f"the product of the first two as well"
+            )
 
 
 def _expect(op: str, name: str, t: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:
@@ -107,15 +110,17 @@ def _weight(op: str, B: torch.Tensor, scale: torch.Tensor | None, K: int, device
     stored_formats(op, B)
     if B.stride(1) != 1 and B.shape[1] > 1:
         raise ArgumentError(
-            f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous [E,N,K], K packed"
+            f"{op}: B has strides {B.stride()} and a scale; expected the transpose of a contiguous "
+            f"[E,N,K] whose last dimension is packed"
         )
     format = scaled_format(op, B, scale)
-    if scale.ndim == 3 and scale.stride(2) != 1:
+    if scale.ndim > 2 and not scale[0, :1].is_contiguous():
         raise ArgumentError(f"{op}: scale has strides {scale.stride()}; expected contiguous rows")
     packing = PACKINGS[format.packing]
     if B.shape[1] * packing.per_element != (padded := packing.padded(K, format.group or None)):
         raise ShapeError(
-            f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, {padded} numbers"
+            f"{op}: B is {tuple(B.shape)} for K = {K}; expected {padded // packing.per_element} rows, "
+            f"which hold {padded} packed numbers"
         )
     return format
 

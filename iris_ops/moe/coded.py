@@ -34,10 +34,16 @@ def widen_e4m3(codes, dtype: tl.constexpr):
 @device_function
 def widen_turned_e4m3(codes, dtype: tl.constexpr):
     """Widen e4m3 bytes to numbers of `dtype`, where byte i of word j of a line is entry 32 i + j."""
+    return widen_e4m3(_by_words(codes), dtype)
+
+
+@device_function
+def _by_words(codes):
+    """Return bytes in K's order, where byte i of word j of a line is entry 32 i + j."""
     ROWS: tl.constexpr = codes.shape[0]
     COLS: tl.constexpr = codes.shape[1]
     lines = tl.reshape(codes, (ROWS, COLS // LINE, 32, 4))
-    return widen_e4m3(tl.reshape(tl.permute(lines, (0, 1, 3, 2)), (ROWS, COLS)), dtype)
+    return tl.reshape(tl.permute(lines, (0, 1, 3, 2)), (ROWS, COLS))
 
 
 @device_function
@@ -80,6 +86,12 @@ def widen_int4(words, dtype: tl.constexpr):
 def _int4(words, place: tl.constexpr, dtype: tl.constexpr):
     """Widen two codes of a word, which begin at bit `place` of each half, to integers."""
     return tl.join((((words >> place) & 15) - 8).to(dtype), (((words >> (place + 16)) & 15) - 8).to(dtype))
+
+
+@device_function
+def widen_int8(codes, dtype: tl.constexpr):
+    """Widen bytes to integers from -128 to 127, where byte i of word j of a line is entry 32 i + j."""
+    return (_by_words(codes).to(tl.float32) - 128.0).to(dtype)
 
 
 @device_function
@@ -184,6 +196,7 @@ class CodedExperts:
     PACKED: tl.constexpr
     LINES: tl.constexpr
     GROUP: tl.constexpr
+    ZEROS: tl.constexpr
     WIDEN: tl.constexpr
     DTYPE: tl.constexpr
 
@@ -196,7 +209,7 @@ class CodedExperts:
         self.TMA = known(hasattr(data, "block_shape"))
         codes = getattr(codes, "value", codes)
         self.PACKED, self.LINES, self.GROUP = known(codes.PACKED), known(codes.LINES), known(codes.GROUP)
-        self.WIDEN, self.DTYPE = tl.constexpr(WIDEN), tl.constexpr(DTYPE)
+        self.ZEROS, self.WIDEN, self.DTYPE = known(codes.ZEROS), tl.constexpr(WIDEN), tl.constexpr(DTYPE)
 
     @device_function
     def load(self, expert, k, n, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -240,12 +253,12 @@ class CodedExperts:
 
     @device_function
     def _widened(self, codes, expert, k, c, inside, ROWS: tl.constexpr):
-        """Return columns c from k on, [columns, ROWS], times the scales of their groups."""
+        """Return columns c from k on, [columns, ROWS], less the zero points of their groups, times the scales."""
         if self.GROUP:
             GROUPS: tl.constexpr = max(1, ROWS // self.GROUP)
             first = self.scale + expert.to(tl.int64) * self.scale_e
             g = k // self.GROUP + tl.arange(0, GROUPS)
-            places = first + (c.to(tl.int64) * self.scale_n)[:, None] + g[None, :]
+            places = first + (c.to(tl.int64) * self.scale_n)[:, None] + (g * (1 + self.ZEROS))[None, :]
             mask = inside[:, None] & (g * self.GROUP < self.K)[None, :]
             scales = tl.load(places, mask=mask, other=0)
             apart: tl.constexpr = (c.shape[0], GROUPS, ROWS // GROUPS)
@@ -256,8 +269,10 @@ class CodedExperts:
                 and scales.dtype != tl.float16
             ):
                 # both factors are numbers of bf16, so this too is rounded once
-                factors = _scales_in_bf16(scales)[:, :, None]
-                numbers, factors = tl.broadcast(tl.reshape(self.WIDEN(codes, tl.bfloat16), apart), factors)
+                numbers = tl.reshape(self.WIDEN(codes, tl.bfloat16), apart)
+                if self.ZEROS:  # the difference of integers is exact
+                    numbers -= tl.load(places + 1, mask=mask, other=0).to(tl.bfloat16)[:, :, None]
+                numbers, factors = tl.broadcast(numbers, _scales_in_bf16(scales)[:, :, None])
                 scaled = tl.inline_asm_elementwise(
                     "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
                     "=r,r,r", [numbers, factors], tl.bfloat16, is_pure=True, pack=2,
@@ -265,6 +280,8 @@ class CodedExperts:
                 return tl.reshape(scaled, (c.shape[0], ROWS))
             else:
                 numbers = tl.reshape(self.WIDEN(codes, tl.float32), apart)
+                if self.ZEROS:
+                    numbers -= tl.load(places + 1, mask=mask, other=0).to(tl.float32)[:, :, None]
                 scaled = numbers * scales_as_numbers(scales)[:, :, None]
                 return tl.reshape(scaled, (c.shape[0], ROWS)).to(self.DTYPE)
         else:

@@ -1,4 +1,4 @@
-"""The step of a mixture's op: it sorts pairs of token and expert, and launches the op's kernels.
+"""The steps of a mixture's op: sort pairs of token and expert, and launch the op's kernels.
 
 Nothing waits for the device, and no shape depends on the routing, so a call can be captured in a CUDA graph once it
 was made outside one.
@@ -6,7 +6,7 @@ was made outside one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +14,8 @@ import torch
 from ..launch import loading
 from ..named import named
 from ..planning.moe_ways import need_sorting
-from ..planning.way import Way
 from ..problem import Problem
-from ..steps import Run
+from ..steps import Run, Step, ready
 from .operands import Down, GateUp, parts_of
 from .routing import Routing
 
@@ -26,34 +25,31 @@ if TYPE_CHECKING:
     from ..config import FusedConfig
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """The launches of an op of a mixture."""
-
-    way: Way
-    problem: Problem
-    config: FusedConfig
-    repeatable = True
-
-    def run(self, run: Run) -> None:
-        tensors = run.tensors._replace(where=self._sorted(run, run.tensors.where))
-        named(self.way.launcher)(run, run.workspace, self.problem, self.config, tensors)
-
-    def _sorted(self, run: Run, experts: torch.Tensor | Routing) -> torch.Tensor | Routing:
-        """Return how the product finds its rows: the plain choice where pairs are few, else sorted."""
-        problem, (chosen, *_) = self.problem, parts_of(experts)
-        if self.config.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts.count):
-            return chosen
-        if isinstance(experts, Routing):
-            return experts
-        ends = problem.experts.count + 1
-        room = run.workspace.local("moe routing", 4 * (problem.pairs + ends)).view(torch.int32)
-        routed = Routing(chosen, room[ends:], room[:ends])
-        routed.sort(run)
-        return routed
+def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Step, ...]:
+    """Return the steps of a call; none where this rank has no columns."""
+    way, chosen = loading(rank, problem, config, tensors)
+    if not problem.N:
+        return ()
+    launch = named(way.launcher)
+    few = chosen.algorithm == "one_shot" and not need_sorting(problem.pairs, problem.experts.count)
+    return (
+        ready,
+        _take_unsorted if few else partial(_sort, problem),
+        lambda run: launch(run, run.workspace, problem, chosen, run.tensors),
+    )
 
 
-def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Grouped, ...]:
-    """Return the step of a call; none where this rank has no columns."""
-    way, config = loading(rank, problem, config, tensors)
-    return (Grouped(way, problem, config),) if problem.N else ()
+def _take_unsorted(run: Run) -> None:
+    """Give the product the experts as they were chosen, among which its programs look for their rows."""
+    run.tensors = run.tensors._replace(where=parts_of(run.tensors.where)[0])
+
+
+def _sort(problem: Problem, run: Run) -> None:
+    """Sort pairs by their experts, unless `moe_route` has."""
+    chosen, ends = run.tensors.where, problem.experts.count + 1
+    if isinstance(chosen, Routing):
+        return
+    room = run.workspace.local("moe routing", 4 * (problem.pairs + ends)).view(torch.int32)
+    routing = Routing(chosen, room[ends:], room[:ends])
+    routing.sort(run)
+    run.tensors = run.tensors._replace(where=routing)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MixtureOps:
-    """The ops of mixtures, which `Ops` inherits."""
+    """Run the ops of mixtures of experts. `Ops` inherits these methods."""
 
     _ctx: Rank
 
@@ -41,9 +41,16 @@ class MixtureOps:
     def moe_route(self, experts: torch.Tensor, num_experts: int) -> Routing:
         """Return the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it to share.
 
-        `experts` [T,k], int32 or int64, contiguous: indices below `num_experts`. It is read again by those calls, so it
-        must not change before. One that is out of range is found on the device: a later call raises `ExpertError`,
-        with IRIS_DEBUG=1 this one. No ranks are involved.
+        No ranks are involved.
+
+        Args:
+            experts: [T, k], int32 or int64, contiguous: indices below `num_experts`. Those calls read it again, so it
+                must not change before.
+            num_experts: E, the number of experts.
+
+        Raises:
+            ArgumentError, ShapeError, DtypeError, DeviceError: for bad arguments.
+            ExpertError: for an index out of range: with IRIS_DEBUG=1 here, otherwise in a later call.
         """
         run = self._run()
         checks.check_route(self._ctx, experts, num_experts)
@@ -55,13 +62,25 @@ class MixtureOps:
         self, logits: torch.Tensor, top_k: int, scoring: Scoring | None = None, bias: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32, sort: bool = True,
     ) -> tuple[Routing, torch.Tensor]:  # fmt: skip
-        """Return each token's `top_k` experts, sorted as by `moe_route`, and their weights [T,top_k] in `dtype`.
+        """Choose each token's `top_k` experts and compute their weights.
 
-        `logits` [T,E] of the router in bf16, fp16 or fp32, rows contiguous. `scoring`: how they become weights, an
-        `iris_ops.Scoring`, by default a softmax, of which the chosen weights are divided by their sum. `bias` [E] is
-        added to scores for the choice alone. A token's experts come by falling score, of equal scores the lowest index
-        first; NaN counts as the highest score. `sort=False` leaves the order of tokens undefined. Scores are computed
-        in fp32. No ranks are involved. Raises `ArgumentError`, `ShapeError` or `DtypeError` for bad arguments.
+        A token's experts come by falling score, of equal scores the lowest index first; NaN counts as the highest
+        score. Scores are computed in float32. No ranks are involved.
+
+        Args:
+            logits: [T, E] of the router in bfloat16, float16 or float32, rows contiguous.
+            top_k: the number of experts of a token.
+            scoring: how logits become weights, an `iris_ops.Scoring`. By default a softmax, of which the chosen weights
+                are divided by their sum.
+            bias: [E], added to the scores for the choice alone.
+            dtype: the dtype of the weights.
+            sort: whether the tokens are sorted by expert, as `moe_route` does.
+
+        Returns:
+            The routing, for `moe_gate_up` and `moe_down_*`, and the weights [T, top_k].
+
+        Raises:
+            ArgumentError, ShapeError, DtypeError: for bad arguments.
         """
         return router.choose(self._run(), logits, top_k, scoring or Scoring(), bias, dtype, sort)
 
@@ -85,6 +104,8 @@ class MixtureOps:
             bias: [E, 2 I].
             activation: an `iris_ops.Activation`, or "silu", "gelu", "gelu_tanh", "relu2" or "gpt_oss".
             interleaved: whether gate and up columns alternate.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: [E, 2 I], or [E, 2 I, ceil(H / g)] for groups of g, a power of two. B then holds codes, which the
                 product widens as it reads them: the transpose of a contiguous [E, 2 I, H] in `torch.float8_e4m3fn`, or
                 of [E, 2 I, H / 2] in `torch.uint8` (`iris_ops.moe`).
@@ -114,6 +135,8 @@ class MixtureOps:
             weights: [T, k], float32 or A's dtype.
             bias: [E, H], the same on all ranks; it is added once.
             shared: [T, H], this rank's part of a shared expert's result, which is added before the sum over ranks.
+            config: a `FusedConfig`, the same on all ranks; None plans one.
+            workspace: the result of an earlier call; None for the context's own.
             scale: [E, H], or [E, H, ceil(I / g)], as in `moe_gate_up`.
 
         Returns:
@@ -127,7 +150,18 @@ class MixtureOps:
         weights: torch.Tensor, bias: torch.Tensor | None = None, shared: torch.Tensor | None = None,
         config: FusedConfig | None = None, workspace: Workspace | None = None, scale: torch.Tensor | None = None,
     ) -> Workspace:  # fmt: skip
-        """Compute this rank's tokens of `moe_down_all_reduce`: out is [T / w, H], with the rows that `torch.chunk`
-        gives this rank."""
+        """Compute this rank's tokens of `moe_down_all_reduce`.
+
+        Args:
+            out: [T / w, H]: this rank's tokens, as `torch.chunk` splits them.
+            A: as in `moe_down_all_reduce`.
+            B: as in `moe_down_all_reduce`.
+            experts: as in `moe_down_all_reduce`.
+            weights: as in `moe_down_all_reduce`.
+            bias, shared, config, workspace, scale: as in `moe_down_all_reduce`.
+
+        Returns:
+            The workspace of the call.
+        """
         tensors = Down(out, A, B, experts, weights, bias, shared, scale)
         return self._calls.run(DOWN_REDUCE_SCATTER, tensors, config=config, workspace=workspace)

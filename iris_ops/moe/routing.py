@@ -103,10 +103,11 @@ def moe_route_kernel(
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens by their experts, for `moe_gate_up` and the `moe_down_*` after it. Made by `ctx.ops.moe_route`.
+    """Hold the tokens sorted by their experts, for `moe_gate_up` and the `moe_down_*` after it.
 
-    `chosen` [T,k]: each token's experts, as they were given. `rows`, int32 [T*k]: t*k+j of each token and expert of
-    its, those of expert 0 first; `offsets`, int32 [E+1]: where in `rows` each expert's begin.
+    `ctx.ops.moe_route` makes it. `chosen` [T, k] has each token's experts, as they were given. `rows`, int32 [T * k],
+    has the pairs t * k + j of a token and its j-th expert, sorted by expert. `offsets`, int32 [E + 1]: where each
+    expert's pairs begin in `rows`.
     """
 
     chosen: torch.Tensor
@@ -115,7 +116,12 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Routing:
-        """Return the routing of these choices among so many `experts`, with memory that `sort` fills."""
+        """Return a routing of these choices, with memory that `sort` fills.
+
+        Args:
+            chosen: [T, k], int32 or int64: each token's experts.
+            experts: E, the number of experts.
+        """
         rows = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
         return cls(chosen, rows, torch.empty(experts + 1, dtype=torch.int32, device=chosen.device))
 
@@ -124,7 +130,11 @@ class Routing:
         return self.offsets.shape[0] - 1
 
     def sort(self, run: Run) -> None:
-        """Fill `rows` and `offsets`, on the device."""
+        """Fill `rows` and `offsets`, on the device.
+
+        Args:
+            run: the launches of the call.
+        """
         ctx, pairs, experts = run.rank, self.chosen.numel(), self.experts
         if pairs == 0:
             self.offsets.zero_()

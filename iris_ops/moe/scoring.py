@@ -12,11 +12,19 @@ KINDS = (SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN)
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a router's logits become the weights of the experts that it chooses.
+    """Describe how a router's logits become the weights of the experts that it chooses.
 
-    `kind`: weights are a softmax of all logits, of the chosen ones alone, or the sigmoid of each. `normalised`: divided
-    by the sum of the chosen ones and `epsilon`. `scale`: what they are multiplied by. With `groups`, only experts of
-    the `kept_groups` best groups are chosen; a group counts as the sum of its `group_best` highest scores, 1 or 2.
+    Args:
+        kind: "softmax" of all logits, "softmax_of_chosen" of the chosen ones alone, or "sigmoid" of each.
+        normalised: whether the weights are divided by the sum of the chosen ones plus `epsilon`.
+        epsilon: is added to that sum.
+        scale: a factor of the weights.
+        groups: into how many groups of equal size the experts are divided; 1 for none.
+        kept_groups: only experts of that many best groups are chosen.
+        group_best: a group's score is the sum of that many of its highest scores, 1 or 2.
+
+    Raises:
+        ArgumentError: for bad fields.
     """
 
     kind: str = SOFTMAX
@@ -32,12 +40,20 @@ class Scoring:
             raise ArgumentError(f"scoring.kind is {self.kind!r}; expected one of {', '.join(map(repr, KINDS))}")
         if not 1 <= self.kept_groups <= self.groups or self.group_best not in (1, 2):
             raise ArgumentError(
-                f"scoring keeps {self.kept_groups} of {self.groups} groups by {self.group_best} scores; expected 1 to"
-                " all of them, by 1 or 2"
+                f"scoring.kept_groups is {self.kept_groups}, scoring.groups {self.groups} and scoring.group_best "
+                f"{self.group_best}; expected kept_groups from 1 to groups, and group_best 1 or 2"
             )
 
     def refusal(self, experts: int, top_k: int) -> str | None:
-        """Return why the kernel cannot choose `top_k` of `experts` so; None if it can."""
+        """Return why the kernel cannot choose `top_k` of `experts` experts.
+
+        Args:
+            experts: E, the number of experts.
+            top_k: the number of experts of a token.
+
+        Returns:
+            The reason, or None if the kernel can.
+        """
         size = experts // self.groups
         if not 1 <= top_k <= experts:
             return f"top_k is {top_k}; expected 1 to {experts}"

@@ -81,7 +81,12 @@ class _Down(NamedTuple):
 
 
 def mixture(ctx: Context, call: MixtureCall) -> torch.Tensor:
-    """Return the sum over each token's experts, by `moe_gate_up` and a `moe_down_*`: a new [T,H] or [T/w,H]."""
+    """Return the sum over each token's experts, by `moe_gate_up` and a `moe_down_*`: a new [T,H] or [T/w,H].
+
+    Args:
+        ctx: the context.
+        call: the tensors and options of the mixture, a `MixtureCall`.
+    """
     if is_recording():
         return torch.ops.iris_ops.moe_experts(*call._replace(activation=as_text(call.activation)), ctx.group_name)
     A, experts, count = call.A, call.experts, call.gate_up.shape[0]

@@ -96,6 +96,7 @@ class Ring:
     """The ring of a program's weights: descriptors of all experts, and stages in shared memory.
 
     N: columns of an expert. HALVES: a step has a tile of the first half of them and one of the second; else one tile.
+    ZEROS: whether each scale is followed by its zero point.
     Waits for a stage have no deadline, because they are for loads of the program itself.
     """
 
@@ -109,13 +110,14 @@ class Ring:
     steps: base_value
     HALVES: gl.constexpr
     STAGES: gl.constexpr
+    ZEROS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, b, scales, codes, factors, loaded, sums, N, steps, HALVES, STAGES):
+    def __init__(self, b, scales, codes, factors, loaded, sums, N, steps, HALVES, STAGES, ZEROS):
         self.b, self.codes, self.loaded, self.sums = b, codes, loaded, sums
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.N, self.steps = known(N), known(steps)
-        self.HALVES, self.STAGES = known(HALVES), known(STAGES)
+        self.HALVES, self.STAGES, self.ZEROS = known(HALVES), known(STAGES), known(ZEROS)
 
     @gluon.jit
     def load(self, stage, expert, col, step, exists):
@@ -135,7 +137,9 @@ class Ring:
 
 
 @gluon.jit
-def ring_of(b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
+def ring_of(
+    b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ZEROS: gl.constexpr
+):  # fmt: skip
     """Return an empty ring for experts of N columns."""
     TILES: gl.constexpr = 2 if HALVES else 1
     COLUMNS: gl.constexpr = b.block_type.shape[1]
@@ -148,7 +152,7 @@ def ring_of(b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES
     sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], PLAIN)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    return Ring(b, scales, codes, factors, loaded, sums, N, gl.cdiv(K, _LINE * LINES), HALVES, STAGES)
+    return Ring(b, scales, codes, factors, loaded, sums, N, gl.cdiv(K, _LINE * LINES), HALVES, STAGES, ZEROS)
 
 
 @gluon.jit
@@ -216,6 +220,8 @@ def multiply(
     PRODUCTS: gl.constexpr = widen.PRODUCTS
     BY_GROUPS: gl.constexpr = ring.scales is not None or widen.ADDED != 0
     SUMS: gl.constexpr = 1 if BY_GROUPS else 2
+    EACH: gl.constexpr = 2 if ring.ZEROS else 1
+    ZERO: gl.constexpr = -1.0 / widen.ADDED if ring.ZEROS else 0.0
     accs = ()
     for _t in gl.static_range(SUMS * TILES):
         accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
@@ -226,7 +232,7 @@ def multiply(
         parts = products_of(x, widen, MMA)
         begins = ()
         if BY_GROUPS:
-            GROUPS: gl.constexpr = 1 if ring.scales is None else ring.factors.shape[2] // LINES
+            GROUPS: gl.constexpr = 1 if ring.scales is None else ring.factors.shape[2] // (LINES * EACH)
             begins = begins_of(parts, widen, GROUPS, COLUMNS, 1, widen.ADDED != 0, MMA)
         so_far = ()
         for t in gl.static_range(TILES):
@@ -234,8 +240,8 @@ def multiply(
             if BY_GROUPS:
                 scales = ()
                 if ring.scales is not None:
-                    scales = scales_of(ring.factors.index(stage * TILES + t), 0, 0, 1, GROUPS, LINES, 1, MMA)
-                so_far = so_far + (add_groups(accs[t], y, parts, begins, scales, ring.scales is not None),)
+                    scales = scales_of(ring.factors.index(stage * TILES + t), 0, 0, 1, GROUPS * EACH, LINES, 1, MMA)
+                so_far = so_far + (add_groups(accs[t], y, parts, begins, scales, ring.scales is not None, ZERO),)
             else:  # two sums each: half as long a chain of products that wait for another
                 even, odd = accs[2 * t], accs[2 * t + 1]
                 for n in gl.static_range(0, PRODUCTS, 2):

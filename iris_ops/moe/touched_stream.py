@@ -83,7 +83,7 @@ def moe_stream_gate_up_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
     touched = _touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES)
+    ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES, form.ZEROS)
     width = N // form.MATRICES
     groups = gl.cdiv(width, GIVEN)
     number, step, next_expert, next_col, exists = begin(ring, touched, groups)
@@ -138,9 +138,9 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) 
     word = A.itemsize if weight_stream.widening_of(B[0], scale[0]).RUNS else 4 * A.itemsize
     if A.stride(1) != 1 or A.stride(0) * A.itemsize % word or A.data_ptr() % word:
         return "rows of A begin between words of four numbers"
-    row, row_of_scales = weights.shape[2] * weights.itemsize, scale.shape[-1] * scale.itemsize
+    row, row_of_scales = weights.shape[2] * weights.itemsize, scale[0, 0].nbytes
     aligned = weights.data_ptr() % 16 == 0 and scale.data_ptr() % 16 == 0
-    if not aligned or row % 16 or scale.ndim == 3 and row_of_scales % 16:
+    if not aligned or row % 16 or scale.ndim > 2 and row_of_scales % 16:
         return "columns of B or their scales begin between vectors of 16 bytes"
     return None
 
@@ -152,11 +152,11 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     E, _, N = B.shape
     programs, rows = platform.num_programs(A.device), stream_form.loaded_rows(problem.M)
     words = B.transpose(1, 2).reshape(E * N, -1).view(torch.int32)
-    flat = scale.reshape(E * N, *scale.shape[2:])
+    flat = scale.reshape(E * N, -1) if scale.ndim > 2 else scale.flatten()
     widen = weight_stream.widening_of(B[0], scale[0])
     tiles = 1 if interleaved else problem.epilogue.matrices
     columns, scales, nbytes = COLUMNS // tiles, None, 0  # of a tile, bytes of a column's scales in a stage
-    if scale.ndim == 3:
+    if scale.ndim > 2:
         lines = words.shape[1] // widen.WORDS
         per_stage = WARPS * (flat.shape[1] // (triton.cdiv(lines, 4) * 4))  # as packed
         nbytes = per_stage * flat.itemsize
@@ -174,7 +174,7 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
         out=out, ctx_ptr=run.rank.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
         stride_am=A.stride(0) // (1 if widen.RUNS else 4), stride_om=out.stride(0), stride_on=out.stride(1),
         form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, problem.epilogue.matrices,
-                          interleaved, widen.later),
+                          interleaved, scale.ndim > 3, widen.later),
         widen=widen, activation=activation, world=World(run.rank.num_ranks, WAITERS.index(problem.op)),
     )  # fmt: skip
     grid = min(items, resident * programs)

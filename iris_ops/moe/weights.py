@@ -33,6 +33,8 @@ def is_transposed(B: torch.Tensor) -> bool:
 _WIDEN = {
     ("fp8", False): coded.widen_e4m3, ("fp8_block", False): coded.widen_e4m3,
     ("fp8_block", True): coded.widen_turned_e4m3, ("int4", True): coded.widen_int4, ("mxfp4", True): coded.widen_e2m1,
+    ("nvfp4", True): coded.widen_e2m1, ("int8", True): coded.widen_int8, ("int4_zeros", True): coded.widen_int4,
+    ("int8_zeros", True): coded.widen_int8,
 }  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
     elements = words.transpose(1, 2)
     packed = packing.per_element * word.itemsize // packing.dtype.itemsize
     cut = lies_by_lines(format)
-    scales, codes = ExpertScales(scale, *scale.stride()[:2]), Codes(packed, cut, format.group)
+    scales, codes = ExpertScales(scale, *scale.stride()[:2]), Codes(packed, cut, format.group, format.zeros)
     return Stored(elements, packed, scales, codes, _WIDEN[format.packing, cut])
 
 

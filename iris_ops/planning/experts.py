@@ -34,7 +34,7 @@ ONE_EXPERT = Experts()
 
 def lies_by_lines(weights: WeightFormat) -> bool:
     """Return whether an element of a stored weight has entries of a whole line of 128, not only of one place."""
-    return weights is not PLAIN and (PACKINGS[weights.packing].per_element > 1 or 0 < weights.group < LINE)
+    return weights is not PLAIN and PACKINGS[weights.packing].by_lines(weights.group or None)
 
 
 def least_k(weights: WeightFormat) -> int:

@@ -53,8 +53,6 @@ class WeightFormat:
     """Rows of A at most that are not rounded, where more are."""
     local_launches: int = 1
     """Launches at most, one after the other, that multiply more rows without ranks."""
-    in_experts: bool = True
-    """Whether kernels of mixtures read it."""
     by_rank: bool = True
     """Whether a weight's scales depend on how many ranks share its K."""
     operand_bytes: int = 0
@@ -65,6 +63,8 @@ class WeightFormat:
     """`module:function` of a library's product: (A, B transposed, scale, bias, out)."""
     fixed_product: str = ""
     """The same of one that gives a row the same bits at any number of rows."""
+    tile_share: float = 1.0
+    """Where kernels widen codes a tile at a time, their rate: that of int4 in groups of 32 is 1."""
     widening: str = ""
     """`module:object` of the policy by which kernels widen B in registers (`quantised/widening.py`)."""
 

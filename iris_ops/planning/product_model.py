@@ -19,7 +19,7 @@ from .epilogues import NO_EPILOGUE, Epilogue
 from .needs import WeightFormat
 from .tile_model import gemm_us
 from .torch_model import expected_in_turn, expected_us
-from .weights.grouped import LEAST_WIDENED, MOST_WIDENED
+from .weights.grouped import LEAST_WIDENED
 from .weights.streams import launch_us
 
 _VECTOR = 16  # numbers of which rows of A, rounded or not, are whole vectors
@@ -73,9 +73,8 @@ def quantised_tile(weights: WeightFormat, rows: int, k: int, n: int, machine: Ma
     if weights.scales_blocks:
         many = weights.local_rows < rows
     else:
-        many = LEAST_WIDENED <= rows <= MOST_WIDENED
-    many &= machine.warp_specialised
-    if not many or k % _VECTOR or n % _VECTOR or not (weights.scales_blocks or weights.widened_in_tiles):
+        many = weights.widened_in_tiles and LEAST_WIDENED <= rows <= weights.most_widened
+    if not many or not machine.warp_specialised or k % _VECTOR or n % _VECTOR:
         return None
     configs = copy_gather_configs(machine, weights)
     return min(configs, key=lambda config: gemm_us(problem, config, machine))

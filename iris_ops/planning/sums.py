@@ -143,8 +143,8 @@ class _Ranks(Level):
     def k_per_rank(self, what: str, shares: tuple[int, ...], world_size: int) -> tuple[int, ...] | None:
         if len(shares) != world_size:
             raise ArgumentError(
-                f"{what} has parts that are no sizes of {world_size} ranks: with {self.text} expected None, or one"
-                " Shard with rank_sizes"
+                f"parts of {what} do not give the size of each of the {world_size} ranks: with {self.text} expected "
+                "None, or one Shard with rank_sizes"
             )
         sum_tree.checked_shares(f"{what} with {self.text}", shares)
         return shares

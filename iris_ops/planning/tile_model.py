@@ -149,6 +149,7 @@ def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         shares = moved if config.warp_specialised else GPU_TILES
     unknown = 0, min(1.0, bm * bn / max(m * n for m, n, *_ in shares))
     _, share = shares.get((bm, bn, bk, config.num_warps), unknown)
+    share *= problem.weights.tile_share
     if not (problem.whole_vectors(problem.K) or lamport) and machine.name.startswith("NVIDIA"):
         share *= _POINTERS[bm * bn < 128 * 256]
     rate = machine.product_tflops(problem.itemsize) * share / machine.num_programs  # TFLOP/s of one program

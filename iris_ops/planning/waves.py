@@ -68,25 +68,18 @@ def steps_along_k(problem: Problem, config: FusedConfig) -> int:
 
 def depth_of(weights: WeightFormat, config: FusedConfig, itemsize: int) -> int:
     """Return how many products along K a step of a tile has, by operands of `itemsize` bytes."""
-    return LINE * lines_of(weights, config) if weights.widened_in_tiles else config.depth(itemsize)
+    return LINE if weights.widened_in_tiles else config.depth(itemsize)
 
 
-def lines_of(weights: WeightFormat, config: FusedConfig) -> int:
-    """Return how many lines of codes a step of a tile has: two, for warps wait for each other in each step, or one
-    where shared memory has no room for four such steps. Two steps were measured to be too few."""
+def code_stages(weights: WeightFormat, config: FusedConfig) -> tuple[int, int]:
+    """Return for how many half lines of A's rows and lines of codes shared memory has room: places of two rings.
+
+    Codes of a line are free after its second half, so they need a place more than halves in use have.
+    """
     room = SHARED_BYTES - _BF16 * config.finished
-    return 2 if config.block_k >= LINE and 4 * 2 * line_bytes(weights, config) <= room else 1
-
-
-def line_bytes(weights: WeightFormat, config: FusedConfig) -> int:
-    """Return the bytes of a line of 128 products along K of a tile: rows of A, and codes."""
-    return _BF16 * config.block_m * LINE + config.block_n * weights.line_bytes
-
-
-def code_stages(weights: WeightFormat, config: FusedConfig) -> int:
-    """Return how many steps of codes, and of the rows that they multiply, fit in shared memory."""
-    room = SHARED_BYTES - _BF16 * config.finished
-    return min(_MOST_STAGES, room // (lines_of(weights, config) * line_bytes(weights, config)))
+    half, line = _BF16 * config.block_m * LINE // 2, config.block_n * weights.line_bytes
+    stages = max(s for s in range(_MOST_STAGES + 1) if s * half + (s // 2 + 1) * line <= room)
+    return stages, stages // 2 + 1
 
 
 def countable(shared: int, sharers: int, steps: int) -> bool:

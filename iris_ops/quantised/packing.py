@@ -16,8 +16,9 @@ needs it. Padding is zeros in both tensors. A scale with a zero point is a pair,
 
 Dim 0 is N in both tensors, so a loader fills rows of a merged weight by `narrow(0, before, size)`. A shard along N may
 begin at any row. A shard along K is packed from its own codes and scales. So it must begin where a group begins:
-integers, mxfp4 and nvfp4 at multiples of their group. A shard of fp8_block that begins or ends inside a block of 128
-takes groups of 64 or 32, which repeat the block's scale. Nothing stores fp8_block whose cut is no multiple of 32.
+integers, mxfp4 and nvfp4 at multiples of their group. A shard that begins or ends inside a group or a block takes
+smaller groups, which repeat its scale: of at least 32 entries in 8 bits, and of 16 in 4 bits. Nothing stores a shard
+whose cut is no multiple of these.
 
 The order inside a line is what `widening.py` reads with the fewest instructions. Bytes of fp8 and of fp8_block in
 groups of 128 lie in K's order. Otherwise a line is cut into 4 products (8 bits: 32 entries each) or 8 (4 bits: 16
@@ -36,7 +37,6 @@ import torch
 
 LINE = 128  # entries along K that are multiplied together
 _LINES = 4  # whose scales fill whole vectors of 16 bytes
-GROUPS = 32, 64, 128
 LARGEST = 448.0  # in e4m3
 _E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 Stored = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
@@ -61,6 +61,15 @@ class Packing:
     def padded(self, K: int, group: int | None) -> int:
         """Return how many entries a stored row has room for."""
         return K if group is None else -(-K // LINE) * LINE
+
+    @property
+    def zero_code(self) -> int:
+        """Return the code of 0."""
+        return 0
+
+    def by_lines(self, group: int | None) -> bool:
+        """Return whether an element has entries of a whole line, or lies elsewhere in it than its entry."""
+        return False
 
     def stored(
         self, N: int, K: int, group: int | None = None, scale_dtype: torch.dtype | None = None
@@ -214,6 +223,9 @@ class BlockPacking(Packing):
     name: str = "fp8_block"
     groups: tuple[int | None, ...] = (128, 64, 32)
 
+    def by_lines(self, group: int | None) -> bool:
+        return group != LINE
+
     def _scales_for(self, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return _some(largest / LARGEST)
 
@@ -235,15 +247,22 @@ class FourBits(Packing):
     name: str = "int4"
     dtype: torch.dtype = torch.int32
     per_element: int = 8
-    groups: tuple[int | None, ...] = (128, 64, 32, None)
+    groups: tuple[int | None, ...] = (128, 64, 32, 16, None)
     scale_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
     ZERO: ClassVar[int] = 8
     FIELDS: ClassVar[tuple] = tuple(((0, 4, 4 * n),) for n in range(4))
     """Of each of four products, in half a word: (first bit of the code, bits, where they lie)."""
 
+    @property
+    def zero_code(self) -> int:
+        return self.ZERO
+
     def padded(self, K: int, group: int | None) -> int:
         return -(-K // LINE) * LINE
+
+    def by_lines(self, group: int | None) -> bool:
+        return True
 
     def _filled(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         if codes.dtype != torch.uint8:
@@ -290,7 +309,7 @@ class E2m1(FourBits):
     name: str = "mxfp4"
     dtype: torch.dtype = torch.uint8
     per_element: int = 2
-    groups: tuple[int | None, ...] = (32,)
+    groups: tuple[int | None, ...] = (32, 16)
     scale_dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
 
     ZERO: ClassVar[int] = 0
@@ -360,6 +379,7 @@ class Int8(FourBits):
     name: str = "int8"
     dtype: torch.dtype = torch.int8
     per_element: int = 1
+    groups: tuple[int | None, ...] = (128, 64, 32, None)
 
     ZERO: ClassVar[int] = 128
 
@@ -371,8 +391,8 @@ class Int8(FourBits):
 
 
 FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8 = Packing(), BlockPacking(), FourBits(), E2m1(), Nvfp4(), Int8()
-INT4_ZEROS = FourBits("int4_zeros", groups=GROUPS[::-1], zeros=True)
-INT8_ZEROS = Int8("int8_zeros", groups=GROUPS[::-1], zeros=True)
+INT4_ZEROS = FourBits("int4_zeros", groups=(128, 64, 32, 16), zeros=True)
+INT8_ZEROS = Int8("int8_zeros", groups=(128, 64, 32), zeros=True)
 PACKINGS = {each.name: each for each in (FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, INT8, INT4_ZEROS, INT8_ZEROS)}
 
 

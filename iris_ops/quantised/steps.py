@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 class Round:
     """Rows of A are rounded to fp8, with a scale each, to memory of the workspace."""
 
-    repeatable = True
-
-    def run(self, run: Run) -> None:
+    def __call__(self, run: Run) -> None:
         out, A, B, bias, scale = run.tensors
         weight, rows = in_whole_vectors(B.t()).t(), A if A.stride(1) == 1 else A.contiguous()
         rounded, scales = _room(run.workspace, *A.shape)
@@ -51,9 +49,7 @@ class Restore:
 
     K: int | None = None
 
-    repeatable = False
-
-    def run(self, run: Run) -> None:
+    def __call__(self, run: Run) -> None:
         out, A, B, bias, scale = run.tensors
         assert scale is not None
         run.launches.append(None)

@@ -52,7 +52,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ("fusion_config", "modules that transformers would fuse, which is not done here"),
     ]:
         if raw.get(key):
-            raise CheckpointError(f"{CONFIG} names {key}: {meaning}: remove it")
+            raise CheckpointError(f"{CONFIG} has {key}, which names {meaning}: expected none, remove it")
     return raw
 
 
@@ -63,7 +63,10 @@ def check_counts(raw: Any, tensors: int) -> None:
             check_counts(value, tensors)
         elif type(value) is int and isinstance(key, str):
             if _LAYERS.search(key) and value > max(1000, tensors):
-                raise CheckpointError(f"{shown(key)} is {shown(str(value))}, and the files hold {tensors} tensors")
+                raise CheckpointError(
+                    f"{shown(key)} is {shown(str(value))}, and the files hold {tensors} tensors: expected at most "
+                    f"{max(1000, tensors)}"
+                )
             if _COUNTS.search(key) and value > _MOST_COUNTED:
                 raise CheckpointError(f"{shown(key)} is {shown(str(value))}: expected at most {_MOST_COUNTED}")
 
@@ -78,7 +81,10 @@ def empty_model(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     without_scheme(config)
     for name in getattr(type(config), "extra_files", ()):
-        raise CheckpointError(f"a {type(config).__name__} has weights in {name}, too, which is not read")
+        raise CheckpointError(
+            f"a {type(config).__name__} also has weights in {name}, which is not read: expected all of them in "
+            "safetensors"
+        )
     if not trust_remote_code:
         _refuse_kernels(config)
     auto = _auto_class(config)
@@ -94,7 +100,8 @@ def empty_model(
     computed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
     if computed > checkpoint.nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"the configuration needs {computed} bytes of buffers and the files hold {checkpoint.nbytes} of weights"
+            f"the configuration needs {computed} bytes of buffers: expected at most "
+            f"{checkpoint.nbytes + _SPARE_BYTES}, for {checkpoint.nbytes} bytes of weights in the files"
         )
     if model.can_generate():
         model.generation_config = _generation_config(folder)
@@ -150,7 +157,10 @@ def _no_more_parameters(most: int) -> Iterator[None]:
     def count(what: str) -> None:
         remaining[what] -= 1
         if remaining[what] < 0:
-            raise CheckpointError(f"the configuration's model has far more {what} than the files have tensors")
+            raise CheckpointError(
+                f"the configuration's model has far more {what} than the files have tensors: expected"
+                " the configuration of these files"
+            )
 
     hooks = [
         modules.register_module_parameter_registration_hook(lambda *_: count("parameters")),

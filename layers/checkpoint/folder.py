@@ -34,7 +34,7 @@ def open_regular(path: Path) -> int:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
-    raise CheckpointError(f"{shown(path.name)} is not a regular file")
+    raise CheckpointError(f"{shown(path.name)} is not a regular file: expected one, no folder, device or pipe")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def check_contents(folder: Path, trust_remote_code: bool) -> None:
             " load without trust_remote_code, or from a copy without that file"
         )
     if CONFIG not in names:
-        raise CheckpointError(f"the folder holds no {CONFIG}")
+        raise CheckpointError(f"the folder holds no {CONFIG}: expected the folder of a Hugging Face checkpoint")
 
 
 def weight_files(folder: Path, explicit: Any = None) -> tuple[list[str], dict[str, str] | None]:
@@ -144,7 +144,7 @@ def _indexed(path: Path) -> tuple[list[str], dict[str, str]]:
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     if not isinstance(index, dict) or not index:
-        raise CheckpointError(f"{what}: weight_map names no file")
+        raise CheckpointError(f"{what}: weight_map names no file: expected a file for each tensor")
     if strange := sorted({repr(name) for name in index.values() if not is_plain(name)}):
         raise CheckpointError(f"{what}: weight_map names {listed(strange)}, expected names of files in the folder")
     return sorted(set(index.values())), index

@@ -85,8 +85,8 @@ def from_pretrained(
         trust_remote_code: whether code that comes with the model may run.
         verify: whether to compare a weight of each kind with the files after loading (see `checkpoint.verify`).
         mesh: as in `parallelize`; with a "pp" dimension, a rank reads only its slices of its own stage's layers.
-        **options: the other options of `parallelize`. Quantised weights of split linears keep their codes and scales
-            where a packing holds them (see `formats`); `weights="widened"` widens all of them to `dtype`.
+        **options: the other options of `parallelize`. Split linears keep quantized weights as stored, in the formats
+            that docs/guides/quantised.md lists; `weights="widened"` converts all of them to `dtype`.
 
     Returns:
         The model in eval mode: a causal language model, an encoder-decoder, or a model of text and images. Its

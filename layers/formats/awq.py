@@ -55,7 +55,9 @@ def awq_weight(tensors: Mapping[str, StoredTensor], group: int) -> QuantisedWeig
     """
     packed, zero, scale = (tensors[role] for role in ("packed", "zero", "scale"))
     if any(len(each.shape) != 2 for each in (packed, zero, scale)):
-        raise CheckpointError("has tensors that are not matrices")
+        raise CheckpointError(
+            "has tensors that are not matrices: expected two dimensions in qweight, qzeros and scales"
+        )
     columns, rows = packed.shape[0], packed.shape[1] * 8
     group = columns if group == -1 else group
     groups = -(-columns // group)

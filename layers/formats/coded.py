@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..checkpoint.composed import Concatenation
 from .bits import Span
-from .weight_format import Coding, Index, QuantisedWeight
+from .weight_format import Coding, Index, QuantisedWeight, joint_coding
 
 Piece = tuple[Span, Span, torch.Tensor, torch.Tensor]
 
@@ -22,23 +22,42 @@ def coding_of(source: Any) -> Coding | str:
         kinds = [coding_of(each) for each in source.inside]
         if reasons := [each for each in kinds if isinstance(each, str)]:
             return reasons[0]
-        return kinds[0] if len(set(kinds)) == 1 else "its outputs are in several formats"
+        codings = [each for each in kinds if isinstance(each, Coding)]
+        return joint_coding(codings) or "its outputs are in several formats"
     return "it is not quantised"
 
 
-def coded(source: Any, index: Index, group: int) -> Iterator[Piece]:
+def coded(source: Any, index: Index, group: int, zeros: bool = False) -> Iterator[Piece]:
     """Yield `source[index]` by pieces, as `QuantisedWeight.coded` does, where `coding_of` gives a coding."""
     if isinstance(source, QuantisedWeight):
-        yield from source.coded(index, group)
+        yield from source.coded(index, group, zeros)
         return
+    for each, own, at in _inside(source, index[0] if index else slice(None)):
+        for rows, columns, codes, scales in coded(each, (slice(*own), *index[1:]), group, zeros):
+            yield (rows[0] + at, rows[1] + at), columns, codes, scales
+
+
+def rows_of(
+    source: Any, rows: Span, columns: Sequence[Span], zeros: bool
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield codes and all scales of some rows at a time, as `QuantisedWeight.rows_of` does."""
+    if isinstance(source, QuantisedWeight):
+        yield from source.rows_of(rows, columns, zeros)
+        return
+    for each, own, at in _inside(source, slice(*rows)):
+        for row, codes, scales in rows_of(each, own, columns, zeros):
+            yield row + at, codes, scales
+
+
+def _inside(source: Any, rows: slice) -> Iterator[tuple[Any, Span, int]]:
+    """Yield the sources that have `rows` of a concatenation, which of their rows, and where these are in `rows`."""
     assert isinstance(source, Concatenation) and source.dim == 0, source
-    start, stop, _ = (index[0] if index else slice(None)).indices(source.shape[0])
+    start, stop, _ = rows.indices(source.shape[0])
     begin = at = 0
     for each in source.inside:
         end = begin + each.shape[0]
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            for rows, columns, codes, scales in coded(each, (slice(first - begin, last - begin), *index[1:]), group):
-                yield (rows[0] + at, rows[1] + at), columns, codes, scales
+            yield each, (first - begin, last - begin), at
             at += last - first
         begin = end

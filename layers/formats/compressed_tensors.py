@@ -50,9 +50,11 @@ class _Group:
 
     def build(self, name: str, roles: Roles) -> QuantisedWeight:
         if not self.symmetric and "zero" not in roles:
-            raise CheckpointError("has no stored zero points, and the configuration says that it is not symmetric")
+            raise CheckpointError(
+                "has no stored zero points: expected them, because the configuration is not symmetric"
+            )
         if self.symmetric and "zero" in roles:
-            raise CheckpointError("has stored zero points, and the configuration says that it is symmetric")
+            raise CheckpointError("has stored zero points: expected none, because the configuration is symmetric")
         if self.format == "mxfp4-pack-quantized":
             needs(roles, "packed", "scale")
             return mxfp4_weight(roles["packed"], roles["scale"])
@@ -93,14 +95,16 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _group_of(module: str, groups: list[_Group]) -> _Group:
-    """Return the group whose targets name the module, else the one whose targets name a class, as `Linear`."""
+    """Return the group that targets the module: by its name, else by the first pattern in alphabetical order, as
+    compressed-tensors does, else by a class, as `Linear`."""
     if len(groups) == 1:
         return groups[0]
-    named = [each for each in groups if targets_module(module, each.targets)]
+    targets = sorted((one.startswith("re:"), one) for each in groups for one in each.targets)
+    first = next((one for _, one in targets if targets_module(module, [one])), None)
     of_classes = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
-    candidates = named or of_classes
+    candidates = of_classes if first is None else [each for each in groups if first in each.targets]
     if not candidates:
-        raise CheckpointError("is quantised, and no group of the configuration targets it")
+        raise CheckpointError("is quantised, and no group of the configuration targets it: expected one")
     if any(each != candidates[0] for each in candidates):
         raise CheckpointError("is targeted by several groups of the configuration: expected one")
     return candidates[0]
@@ -125,7 +129,10 @@ def _checked_group(given: Any, default: Any) -> _Group:
     is_float = kind == "float"
     four = format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
     if not four and format not in (_FLOATS if is_float else _INTEGERS):
-        raise CheckpointError(f"the format is {format!r}, of weights of the type {kind!r}")
+        raise CheckpointError(
+            f"the format is {format!r} and the type of its weights {kind!r}: expected one of "
+            f"{', '.join(_FLOATS if is_float else _INTEGERS)} for this type"
+        )
     if is_float:
         one_of(weights, "symmetric", (True,))
     bits = one_of(weights, "num_bits", (4,) if four else (8,) if is_float else (8, 4))
@@ -133,7 +140,7 @@ def _checked_group(given: Any, default: Any) -> _Group:
     block = weights.get("block_structure")
     if isinstance(block, str):
         block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
-    if format == "mxfp8-quantized":
+    if format == "mxfp8-quantized" or (is_float and not four and weights.get("strategy") == "group"):
         block = [1, weights.get("group_size") or 32]
     if block is not None and (len(block) != 2 or any(type(each) is not int or each < 1 for each in block)):
         raise CheckpointError(f"block_structure is {shown(repr(weights['block_structure']))}: expected two sizes")

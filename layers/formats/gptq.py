@@ -20,7 +20,7 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers
+from .integers import GroupedIntegers, stored_order
 from .weight_format import Index, QuantisedWeight
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -41,7 +41,6 @@ class Gptq(GroupedIntegers):
             "packed": (slice(*self.packed_span(columns)), slice(*rows)),
             "zero": (groups, slice(*self.packed_span(rows))),
             "scale": (groups, slice(*rows)),
-            **self.order(columns),
         }
 
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
@@ -57,18 +56,18 @@ class Gptq(GroupedIntegers):
         return held["scale"].t().to(dtype)
 
 
-def gptq_weight(
-    tensors: Mapping[str, StoredTensor], bits: int, group: int, less_one: bool, by_activation: bool
-) -> QuantisedWeight:
+def gptq_weight(tensors: Mapping[str, StoredTensor], bits: int, group: int, less_one: bool) -> QuantisedWeight:
     """Return the weight that the stored `tensors` by role are, with `group` entries to a scale, -1 for all of a row.
 
-    Without `by_activation` the stored index should be k // group, and is then not needed: it is read here to be sure.
+    A stored index is read here, whatever the configuration says of it.
     Raises `CheckpointError` where they do not fit.
     """
     packed, zero, scale, order = (tensors.get(role) for role in ("packed", "zero", "scale", "order"))
     assert packed is not None and zero is not None and scale is not None
     if any(len(each.shape) != 2 for each in (packed, zero, scale)):
-        raise CheckpointError("has tensors that are not matrices")
+        raise CheckpointError(
+            "has tensors that are not matrices: expected two dimensions in qweight, qzeros and scales"
+        )
     columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
     group = columns if group == -1 else group
     groups = -(-columns // group)
@@ -79,12 +78,5 @@ def gptq_weight(
             f"[{rows}, {columns}] has scales {list(scale.shape)} and zero points {list(zero.shape)}: expected"
             f" [{groups}, {rows}] and [{groups}, {-(-rows * bits // 32)}], for {bits} bits in groups of {group}"
         )
-    if order is not None and (order.shape != (columns,) or order.dtype not in (torch.int32, torch.int64)):
-        raise CheckpointError(f"has g_idx {order.dtype} {list(order.shape)}: expected int32 [{columns}]")
-    if order is not None and not by_activation:
-        stored = order[(slice(None),)]
-        if torch.equal(stored.long(), torch.arange(columns, device=stored.device) // group):
-            order = None
-    held = {"packed": packed, "zero": zero, "scale": scale, "order": order}
-    format = Gptq((rows, columns), bits, group, order is not None, less_one)
-    return QuantisedWeight(format, {role: each for role, each in held.items() if each is not None})
+    format = Gptq((rows, columns), bits, group, stored_order(order, columns, group), less_one)
+    return QuantisedWeight(format, {"packed": packed, "zero": zero, "scale": scale})

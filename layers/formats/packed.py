@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers
+from .integers import GroupedIntegers, stored_order
 from .weight_format import Index, QuantisedWeight
 
 _SCALES = torch.float32, torch.bfloat16, torch.float16
@@ -37,7 +37,6 @@ class Packed(GroupedIntegers):
         index: dict[str, Index] = {
             "packed": (slice(*rows), slice(*(columns if self.loose else self.packed_span(columns)))),
             "scale": (slice(*rows), groups),
-            **self.order(columns),
         }
         if self.asymmetric:
             index["zero"] = (slice(*(rows if self.loose else self.packed_span(rows))), groups)
@@ -95,8 +94,7 @@ def packed_weight(tensors: Mapping[str, StoredTensor], bits: int, shape: tuple[i
             raise CheckpointError(
                 f"has zero points {zero.dtype} {list(zero.shape)}: expected {packed.dtype} {list(expected)}"
             )
-    if order is not None and order.shape != (columns,):
-        raise CheckpointError(f"has g_idx of shape {list(order.shape)}: expected [{columns}]")
-    held = {"packed": packed, "scale": scale.reshaped((rows, groups)), "zero": zero, "order": order}
-    format = Packed((rows, columns), bits, columns // groups, order is not None, zero is not None, loose)
+    held = {"packed": packed, "scale": scale.reshaped((rows, groups)), "zero": zero}
+    group = columns // groups
+    format = Packed((rows, columns), bits, group, stored_order(order, columns, group), zero is not None, loose)
     return QuantisedWeight(format, {role: each for role, each in held.items() if each is not None})

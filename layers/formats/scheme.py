@@ -153,12 +153,17 @@ def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Sour
     roles.pop("activation", None)
     main = next((roles[role] for role in ("weight", "packed", "blocks") if role in roles), None)
     if main is None:
-        raise CheckpointError(f"has no stored weight, only its {', '.join(sorted(roles)) or 'activation scales'}")
+        raise CheckpointError(
+            f"has no stored weight, only its {', '.join(sorted(roles)) or 'activation scales'}: expected a weight"
+        )
     if set(roles) == {"weight"} and main.dtype not in PACKED_DTYPES:
         return main
     module = target.removesuffix(".weight")
     if scheme.leaves_out(module):
-        raise CheckpointError(f"is quantised, and the configuration ({scheme.method}) says that {shown(module)} is not")
+        raise CheckpointError(
+            f"is quantised, but the configuration ({scheme.method}) excludes {shown(module)}: expected an unquantised "
+            "weight"
+        )
     experts = main.shape[0] if main.shape else 0
     if len(main.shape) == (4 if "blocks" in roles else 3):
         if any(not each.shape or each.shape[0] != experts for each in roles.values()):
@@ -183,7 +188,7 @@ def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
 def needs(roles: Roles, *required: str) -> None:
     """Raise `CheckpointError` unless `roles` has each of those `required`."""
     if missing := [each for each in required if each not in roles]:
-        raise CheckpointError(f"has no stored {', '.join(missing)}")
+        raise CheckpointError(f"has no stored {', '.join(missing)}: expected {', '.join(required)}")
 
 
 def _sizes(sources: Iterable[Source]) -> Iterator[int]:

@@ -119,7 +119,7 @@ def gptq(config: Config) -> Scheme:
 
     def build(name: str, roles: Roles) -> QuantisedWeight:
         needs(roles, "packed", "zero", "scale")
-        return gptq_weight(roles, bits, group, layout == "gptq", bool(config.get("desc_act")))
+        return gptq_weight(roles, bits, group, layout == "gptq")
 
     suffixes = {**_INTEGERS, ".g_idx": ("order", ".weight")}
     return Scheme("gptq", suffixes, build, _exclusion(config, "modules_to_not_convert"))

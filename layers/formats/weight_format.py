@@ -13,7 +13,7 @@ one piece of float32 numbers besides the parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, block_of, grouped
+from .order import Order
 
 Index = tuple[slice, ...]
 _PIECE = 1 << 21  # numbers that are widened at a time
@@ -34,12 +35,23 @@ class Coding:
     `element`: "e4m3"; "e2m1", codes 0 to 15; "int4", codes 0 to 15 that mean -8 to 7; or "int8", codes 0 to 255 that
     mean -128 to 127. `group` consecutive entries of a row have one scale, the last group maybe fewer; `scales` is the
     dtype in which files have them. `zeros`: whether a zero point comes with each scale, which is subtracted before.
+    `order`: the group of each entry, where those of a group do not follow each other; groups are then of multiples of
+    `group` entries.
     """
 
     element: str
     group: int
     scales: torch.dtype
     zeros: bool = False
+    order: Order | None = None
+
+
+def joint_coding(codings: Iterable[Coding]) -> Coding | None:
+    """Return the coding that holds codes of all `codings`, of which some may have zero points; None if none does."""
+    kinds = set(codings)
+    zeros = any(each.zeros for each in kinds)
+    kinds = {replace(each, zeros=zeros) for each in kinds}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,11 @@ class QuantisedWeight:
         coding = self.format.coding(self.tensors)
         return coding if isinstance(coding, str) else replace(coding, group=min(coding.group, self.shape[1]))
 
-    def coded(self, index: Index, group: int) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
+    def coded(
+        self, index: Index, group: int, zeros: bool = False
+    ) -> Iterator[tuple[Span, Span, torch.Tensor, torch.Tensor]]:
         """Yield `self[index]` by pieces: their rows and columns, counted in it, codes [n, k] and scales [n, k / group],
-        with zero points as pairs [n, k / group, 2].
+        or, if `zeros`, pairs of scales and zero points [n, k / group, 2].
 
         Scales are exact in float32; those of two factors are rounded to it. Entry j of a row of `self[index]` has scale
         j // group. A stored group may have several of these. A piece starts at a multiple of 128. Raises `ValueError`
@@ -161,14 +175,32 @@ class QuantisedWeight:
             some = at, min(at + step, along[1])
             rows, columns = ((first, last), some) if by_columns else (some, (start, stop))
             held = self._read(rows, columns)
-            assert isinstance(self.coding, Coding)
-            if self.coding.zeros:
+            if zeros:
                 scales = self.format.pairs(held, rows, columns)
             else:
                 scales = self.format.scales(held, rows, columns, torch.float32)
             of = block_of(columns, own, scales.device, group)
             codes = self.format.codes(held, rows, columns)
             yield _from((first, last), rows), _from((start, stop), columns), codes, scales.index_select(1, of)
+
+    def rows_of(
+        self, rows: Span, columns: Iterable[Span], zeros: bool
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield the codes of `columns`, side by side, and all scales of some rows at a time, with the number of the
+        first of these in `rows`.
+
+        For weights with an order; scales are [n, groups], or pairs with zero points [n, groups, 2].
+        """
+        columns = list(columns)
+        step = max(1, _PIECE // max(1, sum(stop - start for start, stop in columns)) // 8) * 8
+        for at in range(*rows, step):
+            some = at, min(at + step, rows[1])
+            parts = []
+            for span in columns:
+                held = self._read(some, span)
+                parts.append(self.format.codes(held, some, span))
+            scales = self.format.pairs(held, some, span) if zeros else self.format.scales(held, some, span)
+            yield at - rows[0], torch.cat(parts, 1), scales
 
     def _read(self, rows: Span, columns: Span) -> dict[str, torch.Tensor]:
         return {role: self.tensors[role][index] for role, index in self.format.reads(rows, columns).items()}

@@ -58,10 +58,11 @@ class GatedMLP(nn.Module):
         elif merged.own_steps and x.dtype == merged.dtype:  # otherwise autocast's
             alone = not self._product.exchanges(x)
             tensors = merged.weight, merged.bias, merged.weight_scale
-            few = alone and skinny_matmul.is_faster(x, *tensors, GATE.name)
+            taken = merged.inputs(x)
+            few = alone and skinny_matmul.is_faster(taken, *tensors, GATE.name)
             many = not few and (alone or x.dim() == 2) and has_many_rows(x, merged, self._hopper_configs)
             if (few or many) and self._is_unchanged():
-                return self.down_proj(skinny_matmul.called(x, *tensors, GATE.name) if few else merged.gated(x))
+                return self.down_proj(skinny_matmul.called(taken, *tensors, GATE.name) if few else merged.gated(x))
         both = self._product.product(x, {})
         return self.down_proj(self.act_fn(self.gate_proj(both)) * self.up_proj(both))
 

@@ -53,6 +53,9 @@ def share_rng(ctx: Iris) -> None:
     """Copy rank 0's random generator states to every rank: those of `ctx.device` and of the CPU. Collective.
 
     `generate` of a split model does this by itself; call it for transformers' own tensor parallelism.
+
+    Args:
+        ctx: the context.
     """
     ctx = ranks_of(ctx)
     device = torch.device(ctx.device)

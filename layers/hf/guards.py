@@ -121,7 +121,9 @@ def _tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
     for target, source in pairs.items():
         (parent, _, key), (source_parent, _, _) = target.rpartition("."), source.rpartition(".")
         if getattr(split.get(parent), "tied_to", None) != source and (parent in split or source_parent in split):
-            raise ArgumentError(f"{target} is split, and was not tied to {source} when it was: " + _BEFORE)
+            raise ArgumentError(
+                f"{target} was not tied to {source} before the split, and cannot be tied now: " + _BEFORE
+            )
     for target, source in pairs.items():
         parent, _, key = target.rpartition(".")
         if parent not in split:

@@ -32,8 +32,16 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Report how a model was split: one row for each module with parameters. Printing it folds equal layers into one
+    """Describe how a model was split: one row for each module with parameters. Printing it folds equal layers into one
     line.
+
+    Args:
+        rank: this rank.
+        world: the number of ranks.
+        rows: a `ReportRow` for each module: its name, style, local shape, bytes and op.
+        plan: where the plan comes from.
+        widened: which quantized weights were kept, and which were converted.
+        verified: what `from_pretrained(..., verify=True)` compared.
     """
 
     rank: int

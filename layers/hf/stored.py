@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ..formats.weight_format import Coding
+from ..formats.weight_format import Coding, joint_coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
 from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_of, unstorable
@@ -49,7 +49,7 @@ def store_weights(model: nn.Module, codings: Mapping[str, Coding | str], weights
     for layer, kinds in stored.values():
         form = _chosen(layer, kinds, weights, ctx)
         if isinstance(form, Form):
-            layer.store_as(form)
+            layer.store_as(form, rounds=weights is not None)
         else:
             layer.storage = InDtype(form)
 
@@ -58,7 +58,7 @@ def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any
     """Return the form of a layer whose outputs have these codings in the files, or why it has none."""
     if weights == WIDENED:
         return "weights='widened'"
-    refused = unstorable(layer)
+    refused = unstorable(layer, rounds=weights is not None)
     own = _own_form(layer, kinds, ctx)
     if weights is None:
         return refused or own
@@ -73,16 +73,20 @@ def _own_form(layer: Any, kinds: list[Coding | str], ctx: Any) -> Form | str:
     if reasons := [each for each in kinds if isinstance(each, str)]:
         several = any(isinstance(each, Coding) for each in kinds)
         return "it is one product with weights in another format" if several else reasons[0]
-    (coding, *others) = kinds
-    assert isinstance(coding, Coding)
-    if any(each != coding for each in others):
+    coding = joint_coding(each for each in kinds if isinstance(each, Coding))
+    if coding is None:
         return "it is one product with weights in another format"
     if layer.stored_transposed:
         return "it is stored transposed"
     starts = _starts(layer, ctx) if layer.dim == 1 else ()
     if starts is None and coding.group < layer.in_features:
         return "its inputs are not in even ranges"
-    return form_of(coding, layer.in_features, starts or ())
+    if (level := layer.ctx.level.unrounded_parts) and layer.dim == 1:
+        if coding.order is not None:
+            return f"its entries, sorted by group, would be added in an order that depends on the ranks; {level}"
+        if 0 in layer.parts[0].rank_sizes:
+            return f"a rank has none of its inputs; {level}"
+    return form_of(coding, layer.in_features, starts or (), by_row=not level)
 
 
 def _starts(layer: Any, ctx: Any) -> tuple[int, ...] | None:

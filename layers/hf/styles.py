@@ -274,7 +274,7 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, A
     empty = [name for name in linears if modules[name].weight.is_meta]
     if 0 < len(empty) < len(linears):
         raise ArgumentError(
-            f"model has weights, but {empty[0]}'s is on meta: expected all of them, or none, to be there"
+            f"{empty[0]}.weight is on the meta device, and other weights are not: expected all weights there, or none"
         )
     for name in linears:
         _check_tensors(name, modules[name])
@@ -294,7 +294,9 @@ def _check_places(model: nn.Module, styles: dict[str, str], modules: dict[str, A
                 " expected only as a child of its parent"
             )
         if holders[id(modules[name])] > 1:
-            raise StyleError(f"{name} is a child of several modules: expected one for each, of one weight or not")
+            raise StyleError(
+                f"{name} is a child of several modules: expected a separate linear for each, which may share the weight"
+            )
 
 
 def _contents(value: object) -> Iterable:
@@ -343,8 +345,8 @@ def _check_halves(styles: dict[str, str], modules: dict[str, nn.Module], automat
             if whole:  # else its counterpart may be elsewhere
                 expected = "colwise" if styles[names[0]] in ROW else "rowwise"
                 raise StyleError(
-                    f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole: a split activation"
-                    f" passes between two linears, so expected a {expected} one beside it"
+                    f"{names[0]} has style {styles[names[0]]!r} and {', '.join(whole)} stays whole, but a split"
+                    f" activation passes between them: expected style {expected!r} for {whole[0]}"
                 )
         elif not automatic:
             for name, other in product(names, whole):

@@ -38,6 +38,9 @@ def fused_styles(ctx: Iris) -> Iterator[None]:
     Args:
         ctx: a context of the ranks that transformers splits over: all of them, or its mesh's "tp" dimension.
 
+    Returns:
+        A context manager.
+
     Raises:
         PlatformError: if this transformers has no registry of styles.
         StyleError: while loading, for a module that is no `torch.nn.Linear`.

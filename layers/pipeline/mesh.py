@@ -79,7 +79,7 @@ class Place:
                 if first.get(name) != other.get(name):
                     raise ArgumentError(
                         f"{call}: {name} differs between hosts: it is {first.get(name)} on {self.line.names[0]} and "
-                        f"{other.get(name)} on {self.line.names[member]}: expected the same on every rank"
+                        f"{other.get(name)} on {self.line.names[member]}; expected the same on every rank"
                     )
         return result
 

@@ -52,7 +52,7 @@ def check_memory(model: nn.Module, ctx: Iris, rows: int, length: int, names: str
     memory = total_memory(ctx.device)
     if needed > memory:
         raise ArgumentError(
-            f"{names} are {rows}, {length}: a cache of that takes {needed >> 30} GiB, expected at most the"
+            f"{names} are {rows}, {length}, for which a cache takes {needed >> 30} GiB: expected at most the"
             f" {memory >> 30} GiB of {ctx.device}"
         )
 
@@ -131,8 +131,8 @@ def check_no_autocast(device_type: str) -> None:
     """Raise `ArgumentError` inside `torch.autocast`, where an engine's graphs and its cache would be of two dtypes."""
     if (dtype := current_autocast(device_type)) is not None:
         raise ArgumentError(
-            f"autocast to {dtype} is enabled: expected an engine outside of it, of a model in the dtype that it shall"
-            f" compute in, as model.to({dtype}) gives it"
+            f"autocast to {dtype} is enabled: expected none around an engine; to compute in this dtype, convert the "
+            f"model before, with model.to({dtype})"
         )
 
 

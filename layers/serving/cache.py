@@ -91,9 +91,9 @@ def _with_our_layers(model: Any, max_length: int) -> StaticCache:
             cache.layers[index] = cache_utils.StaticLayer(max_length)
         elif kind not in _WITHOUT:
             raise ArgumentError(
-                f"layer {index} of {type(model).__name__} keeps a {kind}: an engine expects layers that attend to all"
-                " tokens, to the latest or to those that an indexer chooses, or keep a state of fixed size; use the"
-                " model's generate()"
+                f"layer {index} of {type(model).__name__} keeps a {kind}: expected layers that attend to all tokens, "
+                "to the latest or to those that an indexer chooses, or that keep a state of fixed size; use the "
+                "model's generate()"
             )
     return cache
 

@@ -250,7 +250,15 @@ class Engine:
 
     @untracked
     def read(self, prompts: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Read prompts as `prefill` does, but eagerly and without padding to another length, so rounding may differ."""
+        """Read prompts as `prefill` does, but eagerly and without padding to another length, so rounding may differ.
+
+        Args:
+            prompts: as in `prefill`.
+            mask: as in `prefill`.
+
+        Returns:
+            Logits [batch_size, vocabulary].
+        """
         self._check_prompts(prompts, mask)
         return self._first(self._read, prompts, mask)
 
@@ -304,9 +312,13 @@ class Engine:
 
     @untracked
     def accept(self, logits: torch.Tensor) -> None:
-        """Choose the next token of each row by its `logits`: the result of `prefill`, or others of the same shape.
+        """Choose the next token of each row by its `logits`.
 
-        Raises `ArgumentError` for another shape or device, and if no prompts have been read since the last `reset`.
+        Args:
+            logits: the result of `prefill`, or others of the same shape.
+
+        Raises:
+            ArgumentError: for another shape or device, and if no prompts have been read since the last `reset`.
         """
         check_logits(logits, self._expect_prompts(), self.tokens.device)
         compare(self.ctx, "Engine.accept", logits=logits)
@@ -326,7 +338,11 @@ class Engine:
     def decode(self, steps: int = 1) -> None:
         """Generate `steps` more tokens in each row. The first step of a kind runs eagerly, and the second is captured.
 
-        Raises `ArgumentError` if no prompts were read since the last `reset`, or if rows would exceed `max_length`.
+        Args:
+            steps: the number of tokens a row.
+
+        Raises:
+            ArgumentError: if no prompts were read since the last `reset`, or if rows would exceed `max_length`.
         """
         positive(steps=steps)
         self._expect_prompts()
@@ -340,7 +356,11 @@ class Engine:
 
     @untracked
     def step(self) -> torch.Tensor:
-        """Generate one token a row, eagerly, and return the logits that it was chosen from."""
+        """Generate one token a row, eagerly, and return the logits that it was chosen from.
+
+        Returns:
+            Logits [batch_size, vocabulary].
+        """
         self._expect_prompts()
         self._make_room(1)
         return self._advance(self._one_step)

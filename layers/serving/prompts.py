@@ -43,7 +43,10 @@ def padded_before(
     lengths = [len(row) for row in prompts] or [0]
     longest = max(lengths)
     if not 0 < len(prompts) <= batch_size or not min(lengths):
-        raise ArgumentError(f"prompts are {len(prompts)} of {lengths} tokens: expected 1 to {batch_size}, none empty")
+        raise ArgumentError(
+            f"prompts has {len(prompts)} rows of {lengths} tokens: expected 1 to {batch_size} rows (batch_size), none "
+            "empty"
+        )
     if longest + new > max_length:
         raise ArgumentError(
             f"prompts of {longest} tokens and max_new_tokens of {new} need {longest + new}: expected at most"

@@ -106,7 +106,7 @@ def test_sums_over_two_hosts(inside: int) -> None:
 
 def _refused(rank: int, world_size: int) -> None:
     mesh = _mesh(world_size, 2)
-    with pytest.raises(ArgumentError, match="across joins rank"):
+    with pytest.raises(ArgumentError, match="across connects rank"):
         iris.iris(1 << 20, group=mesh["tp"], across=mesh["tp"])
     with pytest.raises(ArgumentError, match="expected one dimension"):
         iris.iris(1 << 20, group=mesh["tp"], across=mesh)

@@ -22,7 +22,9 @@ def _values(rank: int, *shape: int, dtype: torch.dtype, turn: int = 0) -> torch.
 
 def _rounds(ctx, dtype):
     rank, n = ctx.cur_rank, ctx.num_ranks
-    with pytest.raises(ArgumentError, match="room for 0; call ctx.ccl.init_p2p"):
+    with pytest.raises(
+        ArgumentError, match="expected at most 0 together, the room for messages: call ctx.ccl.init_p2p"
+    ):
         ctx.ccl.send(torch.zeros(4, device=ctx.device), (rank + 1) % n)
     ctx.ccl.init_p2p(64, torch.complex128)
     second = ctx.zeros(2, 3, dtype=dtype)
@@ -115,7 +117,10 @@ def _refused(ctx):
         ("recv: tensor is list", lambda: ctx.ccl.recv([0.0], there)),
         ("sendrecv: recv_tensor is None", lambda: ctx.ccl.sendrecv(x, None, there, there)),
         ("sendrecv: src is -1", lambda: ctx.ccl.sendrecv(x, x, there, -1)),
-        ("4 bytes, 262144 come before it between the same", lambda: batch([P2POp("send", t, there) for t in too_much])),
+        (
+            "4 bytes, and earlier messages of the call between the same ranks take 262144",
+            lambda: batch([P2POp("send", t, there) for t in too_much]),
+        ),
         ("p2p_op_list is 'send'", lambda: batch("send")),
         (r"p2p_op_list\[1\].peer is True", lambda: batch([P2POp("send", x, there), P2POp("recv", x, True)])),
         (r"p2p_op_list\[0\].tensor requires grad", lambda: batch([P2POp("send", x.clone().requires_grad_(), there)])),

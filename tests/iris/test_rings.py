@@ -77,7 +77,9 @@ def _too_much(ctx):
     ctx.ccl.init_p2p(1, torch.uint8)
     for tensors in ([torch.zeros(65)] * 65, [torch.zeros(65 * rings.SLOT.value, dtype=torch.uint8)]):
         listed = [P2POp("recv", each.to(ctx.device), there) for each in tensors]
-        with pytest.raises(ArgumentError, match="there is room for 262144; call ctx.ccl.init_p2p"):
+        with pytest.raises(
+            ArgumentError, match="expected at most 262144 together, the room for messages: call ctx.ccl.init_p2p"
+        ):
             ctx.ccl.batch_isend_irecv(listed)
     ctx.barrier()
 

@@ -133,8 +133,8 @@ def test_bad_arguments_are_refused_by_name() -> None:
     run_ranks(one, refused)
     for options, reason in (
         (dict(kind="tanh"), "scoring.kind is 'tanh'; expected one of 'softmax'"),
-        (dict(groups=4, kept_groups=5), "scoring keeps 5 of 4 groups"),
-        (dict(group_best=3), "by 3 scores; expected"),
+        (dict(groups=4, kept_groups=5), "scoring.kept_groups is 5, scoring.groups 4"),
+        (dict(group_best=3), "scoring.group_best 3; expected"),
     ):
         with pytest.raises(ArgumentError, match=reason):
             Scoring(**options)

@@ -12,7 +12,17 @@ from iris_ops import FusedConfig
 from iris_ops.activation import Activation
 from iris_ops.planning.operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER
 from iris_ops.problem import part_of, part_size
-from iris_ops.quantised.packing import FP8, FP8_BLOCK, INT4, MXFP4, Packing
+from iris_ops.quantised.packing import (
+    FP8,
+    FP8_BLOCK,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    INT8_ZEROS,
+    MXFP4,
+    NVFP4,
+    Packing,
+)
 import pytest
 import torch
 
@@ -42,6 +52,16 @@ FORMATS = {
     "int4_wide": Stored(INT4, 128),
     "int4_channel": Stored(INT4),
     "mxfp4": Stored(MXFP4, 32),
+    "nvfp4": Stored(NVFP4, 16),
+    "int4_narrow": Stored(INT4, 16, torch.bfloat16),
+    "mxfp4_narrow": Stored(MXFP4, 16),
+    "int4_zeros_narrow": Stored(INT4_ZEROS, 16, torch.float16),
+    "int8": Stored(INT8, 128),
+    "int8_narrow": Stored(INT8, 32, torch.bfloat16),
+    "int8_channel": Stored(INT8),
+    "int4_zeros": Stored(INT4_ZEROS, 32, torch.float16),
+    "int4_zeros_wide": Stored(INT4_ZEROS, 128, torch.bfloat16),
+    "int8_zeros": Stored(INT8_ZEROS, 64, torch.bfloat16),
 }
 
 
@@ -64,13 +84,21 @@ def drawn(
     if packing is MXFP4:
         scale = scale.log2().round().exp2()
     scale = scale.to(stored.scales or torch.float32).float()
-    if packing.per_element == 1:
+    if packing.dtype == torch.float8_e4m3fn:
         codes = torch.randn(experts * N, K, generator=generator).to(packing.dtype)
         numbers = codes.double()
     else:
-        codes = torch.randint(0, 16, (experts * N, K), generator=generator, dtype=torch.uint8)
-        numbers = E2M1[codes.long()] if packing is MXFP4 else codes.double() - 8
+        count = 256 if packing.dtype == torch.int8 else 16
+        codes = torch.randint(0, count, (experts * N, K), generator=generator, dtype=torch.uint8)
+        numbers = E2M1[codes.long()] if packing in (MXFP4, NVFP4) else codes.double() - count // 2
+        scale = scale if count == 16 else (scale / 16).to(scale.dtype)
+    if packing.zeros:
+        half = 128 if packing.dtype == torch.int8 else 8
+        zeros = torch.randint(-half, half, scale.shape, generator=generator).float()
+        numbers = numbers - zeros.double().repeat_interleave(group or max(1, K), 1)[:, :K]
     exact = numbers * scale.double().repeat_interleave(group or max(1, K), 1)[:, :K]
+    if packing.zeros:
+        scale = torch.stack((scale, zeros), 2)
     weight, scale = packing.pack(codes, scale if group else scale[:, 0], group, stored.scales)
     return weight.view(experts, N, weight.shape[1]), scale.view(experts, N, *scale.shape[1:]), exact.view(experts, N, K)
 
@@ -220,6 +248,13 @@ OTHERS: dict[str, Mixture] = {
     "none": Mixture("int4", 0),
     "no_share": Mixture("int4", 3, widths=(34, 0, 16, 0)),
     "no_share_mxfp4": Mixture("mxfp4", 1, widths=(0, 34, 0, 16), bias=True),
+    **{
+        f"no_share_{name}": Mixture(name, 4, widths=widths, bias=True)
+        for name in ("nvfp4", "int8", "int8_narrow", "int8_channel", "int4_zeros", "int4_zeros_wide", "int8_zeros")
+        for widths in ((0, 34, 0, 16),)
+    },
+    "fp32_zeros": Mixture("int8_zeros", 5, dtype=torch.float32, hidden=66),
+    "fp16_nvfp4": Mixture("nvfp4", 6, dtype=torch.float16, hidden=130, scatter=True),
     "no_share_streamed": Mixture("int4", 12, k=3, hidden=256, widths=(96, 0, 0, 64)),  # on Hopper
     "narrow": Mixture("int4", 3, hidden=2, widths=(2, 2, 4, 2)),
 }
@@ -261,7 +296,7 @@ def refused_body(ctx: iris.Iris) -> None:
         (dict(scale=scale.transpose(1, 2).contiguous().transpose(1, 2)), ArgumentError, "scale has strides"),
         (dict(scale=[1]), ArgumentError, "scale is list"),
         (dict(B=int4.contiguous()), ArgumentError, "B has strides"),
-        (dict(B=int4.to(torch.int8)), DtypeError, "B has dtype torch.int8 and there is a scale"),
+        (dict(B=int4.to(torch.int16)), DtypeError, "B has dtype torch.int16 and there is a scale"),
         (dict(A=torch.zeros(T, 130, dtype=half, **new)), ShapeError, r"B is \(3, 16, 64\) for K = 130; expected 32"),
         (dict(B=fp8[:, 1:], scale=scale[:, :, 0].float()), ShapeError, r"B is \(3, 63, 64\) for K = 64; expected 64"),
         (dict(B=fp8, scale=scale[:, :, 0]), DtypeError, "scale has dtype torch.bfloat16; expected torch.float32"),

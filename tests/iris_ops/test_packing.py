@@ -89,8 +89,8 @@ def test_halves_go_to_even_codes() -> None:
 
 def test_refused() -> None:
     codes, scales = draw(packing.INT4, 32, 4, 64, 1)
-    with pytest.raises(ArgumentError, match="group is 16 for weights in int4; expected one of 128, 64, 32, None"):
-        packing.INT4.pack(codes, scales, 16)
+    with pytest.raises(ArgumentError, match="group is 8 for weights in int4; expected one of 128, 64, 32, 16, None"):
+        packing.INT4.pack(codes, scales, 8)
     with pytest.raises(ShapeError, match=r"scales are \(4, 2\); expected \(4, 1\)"):
         packing.INT4.pack(codes, scales, 64)
     with pytest.raises(ArgumentError, match="a scale is 0.1.*, no number of torch.bfloat16"):

@@ -164,6 +164,34 @@ def test_calls_are_forgotten_when_their_collective_moves(world_size: int) -> Non
     run_ranks(world_size, outgrow)
 
 
+def outgrow_results(ctx: iris.Iris) -> list[int]:
+    """A launch moved to another `out` outside the heap would leave the result where nothing copies it from."""
+    moved: list[int] = []
+    run_all = steps.run_all
+
+    def run_and_keep(*args):
+        run_all(*args)
+        return relaunch.Launch(lambda: False, lambda addresses: lambda: bool(moved.append(addresses[0])))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(steps, "run_all", run_and_keep)
+        case = Case(MATMUL_GATHER, "rows", 16, 40, 8, config=BLOCKS, on_heap=False)
+        first, second, third = (Call(ctx, replace(case, seed=seed)) for seed in range(3))
+        for call in (first, first, second):  # the first call's key was made before there was a workspace
+            call.run()
+        before = len(moved)
+        Call(ctx, replace(case, M=512, N=512)).run()  # whose results need more memory
+        third.run()
+        third.check()
+    return [before, len(moved) - before]
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_launches_to_results_that_moved_are_forgotten(world_size: int) -> None:
+    before, after = run_ranks(world_size, outgrow_results)[0]
+    assert before > 0 and after == 0
+
+
 def outgrow_the_heap(ctx: iris.Iris) -> None:
     """There is room for the flags of a call, which move, but not for what it stages."""
     with iris.iris(2 << 20) as small, pytest.MonkeyPatch.context() as monkeypatch:

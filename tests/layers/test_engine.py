@@ -105,7 +105,7 @@ def refused_body(ctx) -> None:
     layers.parallelize(model, ctx)
     engine = layers.Engine(model, ctx, batch_size=2, max_length=8)
     for arguments, words in [
-        (([[1]] * 3, 2), "prompts are 3"),
+        (([[1]] * 3, 2), "prompts has 3 rows"),
         (([[1], []], 2), "none empty"),
         (([[1, 2, 3, 4, 5]], 4), "need 9: expected at most 8"),
         (([[1]], 0), "max_new_tokens is 0"),
@@ -143,9 +143,9 @@ def refused_body(ctx) -> None:
         ({"batch_size": True}, "batch_size is True"),
         (
             {"max_length": 10**9, "batch_size": 10**6},
-            r"are 1000000, 1000000000: a cache of that takes \d+ GiB, expected",
+            r"are 1000000, 1000000000, for which a cache takes \d+ GiB: expected",
         ),
-        ({"batch_size": 2**80}, "a cache of that takes"),
+        ({"batch_size": 2**80}, "for which a cache takes"),
         ({"graphs": "no"}, "graphs is 'no': expected None or a bool"),
         ({"step_attention": "no"}, "step_attention is 'no': expected None or a bool"),
         ({"prompt_graphs": True}, "prompt_graphs is True: expected 0 or a positive integer"),

@@ -104,15 +104,12 @@ CODINGS: dict[str, tuple[str, int | str]] = {
     "ct_int8_128": ("int8", 128), "ct_int8": ("int8", "K"), "ct_int4_zeros": ("int4", 64), "awq": ("int4", 32),
     "gptq_v2": ("int8", 64),
 }  # fmt: skip
-UNCODED = {
-    "gptq_ordered": "ordered",
-}  # fmt: skip
 
 
 def coded_numbers(source: Any, rows: tuple[int, int], columns: tuple[int, int], group: int) -> torch.Tensor:
     """The numbers of a part, from its codes and scales by the definitions in this file."""
     out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), torch.nan, dtype=torch.float64)
-    for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group):
+    for (a, b), (c, d), codes, scales in coded(source, (slice(*rows), slice(*columns)), group, source.coding.zeros):
         assert codes.shape == (b - a, d - c) and scales.shape[:2] == (b - a, -(-(d - c) // group)) and c % 128 == 0
         by_entry = scales.double().repeat_interleave(group, 1)[:, : d - c]
         zeros, by_entry = by_entry.unbind(2)[::-1] if source.coding.zeros else (0, by_entry)
@@ -142,13 +139,6 @@ def test_codes_and_scales_of_every_cut_are_the_stored_ones(tmp_path: Path, monke
     if group < columns:
         with pytest.raises(ValueError, match="the stored groups are of"):
             list(coded(source, (slice(0, 4), slice(group // 2, None)), group))
-
-
-@alone
-@pytest.mark.parametrize("name", UNCODED)
-def test_weights_that_are_no_code_times_a_scale_say_why(tmp_path: Path, name: str) -> None:
-    source, _ = opened(tmp_path, name, torch.randn(16, 768))
-    assert UNCODED[name] in source.coding
 
 
 @alone

@@ -119,7 +119,7 @@ def refused_body(ctx) -> None:
         ),
         (
             lambda: model.generate(ids, max_new_tokens=10**12, cache_implementation="static"),
-            r"a static cache are 2, 10{11}7: a cache of that takes \d+ GiB, expected at most",
+            r"a static cache are 2, 10{11}7, for which a cache takes \d+ GiB: expected at most",
         ),
         (lambda: model.generate(ids, max_new_tokens=3, synced_gpus=True), "synced_gpus is True"),
         (lambda: model.generate(ids, assistant_model=by_clock), "max_time is 5"),

@@ -313,13 +313,44 @@ def invariant_body(ctx, folder: str, level: str) -> tuple[int, torch.Tensor, str
 
 
 @two_ranks
-def test_rows_alike_use_kept_weights_and_ranks_alike_widened_ones(tmp_path: Path, world_size: int) -> None:
+def test_levels_of_equal_bits_use_kept_weights(tmp_path: Path, world_size: int) -> None:
     folder = written(tmp_path, "ct_int4_32")
     single = exact_model(folder)(models.prompt(4)).logits
-    for level, count in (("batch", 4), ("ranks", 0)):
+    for level in ("batch", "ranks"):
         for linears, logits, line in run_ranks(world_size, invariant_body, str(folder), level):
-            assert linears == count and ("widened to float32 (invariant='ranks')" in line) == (level == "ranks")
+            assert linears == 4 and "widened" not in line
             assert torch.allclose(logits, single, rtol=1e-3, atol=1e-4)
+
+
+# Heads end where the leaves of the sums over ranks do.
+OF_LEAVES = SMALL | {"hidden_size": 256, "intermediate_size": 512}
+
+
+def portable_body(ctx, folder: str) -> tuple[torch.Tensor, torch.Tensor, int, str]:
+    ctx.invariant = "ranks"
+    try:
+        made = [
+            layers.from_pretrained(folder, ctx, dtype=torch.bfloat16, weights=weights) for weights in (None, "widened")
+        ]
+        logits = [model(models.prompt(3).to(ctx.device)).logits.cpu() for model in made]
+        return logits[0], logits[1], len(kept(made[0])), made[0].parallel_report.widened
+    finally:
+        ctx.invariant = None
+
+
+@pytest.mark.skipif(UNDER_TORCHRUN, reason="needs several numbers of ranks")
+@pytest.mark.parametrize("format, count", [
+    ("ct_fp8_channel", 4), ("ct_fp8_tensor", 4), ("fp8_block", 4), ("ct_mxfp4", 4), ("ct_nvfp4", 4), ("ct_int8", 4),
+    ("ct_int4_32", 4), ("ct_int4_channel", 4), ("awq", 4), ("gptq_v2", 4), ("gptq_ordered", 2),
+])  # fmt: skip
+@pytest.mark.some(4)
+def test_kept_weights_give_the_same_bits_on_any_number_of_ranks(tmp_path: Path, format: str, count: int) -> None:
+    folder = written(tmp_path, format, OF_LEAVES)
+    results = [each for world_size in (1, 2, 3) for each in run_ranks(world_size, portable_body, str(folder))]
+    for logits, widened, linears, line in results:
+        assert linears == count and ("depends on the ranks; invariant='ranks'" in line) == (count < 4), line
+        assert torch.equal(logits, results[0][0])
+        assert format == "gptq_ordered" or torch.equal(logits, widened)
 
 
 def refused_body(ctx) -> None:

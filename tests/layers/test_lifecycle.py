@@ -178,7 +178,9 @@ def shared_body(ctx) -> None:
         second.mlp = first.mlp  # with all that it holds
         second.self_attn.v_proj.weight = first.self_attn.v_proj.weight
     kept, second.self_attn.q_proj = second.self_attn.q_proj, first.self_attn.q_proj
-    with pytest.raises(StyleError, match=r"self_attn.q_proj is a child of several modules: expected one for each"):
+    with pytest.raises(
+        StyleError, match=r"self_attn.q_proj is a child of several modules: expected a separate linear for each"
+    ):
         parallelize(whole, ctx)
     second.self_attn.q_proj = kept
     parallelize(model, ctx)

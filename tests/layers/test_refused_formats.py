@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "method": ("fp8_block", changed(quant_method="bitsandbytes"), "quantised .quantization_config, 'bitsandbytes'"),
     "blocks": ("fp8_block", changed(weight_block_size=[128]), "weight_block_size is .128.: expected two positive"),
     "activations": ("fp8_block", changed(activation_scheme="odd"), "activation_scheme is 'odd': expected 'dynamic'"),
-    "left out": ("fp8_block", changed(modules_to_not_convert=["up_proj"]), f"{UP}.weight is quantised, and the conf"),
+    "left out": ("fp8_block", changed(modules_to_not_convert=["up_proj"]), f"{UP}.weight is quantised, but the conf"),
     "no scale": ("fp8_block", with_tensors(lambda t: t.pop(f"{UP}.weight_scale_inv")), f"{UP}.weight has no stored sc"),
     "no weight": (
         "fp8_block",

@@ -297,6 +297,11 @@ FORMATS: dict[str, Format] = {
         _GPTQ | {"desc_act": False, "checkpoint_format": "gptq_v2", "sym": False, "bits": 8, "group_size": 64},
     ),
     "gptq_ordered": Format(lambda w: gptq(w, 4, 32, 1, True), _GPTQ | {"desc_act": True}),
+    "gptq_ordered_128": Format(lambda w: gptq(w, 4, 128, 1, True), _GPTQ | {"desc_act": True, "group_size": 128}),
+    "gptq_ordered_zeros": Format(
+        lambda w: gptq(w, 8, 64, 2, True),
+        _GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2", "sym": False, "bits": 8, "group_size": 64},
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from iris.device.function import device_function
 from iris.device.sync import wait
 from iris.device.waits import waiter_number
 from iris.launch import relaunch
-from iris.triton_private import aggregate, async_load, base_value
+from iris.triton_private import aggregate, async_load, base_value, warp_specialize
 import torch
 import triton
 from triton.experimental import gluon
@@ -36,7 +36,8 @@ from ..stream_k import Units
 from ..tile_orders import SourceTiles
 from ..tiles import Matrix, first_row, known
 from . import operands
-from .pipeline import Work, allocate, await_tile, give_back, multiply_tiles, part_of
+from .loading import Work, load_ahead
+from .pipeline import allocate, await_tile, give_back, multiply_tiles, part_of
 from .policies import mma_of
 from .tile_sums import Unshared
 
@@ -154,13 +155,14 @@ def hopper_gather_matmul_kernel(
     work = Work(a, b, others, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
-    gl.warp_specialize(
+    warp_specialize(
         [
             (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
             (_store_tiles, (shared, work, C, activation, MOVE)),
+            (load_ahead, (ctx, work, shared, WAITER)),
         ],
-        [pipeline.MOVER_WARPS],
-        [pipeline.MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
+        [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
     )
 
 
@@ -247,12 +249,13 @@ class _Alone:
 
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
     out, A, B, bias, scale = tensors
-    args = operands.arguments(A, B, bias, config, False, problem.weights, scale)
+    movers = operands.FEWER_MOVER_WARPS if problem.weights.group else operands.MOVER_WARPS
+    args = operands.arguments(A, B, bias, config, False, problem.weights, scale, movers)
     if (matrices := problem.epilogue.matrices) > 1:
         width = config.block_n // matrices
         args |= dict(
             b=operands.described(as_stored(B).view(matrices, -1, B.shape[0]), (matrices, width, config.block_k)),
-            pipeline=replace(args["pipeline"], MOVE=operands.in_rows(operands.MOVER_WARPS, width)),
+            pipeline=replace(args["pipeline"], MOVE=operands.in_rows(args["pipeline"].MOVER_WARPS, width)),
         )
     rows = args["a"] if gathered is A else operands.described(gathered, (config.block_m, config.block_k))
     return args | dict(

@@ -29,7 +29,7 @@ from iris.device.context import DeviceContext, own_context
 from iris.device.lamport import load_bases, put, remote, take, take_loaded, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
-from iris.triton_private import aggregate, base_value
+from iris.triton_private import aggregate, base_value, warp_specialize
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,11 +42,10 @@ from ..stream_k import Units
 from ..tile_orders import OthersFirst, PartTiles, own_blocks
 from ..tiles import Matrix, known, start_in_turn
 from .leaves import Leaves
+from .loading import NOWHERE, Work, load_ahead
 from .operands import MOVER_WARPS, lamport_specialised_arguments
 from .pipeline import (
-    NOWHERE,
     Shared,
-    Work,
     allocate,
     await_tile,
     give_back,
@@ -268,7 +267,7 @@ def _specialise(
     if LEAVES > 1:
         leaves = Leaves(first_leaf, blocks)
     shared = allocate(work.a, work.b, C.data.dtype.element_ty, tile, pipeline)
-    gl.warp_specialize(
+    warp_specialize(
         [
             (multiply_tiles, (ctx, work, shared, Unshared(C.data), epilogue, C, epoch, False, WAITER, leaves, LEAVES)),
             (
@@ -278,9 +277,10 @@ def _specialise(
                     LEAVES, MOVE, WAITER,
                 ),
             ),
+            (load_ahead, (ctx, work, shared, WAITER)),
         ],
-        [pipeline.MOVER_WARPS],
-        [pipeline.MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
+        [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
     )  # fmt: skip
 
 

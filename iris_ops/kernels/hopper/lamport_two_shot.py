@@ -20,7 +20,7 @@ from iris.device.context import DeviceContext, own_context
 from iris.device.lamport import load_bases, remote, take, without_sentinel
 from iris.device.sync import advance
 from iris.device.tracing import PUSH, SUM, tile_bytes
-from iris.triton_private import aggregate, base_value
+from iris.triton_private import aggregate, base_value, warp_specialize
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,9 +30,10 @@ from ..lamport_steps import part_at
 from ..stream_k import Units
 from ..tile_orders import PartTiles, by_columns
 from ..tiles import Matrix, known
+from .loading import NOWHERE, Work, load_ahead
 from .mma import MMA_WARPS
 from .operands import MOVER_WARPS, in_rows, lamport_specialised_arguments
-from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
 from .tile_sums import Unshared
 
@@ -214,13 +215,14 @@ def lamport_two_shot_kernel(
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, world.WAITER)
-    gl.warp_specialize(
+    warp_specialize(
         [
             (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
             (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
+            (load_ahead, (ctx, work, shared, world.WAITER)),
         ],
-        [pipeline.MOVER_WARPS],
-        [pipeline.MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
+        [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
     )
 
 

@@ -10,6 +10,7 @@ from iris.device import arch
 from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, next_epoch, out_at
 from iris.device.tracing import PUSH, tile_bytes
+from iris.triton_private import warp_specialize
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,8 +19,9 @@ from ..matmul_gather import gather_arguments
 from ..stream_k import Units
 from ..tile_orders import PartTiles
 from ..tiles import Matrix
+from .loading import NOWHERE, Work, load_ahead
 from .operands import specialised_arguments
-from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
 
 if TYPE_CHECKING:
@@ -91,13 +93,14 @@ def hopper_matmul_gather_kernel(
     work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
-    gl.warp_specialize(
+    warp_specialize(
         [
             (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, WAITER)),
             (_push_tiles, (ctx, shared, work, out, C, sync, spread, MOVE, WAITER)),
+            (load_ahead, (ctx, work, shared, WAITER)),
         ],
-        [pipeline.MOVER_WARPS],
-        [pipeline.MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
+        [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
     )
 
 

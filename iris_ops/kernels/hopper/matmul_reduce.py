@@ -12,6 +12,7 @@ from iris.device.context import own_context
 from iris.device.sync import await_entered, enter, leave, next_epoch, out_at, signal, wait
 from iris.device.tracing import PUSH, SUM, tile_bytes
 from iris.device.waits import healthy
+from iris.triton_private import warp_specialize
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -20,8 +21,9 @@ from ..matmul_reduce import reduce_arguments
 from ..stream_k import Units
 from ..tile_orders import OwnedTiles
 from ..tiles import Matrix
+from .loading import NOWHERE, Work, load_ahead
 from .operands import specialised_arguments
-from .pipeline import NOWHERE, Work, allocate, await_tile, multiply_tiles, pace, places_of, rows_of
+from .pipeline import allocate, await_tile, multiply_tiles, pace, places_of, rows_of
 from .policies import mma_of
 
 if TYPE_CHECKING:
@@ -208,7 +210,7 @@ def hopper_matmul_reduce_kernel(
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
-    gl.warp_specialize(
+    warp_specialize(
         [
             (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
             (
@@ -218,9 +220,10 @@ def hopper_matmul_reduce_kernel(
                     WAITER,
                 ),
             ),
+            (load_ahead, (ctx, work, shared, WAITER)),
         ],
-        [pipeline.MOVER_WARPS],
-        [pipeline.MOVER_REGISTERS],
+        [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
+        [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ MMA_WARPS = 8  # of a program; four can multiply, too
 # Registers that a thread of the mover warps has, by the number of MMA warps. All warps share 64 Ki of them, and the MMA
 # warps take what is left.
 MOVER_REGISTERS = {8: 168, 4: 232}
+# The same, and those of a loader, by the numbers of mover and MMA warps. Four warps have the same number.
+LOADER_REGISTERS = {2: {8: (120, 120), 4: (232, 232)}, 4: {8: (168, 40), 4: (168, 40)}}
 _SUM_ROWS = 16  # of a warp, in one product
 
 
@@ -65,6 +67,7 @@ class Mma:
     A_FORM: gl.constexpr
     B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
+    BLOCKS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -76,7 +79,7 @@ class Mma:
     def __init__(self, a, b, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         m, n, k = tile.BLOCK_M, tile.BLOCK_N, int(known(a.block_shape[-1]).value)
-        self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
+        self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(1)
         # A block of two parts lies in memory as a whole one does.
         self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([m, k], a.dtype))
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([n, k], b.dtype))

@@ -21,7 +21,7 @@ from ...named import named
 from ...planning.needs import LINE, PLAIN, WeightFormat
 from ...planning.overlap_model import spread_us
 from ...planning.tile_model import tile_us
-from ...planning.waves import code_stages, gemm_tiles, lines_of, shared_tiles, skew_steps
+from ...planning.waves import code_stages, gemm_tiles, shared_tiles, skew_steps
 from ...planning.workspace_size import staged
 from ...problem import Problem
 from ..arguments import Pipeline, SharedTiles, Tile, TileEpilogue
@@ -29,7 +29,7 @@ from ..descriptors import as_stored, folded, of_whole_vectors
 from ..lamport_matmul import lamport_arguments
 from ..launching import grid_of, parts_memory
 from . import scaled_mma, widened_mma
-from .mma import MMA_WARPS, MOVER_REGISTERS, accumulator
+from .mma import LOADER_REGISTERS, MMA_WARPS, MOVER_REGISTERS, accumulator
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...operands import Operands
     from ...workspace import Workspace
 
-MOVER_WARPS = 4  # mover warps
+MOVER_WARPS, FEWER_MOVER_WARPS = 4, 2
 # Elements of a tile that each thread of the mover warps holds at a time.
 _HELD = 32
 _GLUON_TYPES = {
@@ -45,6 +45,12 @@ _GLUON_TYPES = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int32: gl.int32,
+}
+_SCALE_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.uint8: gl.uint8,
 }
 
 
@@ -74,19 +80,21 @@ def arguments(
     folds: bool = True,
     weights: WeightFormat = PLAIN,
     scale: torch.Tensor | None = None,
+    movers: int = MOVER_WARPS,
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
-    `folds`: as in `descriptors.rows_operand`.
+    `folds`: as in `descriptors.rows_operand`. `movers`: mover warps; with fewer than four a loader takes their place.
     """
     if weights.widened_in_tiles:
-        return _of_codes(A, B, bias, config, weights, scale)
+        return _of_codes(A, B, bias, config, weights, scale, movers)
     stored = as_stored(B)
     transposed = stored is not B
     depth = config.depth(A.dtype.itemsize)
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
-    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
-    if config.block_n == 256 and A.element_size() == 1:
+    loader = int(movers < MOVER_WARPS)
+    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps, movers, loader)
+    if config.block_n == 256 and A.element_size() == 1 and not loader:
         pipeline |= _more_registers(pipeline)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
@@ -102,34 +110,37 @@ def arguments(
 
 def _of_codes(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, config: FusedConfig, weights: WeightFormat,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor | None, movers: int,
 ) -> dict:  # fmt: skip
-    """Return the same of B's codes, which the MMA warps widen."""
+    """Return the same of B's codes, which the MMA warps widen while a loader loads."""
     assert scale is not None
+    if config.num_warps == MMA_WARPS and config.block_m * config.block_n > 128 * 128:
+        movers = FEWER_MOVER_WARPS  # the MMA warps need the registers
     widening, codes = named(weights.widening), B.t().view(torch.int32)
     words = widening.WORDS
-    pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps)
-    if config.block_m * config.block_n > 128 * 128:
-        pipeline |= _more_registers(pipeline)
-    pipeline["ACC"] = widened_mma.accumulator(config.block_m, config.num_warps)
-    lines, stages = lines_of(weights, config), code_stages(weights, config)
-    depth = lines * LINE
+    stages, slots = code_stages(weights, config)
     if stages < 2:
-        block = f"{config.block_m} x {depth}"
+        block = f"{config.block_m} x {LINE // widened_mma.BLOCKS}"
         raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
     apart = [words, codes.stride(0), 1]
-    by_groups = dict(block_scales=scale, block_stride=scale.stride(0)) if weights.group else dict(b_scales=scale)
+    by_groups = dict(b_scales=scale)
+    if weights.group:
+        in_words = scale.flatten(1).view(torch.int32)
+        by_groups = dict(block_scales=in_words, block_stride=in_words.stride(0))
     return dict(
-        a=described(A, (config.block_m, depth)),
-        b=described(codes, (lines, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
+        a=described(A, (config.block_m, LINE // widened_mma.BLOCKS)),
+        b=described(codes, (1, config.block_n, words), ([codes.shape[1] // words, codes.shape[0], words], apart)),
         epilogue=TileEpilogue(bias, **by_groups),
-        tile=Tile(config.block_m, config.block_n, depth, config.group_m, True),
+        tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
         pipeline=Pipeline(
             stages,
-            **pipeline,
+            **layouts(config.block_m, config.block_n, warps=config.num_warps, movers=movers, loader=1)
+            | dict(ACC=widened_mma.accumulator(config.block_m, config.num_warps)),
+            SLOTS=slots,
             WIDENING=widening,
             GROUPS=LINE // weights.group if weights.group else 0,
             ZEROS=weights.zeros,
+            SCALES=_SCALE_TYPES[scale.dtype] if weights.group else None,
         ),
     )
 
@@ -139,18 +150,24 @@ def _more_registers(pipeline: dict) -> dict:
     return dict(MOVER_REGISTERS=120, ROWS=pipeline["ROWS"] // 2)
 
 
-def layouts(block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS) -> dict:
+def layouts(
+    block_m: int, block_n: int, itemsize: int = 2, warps: int = MMA_WARPS, movers: int = MOVER_WARPS, loader: int = 0
+) -> dict:
     """Return the layouts of a tile in the MMA warps' registers, in shared memory and in the mover warps' registers.
 
-    They are fields of `Pipeline`. `itemsize` is in bytes an operand's element; `warps` is the number that multiply.
+    They are fields of `Pipeline`. `itemsize` is in bytes an operand's element; `warps` is the number that multiply,
+    `movers` that of mover warps, and `loader` that of warps which load.
     """
+    registers = LOADER_REGISTERS[movers][warps] if loader else (MOVER_REGISTERS[warps], 0)
     return dict(
         ACC=accumulator(block_m, block_n, itemsize, warps),
         PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
-        MOVE=in_rows(MOVER_WARPS, block_n),
-        ROWS=MOVER_WARPS * 32 * _HELD // block_n,
-        MOVER_WARPS=MOVER_WARPS,
-        MOVER_REGISTERS=MOVER_REGISTERS[warps],
+        MOVE=in_rows(movers, block_n),
+        ROWS=movers * 32 * _HELD // block_n,
+        MOVER_WARPS=movers,
+        LOADER_WARPS=loader,
+        MOVER_REGISTERS=registers[0],
+        LOADER_REGISTERS=registers[1],
     )
 
 

@@ -5,11 +5,10 @@ signalled or summed. Here a finished tile goes through shared memory to the move
 once: its first operands were loaded meanwhile. A kernel of this folder stages, signals and orders its tiles as the
 portable one does, so ranks may even mix the two. The product itself is `mma.Mma`'s.
 
-    MMA warps     load operands into a ring in shared memory, STAGES - 1 steps ahead and across tiles; accumulate;
+    MMA warps     accumulate the products of operands that come through a ring in shared memory (`loading.py`);
                   round the sums into `product` in shared memory, once that is `free`
     mover warps   wait until `product` is `ready`, and do with it what the op's own function does
 
-No warps do nothing but load: a load is one instruction of one thread, and the MMA warps know when a stage is free.
 Only Gluon, Triton's language with explicit layouts, gives warps different work. It has no interpreter.
 
 Stores that queue for the link hold up the loads of the next product behind them. So the mover warps `pace` a push: it
@@ -28,7 +27,6 @@ from iris.device import arch
 from iris.device.tracing import PRODUCT
 from iris.triton_private import (
     aggregate,
-    async_load,
     base_value,
     mbarrier,
     program_barrier,
@@ -38,27 +36,29 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..stream_k import Units
 from ..tiles import first_row, known, rows_from
+from .loading import after, before, load_first, load_next
 from .tile_sums import bias_of, join, scaled
-
-NOWHERE = gl.constexpr(None)  # for `gathered` where all rows lie in `a`, and for scales where there are none
 
 
 @aggregate
 class Shared:
     """A program's shared memory: the ring of operands, the finished tiles, and the barriers between its warps.
 
-    `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows each.
+    The ring has STAGES places for blocks of A, and SLOTS for those of B. With a LOADER, `freed` says which places of A
+    may be loaded. `product` has PLACES for finished tiles, which take turns. A tile lies there in PARTS of some rows.
     """
 
     a_parts: base_value
     b_parts: base_value
     product: base_value
     loaded: base_value
+    freed: base_value
     ready: base_value
     free: base_value
     STAGES: gl.constexpr
+    SLOTS: gl.constexpr
+    LOADER: gl.constexpr
     PLACES: gl.constexpr
     PARTS: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -66,10 +66,13 @@ class Shared:
     FOLDED: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, FOLDED):
+    def __init__(self, a_parts, b_parts, product, loaded, freed, ready, free, PLACES, FOLDED):
         self.a_parts, self.b_parts, self.product = a_parts, b_parts, product
         self.loaded, self.ready, self.free = loaded, ready, free
-        self.STAGES, self.PLACES, self.FOLDED = known(STAGES), known(PLACES), known(FOLDED)
+        self.LOADER = known(freed is not None)
+        self.freed = gl.constexpr(None) if freed is None else freed
+        self.STAGES, self.SLOTS = known(a_parts.shape[0]), known(b_parts.shape[0])
+        self.PLACES, self.FOLDED = known(PLACES), known(FOLDED)
         parts, rows, cols = (int(known(size).value) for size in product.shape)
         self.PARTS = known(parts // self.PLACES.value)
         self.BLOCK_M, self.BLOCK_N = known(self.PARTS.value * rows), known(cols)
@@ -85,8 +88,9 @@ def allocate(a, b, dtype: gl.constexpr, tile: gl.constexpr, pipeline: gl.constex
     STAGES: gl.constexpr = pipeline.STAGES
     PLACES: gl.constexpr = pipeline.PLACES
     ROWS: gl.constexpr = pipeline.ROWS
+    SLOTS: gl.constexpr = pipeline.SLOTS if pipeline.SLOTS > 0 else STAGES
     a_parts = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
-    b_parts = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    b_parts = gl.allocate_shared_memory(b.dtype, [SLOTS] + b.block_type.shape, b.layout)
     product = gl.allocate_shared_memory(dtype, [PLACES * tile.BLOCK_M // ROWS, ROWS, tile.BLOCK_N], pipeline.PRODUCT)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
@@ -96,7 +100,12 @@ def allocate(a, b, dtype: gl.constexpr, tile: gl.constexpr, pipeline: gl.constex
     for i in gl.static_range(PLACES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    return Shared(a_parts, b_parts, product, loaded, ready, free, STAGES, PLACES, len(a.block_shape) == 3)
+    freed: gl.constexpr = None
+    if pipeline.LOADER_WARPS > 0:
+        freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(freed.index(i), count=1)
+    return Shared(a_parts, b_parts, product, loaded, freed, ready, free, PLACES, len(a.block_shape) == 3)
 
 
 @triton.constexpr_function
@@ -106,108 +115,41 @@ def _sums_that_end_with(leaf):
     return (~leaf & leaf + 1).bit_length() - 1
 
 
-@aggregate
-class Work:
-    """The work of a program's MMA warps: `units` of `tiles` of the operands that a and b describe.
-
-    `gathered` loads rows that are not in `a`, by its `first`, `await_rows` and `load`, or is None. A `b` of three
-    dimensions, [2, N, K], is two matrices of N columns, and a tile has as many columns of each.
-    """
-
-    a: base_value
-    b: base_value
-    gathered: base_value
-    mma: base_value
-    units: Units
-    tiles: base_value
-
-    @triton.constexpr_function
-    def __init__(self, a, b, gathered, mma, units, tiles):
-        self.a, self.b = a, b
-        self.gathered = gl.constexpr(None) if gathered is None else gathered
-        self.mma, self.units, self.tiles = mma, units, tiles
-
-
 @gluon.jit
-def load_block(ctx, work, shared, stage, row, col, k):
-    loaded = shared.loaded.index(stage)
-    mbarrier.expect(loaded, work.a.block_type.nbytes + work.b.block_type.nbytes)
-    rows = shared.a_parts.index(stage)
-    if work.gathered is not None:
-        work.gathered.load(ctx, work.a, row, k, loaded, rows)
-    elif shared.FOLDED:
-        async_load(work.a, [0, 0, k], loaded, rows)
-    else:
-        async_load(work.a, [row, k], loaded, rows)
-    async_load(work.b, work.mma.columns_at(col, k), loaded, shared.b_parts.index(stage))
-
-
-@gluon.jit
-def begin_unit(work, unit):
-    """Return (unit, row, column, begin along K, end along K) of the first unit from `unit` on that has steps.
-
-    The row is the first one that is loaded for the unit's tile.
-    """
-    programs = gl.num_programs(0)
-    tile, first, steps, _ = work.units.at(unit, programs)
-    if work.units.SHARED:
-        for _i in gl.static_range(2):  # a head and a body may be empty
-            if (steps == 0) & (unit < 2 * programs):
-                unit += programs
-                tile, first, steps, _complete = work.units.at(unit, programs)
-    row, col, _bias = work.tiles.place(tile)
-    if work.gathered is not None:
-        row = work.gathered.first(row)
-    elif len(work.a.block_shape) == 2:
-        row = first_row(row, work.a.shape[0], work.mma.BLOCK_M)
-    return unit, row, col, first * work.mma.BLOCK_K, (first + steps) * work.mma.BLOCK_K
-
-
-@gluon.jit
-def _load_next(ctx, work, shared, stage, at, count, WAITER: gl.constexpr):
-    """Load the block that comes next, if there is one, and return what comes after it.
-
-    `at`: the unit, the row and the column of the block, where along K it is, where the unit ends, how many ranks' rows
-    are here. `count`: of units.
-    """
-    unit, row, col, k, end, ready = at
-    if unit < count:
-        load_block(ctx, work, shared, stage, row, col, k)
-        k += work.mma.BLOCK_K
-        if k >= end:
-            unit, row, col, k, end = begin_unit(work, unit + gl.num_programs(0))
-            if work.gathered is not None:
-                ready = work.gathered.await_rows(ctx, row, ready, unit < count, WAITER)
-    return unit, row, col, k, end, ready
-
-
-@gluon.jit
-def _multiply_steps(ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER: gl.constexpr):
+def _multiply_steps(ctx, work, shared, count, col, first, steps, at, WAITER: gl.constexpr):
     """Return the sum of `steps` blocks along K from `first` on, of columns from `col` on, and the position from which
     loads and waits continue."""
     acc = work.mma.begin(col, first)
     TOGETHER: gl.constexpr = work.mma.TOGETHER
     for _i in range(steps // TOGETHER):
         for j in gl.static_range(TOGETHER):
-            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, j, WAITER)
+            acc, at = _multiply_step(ctx, work, shared, count, acc, at, j, WAITER)
     if TOGETHER > 1:
         for _i in range(steps % TOGETHER):
-            acc, at, stage, phase = _multiply_step(ctx, work, shared, count, acc, at, stage, phase, 0, WAITER)
-    return work.mma.result(acc), at, stage, phase
+            acc, at = _multiply_step(ctx, work, shared, count, acc, at, 0, WAITER)
+    return work.mma.result(acc), at
 
 
 @gluon.jit
-def _multiply_step(ctx, work, shared, count, acc, at, stage, phase, NUMBER: gl.constexpr, WAITER: gl.constexpr):
+def _multiply_step(ctx, work, shared, count, acc, at, NUMBER: gl.constexpr, WAITER: gl.constexpr):
     """Add the next block along K, number NUMBER of those without a branch between."""
-    mbarrier.wait(shared.loaded.index(stage), phase)
-    acc = work.mma.issue(shared.a_parts.index(stage), shared.b_parts.index(stage), acc, NUMBER)
-    acc = work.mma.await_last_but_one(acc)
-    if at[0] < count:
-        program_barrier()  # all warps have multiplied the step before, whose place is free now
-        free = gl.where(stage == 0, shared.STAGES - 1, stage - 1)
-        at = _load_next(ctx, work, shared, free, at, count, WAITER)
-    last = stage == shared.STAGES - 1
-    return acc, at, gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+    stage, phase, slot, coming = at
+    for i in gl.static_range(work.mma.BLOCKS):
+        mbarrier.wait(shared.loaded.index(stage), phase)
+        columns = shared.b_parts.index(slot if work.mma.BLOCKS > 1 else stage)
+        acc = work.mma.issue(shared.a_parts.index(stage), columns, acc, NUMBER + i)
+        acc = work.mma.await_last_but_one(acc)
+        if shared.LOADER:
+            program_barrier()  # all warps have multiplied the block before, whose place is free now
+            mbarrier.arrive(shared.freed.index(before(stage, shared.STAGES)), count=1, pred=coming)
+            coming = True
+        elif coming[0] < count:
+            program_barrier()
+            coming = load_next(ctx, work, shared, before(stage, shared.STAGES), coming, count, WAITER)
+        stage, phase = after(stage, phase, shared.STAGES)
+    if work.mma.BLOCKS > 1:
+        slot = gl.where(slot == shared.SLOTS - 1, 0, slot + 1)
+    return acc, (stage, phase, slot, coming)
 
 
 @gluon.jit
@@ -222,38 +164,27 @@ def multiply_tiles(
     in registers, rounded.
     """
     tiles, units = work.tiles, work.units
-    STAGES: gl.constexpr = shared.STAGES
     finished = reinterpret(
         shared.product, shared.product.dtype, [shared.PLACES, shared.BLOCK_M, shared.BLOCK_N], shared.product.layout
     )
     programs = gl.num_programs(0)
     count = units.count(programs)
-    # what is loaded next
-    unit, row, col, k, end = begin_unit(work, gl.program_id(0))
-    ready = 0
-    if work.gathered is not None:
-        ready = work.gathered.await_rows(ctx, row, ready, unit < count, WAITER)
-    at = (unit, row, col, k, end, ready)
-    for i in gl.static_range(STAGES - 1):
-        at = _load_next(ctx, work, shared, i, at, count, WAITER)
-    stage = 0
-    phase = 0
+    if shared.LOADER:
+        at = (0, 0, 0, False)  # no block before the first is freed
+    else:
+        at = (0, 0, 0, load_first(ctx, work, shared, count, WAITER))
     done = 0
     for u in range(gl.program_id(0), count, programs):
         tile, first, steps, complete = units.at(u, programs)
         _row, col, _bias = tiles.place(tile)
         span = ctx.tracing.record_event_start(PRODUCT, -1, joins.parts, tile, nbytes=0)
         steps = leaves.steps(0) if LEAVES > 1 else steps
-        product, at, stage, phase = _multiply_steps(
-            ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
-        )
+        product, at = _multiply_steps(ctx, work, shared, count, col, first, steps, at, WAITER)
         if LEAVES > 1:
             waiting = (product.to(finished.dtype),)
             for leaf in gl.static_range(1, LEAVES):
                 first, steps = first + steps, leaves.steps(leaf)
-                product, at, stage, phase = _multiply_steps(
-                    ctx, work, shared, count, col, first, steps, at, stage, phase, WAITER
-                )
+                product, at = _multiply_steps(ctx, work, shared, count, col, first, steps, at, WAITER)
                 total = product.to(finished.dtype)
                 for _j in gl.static_range(_sums_that_end_with(leaf)):
                     total = (waiting[0].to(gl.float32) + total.to(gl.float32)).to(finished.dtype)

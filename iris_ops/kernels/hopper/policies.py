@@ -14,7 +14,7 @@ def mma_of(a, b, epilogue, tile: gl.constexpr, pipeline: gl.constexpr, N, K):
     last = gl.cdiv(K, tile.BLOCK_K) - 1
     if pipeline.WIDENING is not None:
         scales, stride = epilogue.block_scales, epilogue.block_stride
-        codes = Codes(scales, stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING)
+        codes = Codes(scales, stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING, pipeline.SCALES)
         return WidenedMma(a, b, codes, tile, pipeline)
     elif epilogue.block_scales is not None:
         return ScaledMma(a, b, epilogue.block_scales, epilogue.block_stride, N, last, tile, pipeline)

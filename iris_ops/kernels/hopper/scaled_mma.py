@@ -93,6 +93,7 @@ class ScaledMma:
     A_FORM: gl.constexpr
     B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
+    BLOCKS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -113,7 +114,7 @@ class ScaledMma:
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(m), known(n), known(k)
         self.HIGH, self.WIDE = known(high), known(wide)
         self.MATRICES = known(1)
-        self.TOGETHER = known(pipeline.TOGETHER)
+        self.TOGETHER, self.BLOCKS = known(pipeline.TOGETHER), known(1)
 
     @gluon.jit
     def columns_at(self, col, k):

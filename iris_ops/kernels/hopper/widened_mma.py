@@ -1,12 +1,13 @@
 """Products on Hopper by weights that are stored as codes, widened to bf16 in registers on the way to the tensor cores.
 
-The codes of a step's lines, 128 numbers along K each, come to shared memory as they are stored, a quarter or half of
-bf16's bytes. `wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A
-thread finds the numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between
-threads. A weight is widened once for all rows of a tile, two at a time, by bf16's own instructions.
+The codes of a line, 128 numbers along K, come to shared memory as they are stored, a quarter or half of bf16's bytes.
+`wgmma` takes its left operand from registers. So the sums lie transposed, columns of B by rows of A. A thread finds the
+numbers of its operand in the words that it loads (`quantised/packing.py`), so nothing moves between threads. A weight
+is widened once for all rows of a tile, two at a time, by bf16's own instructions.
 
-Registers of an operand are free once its product has ended. A line has two halves along K: one is widened while the
-tensor cores multiply the one before. The class has the names of `mma.Mma`.
+A line is two blocks along K, each of some products (`Widening.PRODUCTS`). A warp that issues a product waits until the
+tensor cores take the operand from its registers. So a product's numbers are widened between two products, while the
+tensor cores are busy, and not all of them before the first. The class has the names of `mma.Mma`.
 """
 
 from iris.triton_private import (
@@ -23,24 +24,12 @@ from triton.experimental.gluon import language as gl
 
 from ..tiles import known
 
-HALF_LINE = 64  # numbers along K
-_HALF = gl.constexpr(HALF_LINE)
+BLOCKS = 2  # of a line
 
 
 def accumulator(block_m: int, warps: int) -> gl.NVMMADistributedLayout:
     """Return which thread of `warps` warps has what of the sums, for blocks of `block_m` rows."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16])
-
-
-@gluon.jit
-def _side_by_side(parts):
-    """Return the tensors [rows, n], a power of two of them, side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    else:
-        HALF: gl.constexpr = len(parts) // 2
-        both = gl.join(_side_by_side(parts[:HALF]), _side_by_side(parts[HALF:]))
-        return gl.reshape(gl.permute(both, (0, 2, 1)), (both.shape[0], 2 * both.shape[1]))
 
 
 # Two numbers of a row at a time, in bf16.
@@ -68,6 +57,33 @@ def _unscaled(numbers, widen: gl.constexpr):
         return gl.inline_asm_elementwise(widen.TIMES_LATER, "=r,r", [numbers], gl.bfloat16, is_pure=True, pack=2)
     else:
         return numbers
+
+
+@gluon.jit
+def _columns(words):
+    """Return the columns of `words`, as many as a power of two."""
+    if words.shape[1] == 1:
+        return (gl.reshape(words, (words.shape[0],)),)
+    else:
+        even, odd = gl.split(gl.reshape(words, (words.shape[0], words.shape[1] // 2, 2)))
+        even, odd = _columns(even), _columns(odd)
+        both = ()
+        for i in gl.static_range(len(even)):
+            both = both + (even[i], odd[i])
+        return both
+
+
+@gluon.jit
+def _number_in(words, NUMBER: gl.constexpr, dtype: gl.constexpr):
+    """Return number NUMBER of those of `dtype` that lie in words."""
+    EACH: gl.constexpr = 32 // dtype.primitive_bitwidth
+    word = words[NUMBER // EACH] >> NUMBER % EACH * dtype.primitive_bitwidth
+    if EACH == 1:
+        return word.to(dtype, bitcast=True)
+    elif EACH == 2:
+        return word.to(gl.int16).to(dtype, bitcast=True)
+    else:
+        return word.to(gl.uint8)
 
 
 @gluon.jit
@@ -102,8 +118,9 @@ def _scaled(numbers, factor, zero, widen: gl.constexpr):
 class Codes:
     """A program's weights as codes.
 
-    `scales` [columns of B, groups along K], rows `stride` apart, of GROUPS groups a line, or None where they end a
-    tile. ZEROS: whether each is followed by its zero point. WIDEN: a `quantised.widening.Widening` of runs.
+    `scales`: those of each column of B, numbers of DTYPE in words, rows `stride` words apart, of GROUPS groups a line,
+    WORDS words; or None where they end a tile. ZEROS: whether each is followed by its zero point. WIDEN: a
+    `quantised.widening.Widening` of runs.
     """
 
     scales: base_value
@@ -113,14 +130,35 @@ class Codes:
     GROUPS: gl.constexpr
     ZEROS: gl.constexpr
     WIDEN: gl.constexpr
+    DTYPE: gl.constexpr
+    WORDS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN):
+    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN, DTYPE):
         self.scales = gl.constexpr(None) if scales is None else scales
         self.stride = gl.constexpr(0) if stride is None else known(stride)
         self.cols, self.last = known(cols), last
         self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
         self.WIDEN = gl.constexpr(getattr(WIDEN, "value", WIDEN))
+        self.DTYPE = gl.constexpr(getattr(DTYPE, "value", DTYPE))
+        nbytes = 0 if self.DTYPE.value is None else self.DTYPE.value.primitive_bitwidth // 8
+        self.WORDS = known(self.GROUPS.value * (1 + self.ZEROS.value) * nbytes // 4)
+
+
+@triton.constexpr_function
+def _in_words(columns, warps, words):
+    """Return the layout of [columns, words] in which a thread has whole rows, those of its operand."""
+    if words == 0:
+        return None
+    powers = [1 << i for i in range(max(columns, words).bit_length())]
+    rows = [[p, 0] for p in powers if p < columns]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, p] for p in powers if p < words] + [[8, 0]] + rows[4 + warps.bit_length() - 1 :],
+        lane_bases=[[0, 0], [0, 0], *rows[:3]],
+        warp_bases=rows[4 : 4 + warps.bit_length() - 1],
+        block_bases=[],
+        shape=[columns, words],
+    )
 
 
 @aggregate
@@ -129,11 +167,11 @@ class WidenedMma:
 
     codes: Codes
     LAYOUT: gl.constexpr
-    A_FORM: gl.constexpr
     B_FORM: gl.constexpr
     TOGETHER: gl.constexpr
-    LINES: gl.constexpr
-    OF_STEP: gl.constexpr
+    BLOCKS: gl.constexpr
+    PRODUCTS: gl.constexpr
+    SCALES: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -143,12 +181,10 @@ class WidenedMma:
     def __init__(self, a, b, codes, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
         self.codes = codes
-        self.LAYOUT, self.TOGETHER = gl.constexpr(pipeline.ACC), known(1)
-        self.A_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_M, HALF_LINE], a.dtype))
+        self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(BLOCKS)
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
-        lines = tile.BLOCK_K // (2 * HALF_LINE)
-        groups, zeros = (getattr(each, "value", each) for each in (codes.GROUPS, codes.ZEROS))
-        self.LINES, self.OF_STEP = known(lines), known(lines * groups * (1 + zeros))
+        self.PRODUCTS = known(getattr(codes.WIDEN, "value", codes.WIDEN).PRODUCTS // BLOCKS)
+        self.SCALES = gl.constexpr(_in_words(tile.BLOCK_N, pipeline.ACC.warps_per_cta[0], int(codes.WORDS.value)))
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.MATRICES = known(1)
 
@@ -156,71 +192,71 @@ class WidenedMma:
     def begin(self, col, step):
         """Return the sums of a tile before its first product, that of B's columns from `col` on and block `step`."""
         sums = warpgroup_mma_init(gl.zeros((self.BLOCK_N, self.BLOCK_M), gl.float32, self.LAYOUT))
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
-        place = gl.minimum(col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, OPERAND)), self.codes.cols - 1)
+        place = 0
         if self.codes.scales is not None:
-            place = self.codes.scales + (place.to(gl.int64) * self.codes.stride + step * self.OF_STEP)
-        return sums, place, self._factors(place), step
+            place = col + gl.arange(0, self.BLOCK_N, layout=gl.SliceLayout(1, self.SCALES))
+            place = gl.minimum(place, self.codes.cols - 1).to(gl.int64) * gl.multiple_of(self.codes.stride, 4)
+            place += step * self.codes.WORDS
+        words = self._load(place)
+        return sums, place, words, words, step
 
     @gluon.jit
-    def _factors(self, place):
-        """Load the scales of a step, and zero points after each, one tensor for each group."""
-        factors = ()
+    def _load(self, place):
+        """Load the words with the scales of a step, and zero points after each."""
+        words = ()
         if self.codes.scales is not None:
-            for g in gl.static_range(self.OF_STEP):
-                factors = factors + (gl.load(place + g),)
-        return factors
+            OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
+            w = gl.arange(0, self.codes.WORDS, layout=gl.SliceLayout(0, self.SCALES))
+            columns = _columns(gl.load(self.codes.scales + (place[:, None] + w[None, :])))
+            for i in gl.static_range(self.codes.WORDS):
+                words = words + (gl.convert_layout(columns[i], gl.SliceLayout(1, OPERAND), assert_trivial=True),)
+        return words
 
     @gluon.jit
-    def _widened(self, columns, factors, NUMBER: gl.constexpr):
-        """Return the operand [BLOCK_N, 64] of half line number `NUMBER` of a step."""
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
-        widen: gl.constexpr = self.codes.WIDEN
-        COUNT: gl.constexpr = widen.PRODUCTS // 2
-        words = widen.words(columns.index(NUMBER // 2).load(OPERAND))
-        parts = ()
-        for p in gl.static_range(NUMBER * COUNT, (NUMBER + 1) * COUNT):
-            parts = parts + (self._scaled(words[p % widen.PRODUCTS], factors, p * self.codes.GROUPS // widen.PRODUCTS),)
-        return gl.convert_layout(_side_by_side(parts), OPERAND)
-
-    @gluon.jit
-    def _scaled(self, numbers, factors, NUMBER: gl.constexpr):
+    def _scaled(self, numbers, words, NUMBER: gl.constexpr):
         """Return the numbers of codes that the scale number `NUMBER` of a step scales."""
         if self.codes.scales is None:
             return _unscaled(numbers, self.codes.WIDEN)
         elif self.codes.ZEROS:
-            return _scaled(numbers, factors[2 * NUMBER], factors[2 * NUMBER + 1], self.codes.WIDEN)
+            factor = _number_in(words, 2 * NUMBER, self.codes.DTYPE)
+            return _scaled(numbers, factor, _number_in(words, 2 * NUMBER + 1, self.codes.DTYPE), self.codes.WIDEN)
         else:
-            return _scaled(numbers, factors[NUMBER], None, self.codes.WIDEN)
+            return _scaled(numbers, _number_in(words, NUMBER, self.codes.DTYPE), None, self.codes.WIDEN)
 
     @gluon.jit
     def columns_at(self, col, k):
         """Return where B's descriptor has the columns from `col` on, of the step from `k` on along K."""
-        return k // (2 * _HALF), col, 0
+        return k // self.BLOCK_K, col, 0
 
     @gluon.jit
     def issue(self, rows, columns, acc, NUMBER: gl.constexpr = 0):
-        """Begin to add the product of two blocks; those of the blocks before have ended afterwards."""
-        sums, place, factors, step = acc
-        place += gl.where(step < self.codes.last, self.OF_STEP, 0)
-        coming = self._factors(place)
-        halves = reinterpret(rows, rows.dtype, [2 * self.LINES, self.BLOCK_M, _HALF], self.A_FORM)
-        columns = reinterpret(columns, columns.dtype, [self.LINES, self.BLOCK_N, columns.shape[2]], self.B_FORM)
-        for i in gl.static_range(2 * self.LINES):
-            if i > 0:
-                sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,)))
-            weights = self._widened(columns, factors, i)
-            sums = warpgroup_mma(weights, halves.index(i).permute((1, 0)), sums, is_async=True)
-        return sums, place, coming, step + 1
+        """Begin to add the products of block number NUMBER of a line; those before the last block have ended then."""
+        sums, place, scales, coming, step = acc
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
+        widen: gl.constexpr = self.codes.WIDEN
+        WIDTH: gl.constexpr = rows.shape[1] // self.PRODUCTS
+        words = reinterpret(columns, columns.dtype, [self.BLOCK_N, columns.shape[2]], self.B_FORM).load(OPERAND)
+        numbers = widen.words(words)
+        for i in gl.static_range(NUMBER * self.PRODUCTS, (NUMBER + 1) * self.PRODUCTS):
+            weights = self._scaled(numbers[i % widen.PRODUCTS], scales, i * self.codes.GROUPS // widen.PRODUCTS)
+            part = rows.slice(i % self.PRODUCTS * WIDTH, WIDTH, dim=1).permute((1, 0))
+            sums = warpgroup_mma(gl.convert_layout(weights, OPERAND), part, sums, is_async=True)
+        if NUMBER == 0:  # the scales of the next line
+            if self.codes.scales is not None:
+                place += gl.where(step < self.codes.last, self.codes.WORDS, 0)
+            return sums, place, scales, self._load(place), step
+        else:
+            return sums, place, coming, coming, step + 1
 
     @gluon.jit
     def await_last_but_one(self, acc):
-        """Wait until the registers of all but the last half are free."""
-        sums, place, factors, step = acc
-        return warpgroup_mma_init(warpgroup_mma_wait(1, deps=(sums,))), place, factors, step
+        """Wait until the registers of all but the last block are free."""
+        sums, place, scales, coming, step = acc
+        sums = warpgroup_mma_init(warpgroup_mma_wait(self.PRODUCTS, deps=(sums,)))
+        return sums, place, scales, coming, step
 
     @gluon.jit
     def result(self, acc):
         """Return the finished sums [BLOCK_M, BLOCK_N], in registers."""
-        sums, _place, _factors, _step = acc
+        sums, _place, _scales, _coming, _step = acc
         return gl.permute(warpgroup_mma_wait(0, deps=(sums,)) * self.codes.WIDEN.AFTER, (1, 0))

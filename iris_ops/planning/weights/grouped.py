@@ -2,9 +2,9 @@
 
 The stream of weights, which applies a group's scale to the sum of its products, multiplies up to 64 rows. On Hopper,
 all-reduces, reduce-scatters and products without ranks multiply more rows by the codes, too: rounded to fp8 by blocks
-of 128 (`Blocks`), and some hundred rows by other codes, which are widened a tile at a time. For more rows by those,
-other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those of the
-unsplit weight, so scales do not depend on the number of ranks.
+of 128 (`Blocks`), and as they are by other codes, which are widened a tile at a time. For thousands of rows by some of
+those, other ops, other GPUs and sums of a fixed order, each call first makes the weight in A's dtype. Groups are those
+of the unsplit weight, so scales do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from iris.machines import Machine
 
 
-# Rows that are multiplied by codes which a kernel widens a tile at a time; more are faster by a converted weight, and
-# the fewest by the stream. Measured on H200s with up to 512 and from 2048 rows on.
-LEAST_WIDENED, MOST_WIDENED = 33, 1024
+LEAST_WIDENED = 33  # rows that are multiplied by codes which a kernel widens a tile at a time; fewer by the stream
+# Codes that take more instructions than products hide: this rate and less, for up to as many rows. More are faster by a
+# converted weight. Measured on an H200 with 64 to 8192 rows.
+_SLOW_SHARE, _MOST_SLOW = 0.85, 2048
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,17 @@ class Grouped(WeightFormat):
         if not self.group or scale.ndim != 2 + self.zeros:
             return scale.ndim == 1 and not self.group
         stored = B.shape[0] if B.ndim == 2 else 0
-        return scale.shape[1] == self.scale_of(0, stored)[0][1]
+        (_, slots, *_), dtypes = self.scale_of(0, stored)
+        return scale.shape[1] == slots and scale.dtype in dtypes
 
     @property
     def widened_in_tiles(self) -> bool:
         return not self.rounds_rows
+
+    @property
+    def most_widened(self) -> int:
+        """Return how many rows at most are multiplied by codes which a kernel widens a tile at a time."""
+        return 1 << 31 if self.tile_share > _SLOW_SHARE else _MOST_SLOW
 
     @property
     def zeros(self) -> bool:
@@ -80,8 +87,8 @@ class Grouped(WeightFormat):
         if not on_hopper(problem, machine):
             return f"{problem.dtype} by weights {self.name} is not multiplied on {machine.name}"
         most, granule = self.streamed_rows, self.granule
-        if problem.M > MOST_WIDENED:
-            return f"more than {MOST_WIDENED} rows take less time so than by weights {self.name}"
+        if problem.M > self.most_widened:
+            return f"more than {self.most_widened} rows take less time so than by weights {self.name}"
         return f"the stream of weights {self.name} serves up to {most} rows, K a multiple of {granule}"
 
     def _tiled(self, problem: Any, machine: Machine) -> bool:
@@ -92,7 +99,7 @@ class Grouped(WeightFormat):
             self.widened_in_tiles
             and served
             and vectors
-            and LEAST_WIDENED <= problem.M <= MOST_WIDENED
+            and LEAST_WIDENED <= problem.M <= self.most_widened
             and on_hopper(problem, machine)
         )
 
@@ -116,6 +123,14 @@ class Blocks(Rounded, Grouped):
         return ""
 
 
+# `WeightFormat.tile_share`: scales in float32 take three instructions for two numbers, not one.
+_TILE_SHARES = {
+    "fp8_block/64": 0.75, "fp8_block/32": 0.7, "int4/64": 1.05, "int4/16": 0.92, "int4/channel": 1.2, "mxfp4": 1.05,
+    "nvfp4": 0.78, "int8": 0.89, "int8/64": 0.89, "int8/32": 0.87, "int4_zeros": 1.1, "int4_zeros/64": 1.05,
+    "int4_zeros/32": 0.95, "int4_zeros/16": 0.9, "int8_zeros": 0.9, "int8_zeros/64": 0.8, "int8_zeros/32": 0.74,
+}  # fmt: skip
+
+
 def _format(
     name: str, packing: str, key: str, group: int, widening: str, granule: int, kind: type[Grouped] = Grouped,
     operands: str = "quantised.steps:restored_operands", **more: Any,
@@ -124,7 +139,8 @@ def _format(
         name, f"weights is {key!r}", "None", PACKINGS[packing].dtype, packing, group, granule, by_rank=False,
         operands=operands, product="quantised.restoring:product",
         fixed_product="quantised.restoring:fixed_product", widening=f"quantised.widening:{widening}",
-        streamed_rows=64, joined_rows=32, local_rows=64, local_launches=2, **more,
+        streamed_rows=64, joined_rows=32, local_rows=64, local_launches=2, tile_share=_TILE_SHARES.get(key, 1.0),
+        **more,
     )  # fmt: skip
 
 
@@ -136,10 +152,10 @@ def _blocks(group: int, key: str) -> Grouped:
     return _format(name, "fp8_block", key, group, "E4M3", LINE, **rounded)
 
 
-def _integers(packing: str, group: int, key: str, **more: Any) -> Grouped:
+def _integers(packing: str, group: int, key: str) -> Grouped:
     kind, *zeros = packing.split("_")
     shared = (f"groups of {group}" if group else "a scale for each channel") + (", zero points" if zeros else "")
-    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32, **more)
+    return _format(f"in {kind}, {shared}", packing, key, group, kind.upper(), 32)
 
 
 # The first of a packing is what its name alone requests.
@@ -150,16 +166,19 @@ GROUPED = {
     "int4": _integers("int4", 32, "int4"),
     "int4/64": _integers("int4", 64, "int4/64"),
     "int4/128": _integers("int4", 128, "int4/128"),
+    "int4/16": _integers("int4", 16, "int4/16"),
     "int4/channel": _integers("int4", 0, "int4/channel"),
     "mxfp4": _format("in MXFP4", "mxfp4", "mxfp4", 32, "E2M1", 32),
-    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32, in_experts=False),
-    "int8": _integers("int8", 128, "int8", in_experts=False),
-    "int8/64": _integers("int8", 64, "int8/64", in_experts=False),
-    "int8/32": _integers("int8", 32, "int8/32", in_experts=False),
-    "int8/channel": _integers("int8", 0, "int8/channel", in_experts=False),
+    "mxfp4/16": _format("in MXFP4, groups of 16", "mxfp4", "mxfp4/16", 16, "E2M1", 32),
+    "nvfp4": _format("in NVFP4", "nvfp4", "nvfp4", 16, "E2M1", 32),
+    "int8": _integers("int8", 128, "int8"),
+    "int8/64": _integers("int8", 64, "int8/64"),
+    "int8/32": _integers("int8", 32, "int8/32"),
+    "int8/channel": _integers("int8", 0, "int8/channel"),
     **{
-        key: _integers(packing, group, key, in_experts=False)
+        key: _integers(packing, group, key)
         for packing in ("int4_zeros", "int8_zeros")
         for key, group in ((packing, 128), (f"{packing}/64", 64), (f"{packing}/32", 32))
     },
+    "int4_zeros/16": _integers("int4_zeros", 16, "int4_zeros/16"),
 }
