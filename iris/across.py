@@ -271,6 +271,8 @@ class Across:
             return self.rank, own
         if verdicts:
             return verdicts[0]
+        if peer is None:
+            return None, f"{reason}; the store of the group does not answer"
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
     def _missing(self) -> int | None:
