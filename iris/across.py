@@ -21,23 +21,19 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import platform
 from .errors import ArgumentError, PeerLostError
-from .group import Ranks, resolve, store_of
+from .group import store_of
 from .pending import Pending
 from .rendezvous import Absent, gather, gloo_watch
 from .same_host import identity
 
-if TYPE_CHECKING:
-    from .group import Members
-    from .rank import Rank
-
-_NOTE_S = 1.0  # for the store to answer
+_NOTE_S = 1.5  # for the store to answer
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
@@ -92,7 +88,8 @@ class Across:
         """
         self.check()
         self._count += 1
-        own, watch = self._entry(what, value), gloo_watch(self.group, self._limit_s)
+        own = self._entry(what, value)
+        watch = gloo_watch(self.group, 2 * self._limit_s)  # a member that is late has not ended
         try:
             entries = gather(
                 self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s, broken=watch
@@ -269,11 +266,13 @@ class Across:
                 awaited = self._awaited(peer)
             verdicts.append(self._note(self.rank if own else awaited, own or reason))
 
-        _within(_NOTE_S, agree)
+        _within(_NOTE_S + _CHAIN_S, agree)
         if own:
             return self.rank, own
         if verdicts:
             return verdicts[0]
+        if peer is None:
+            return None, f"{reason}; the store of the group does not answer"
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
     def _missing(self) -> int | None:
@@ -307,43 +306,6 @@ class Across:
 
     def _entry(self, what: str, value: Any) -> dict[str, Any]:
         return {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
-
-
-def connect(group: dist.ProcessGroup, ctx: Rank) -> Across:
-    """Return the members of `group` for the ranks of `ctx`, where a loss on either side ends the calls of both.
-
-    Collective.
-    """
-    line = Across(group, ctx.leave_for, ctx.lost_inside)
-    ctx.on_leave.append(line.leave)
-    return line
-
-
-def join(across: Members, ranks: Ranks, ctx: Rank) -> tuple[Across, Rate] | None:
-    """Return this rank's group across hosts and its rate; None without one. Collective.
-
-    Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
-    """
-    group = ranks.together("the group across hosts", lambda: None if across is None else resolve(across))
-    has_group = [other_group is not None for other_group in ranks.all_gather(None if group is None else True)]
-    if not all(has_group):
-        if any(has_group):
-            raise ArgumentError(
-                "across is None on some ranks of a context: expected a group on all of them, or on none of them"
-            )
-        return None
-    assert group is not None
-    line = connect(group, ctx)
-    places = line.exchange("the places of ranks", (ranks.rank, ranks.size))
-    lines = ranks.all_gather((line.rank, line.size, places == [[ranks.rank, ranks.size]] * line.size))
-    if len(set(lines)) > 1 or not lines[0][2]:
-        raise ArgumentError(
-            f"across connects rank {ranks.rank} of {ranks.size} with {places} (rank, number of ranks): expected the "
-            f"same rank and the same number of ranks on each host, as mesh['hosts'] with group=mesh['tp'] gives them"
-        )
-    own = line.measure(ctx.device)
-    rates = ranks.all_gather((own.gbs, own.hop_us))
-    return line, Rate(min(gbs for gbs, _ in rates), max(hop for _, hop in rates))
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import agreement, aliases, platform, registry
-from .across import join
 from .barrier import DeviceBarrier
 from .creation import agree, refusal, requested
 from .device import bounds, waits
@@ -27,11 +26,10 @@ from .errors import (
     ArgumentError,
     CaptureError,
     NotSymmetricError,
-    PeerLostError,
 )
 from .group import Ranks
 from .heap import GRANULE, Heap
-from .launch import relaunch
+from .joining import join
 from .launch.streams import SideStream
 from .log import rank_logger
 from .memory.allocators import map_segment
@@ -312,40 +310,6 @@ class Iris(PeerMethods):
         self._await_thread()
         self._announce_departure(error)
         self._end()
-
-    def leave_for(self, error: PeerLostError) -> None:
-        """End this rank's calls: later ones raise `error` again, and ranks that wait for this one raise an error.
-
-        Args:
-            error: the error that later calls of this rank raise.
-        """
-        if self._closed or self._record_view[0]:
-            return
-        self._announce_departure(error)
-        self._departure = error
-        waiter = waits.WAITERS.index("an exchange of the hosts")
-        for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
-            self._record_view[at] = word
-        self._record_view[0] = waits.LEFT.value
-
-    def _announce_departure(self, error: BaseException) -> None:
-        """End the other ranks' waits for this one, which makes no further call because of `error`.
-
-        The mark that ends them follows this rank's launches in stream order, so earlier data still reaches the peers.
-        """
-        for leave in self.on_leave:
-            leave(error)
-        if self._record_view[0]:
-            return  # they have lost this context, too
-        self.hosts.leave(error)
-        mark = torch.full((1,), waits.departure_mark(self.cur_rank), dtype=torch.int32, device="cpu")
-        mark = mark.pin_memory() if self.device.type == "cuda" else mark
-        bases = self._segment.bases
-        for rank in range(self.num_ranks):
-            if rank != self.cur_rank:
-                theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
-                theirs.copy_(mark, non_blocking=True)
-        platform.synchronize(self.device)
 
     def __enter__(self) -> Iris:
         self.check()

@@ -315,6 +315,40 @@ class Rank(Promising):
             raise ArgumentError(failures.outside_heap_message(waiter, rank, expected, seen))
         raise PeerLostError(failures.lost_message(kind, waiter, rank, peer, expected, seen))
 
+    def leave_for(self, error: PeerLostError) -> None:
+        """End this rank's calls: later ones raise `error` again, and ranks that wait for this one raise an error.
+
+        Args:
+            error: the error that later calls of this rank raise.
+        """
+        if self._closed or self._record_view[0]:
+            return
+        self._announce_departure(error)
+        self._departure = error
+        waiter = waits.WAITERS.index("an exchange of the hosts")
+        for at, word in enumerate((waiter, self.cur_rank, self.cur_rank, 0, 0), 1):
+            self._record_view[at] = word
+        self._record_view[0] = waits.LEFT.value
+
+    def _announce_departure(self, error: BaseException) -> None:
+        """End the other ranks' waits for this one, which makes no further call because of `error`.
+
+        The mark that ends them follows this rank's launches in stream order, so earlier data still reaches the peers.
+        """
+        for leave in self.on_leave:
+            leave(error)
+        if self._record_view[0]:
+            return  # they have lost this context, too
+        self.hosts.leave(error)
+        mark = torch.full((1,), waits.departure_mark(self.cur_rank), dtype=torch.int32, device="cpu")
+        mark = mark.pin_memory() if self.device.type == "cuda" else mark
+        bases = self._segment.bases
+        for rank in range(self.num_ranks):
+            if rank != self.cur_rank:
+                theirs = relaunch.alias(self._status, bases[rank] - bases[self.cur_rank])
+                theirs.copy_(mark, non_blocking=True)
+        platform.synchronize(self.device)
+
     def lost_inside(self) -> str:
         """Return which other rank of the context has left or ended, and how; empty where none has, as far as is known.
 

@@ -213,7 +213,10 @@ class HierarchicalOps:
         """Return how a call over all hosts would be computed, with reasons and predicted times; launches nothing."""
         self._ctx.check()
         if op not in (ALL_REDUCE, REDUCE_SCATTER):
-            _refuse(op)
+            raise ArgumentError(
+                f"plan: op is {op!r} on a context with across: expected {ALL_REDUCE} or {REDUCE_SCATTER}; "
+                "ctx.ops.inside.plan plans other ops inside a host"
+            )
         return self._plan(op, M, N, K, dtype, explained)
 
     def join(self) -> None:

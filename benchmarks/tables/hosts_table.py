@@ -57,21 +57,21 @@ def _tables(run: dict[str, Any]) -> list[str]:
 
 def _sums(run: dict[str, Any]) -> str:
     plain = {row["M"]: row["us"] for row in run.get("plain", {}).get("rows", ())}
-    lines = []
+    lines, replayed = [], any("graph" in row["us"] for row in run["sums"]["rows"])
     for row in run["sums"]["rows"]:
         us, worst = row["us"], max(row["error"].values())
         ways = [figure(us[way]) + " (chosen)" * (way == row["chosen"]) for way in ("share by share", "whole")]
         one_host = plain.get(row["M"], {})
         lines.append([
             str(row["M"]), *ways, figure(us["NCCL all-reduce"]), figure(one_host.get("NCCL all-reduce")) or "-",
-            figure(us.get("graph")) or "-",
+            *[figure(us.get("graph")) or "-"] * replayed,
             figure(us["reduce-scatter"]), figure(us.get("NCCL reduce-scatter")) or "-",
             f"{worst:.2f}{'' if row['alike'] else ', ranks DIFFER'}",
         ])  # fmt: skip
     head = [
         "rows", "share by share, µs", "whole, µs", "product, one NCCL all-reduce, µs", "the same as one host, µs",
-        "the chosen way in a CUDA graph, µs", "reduce-scatter, µs", "product, one NCCL reduce-scatter, µs",
-        "largest error / rounding",
+        *["the chosen way in a CUDA graph, µs"] * replayed, "reduce-scatter, µs",
+        "product, one NCCL reduce-scatter, µs", "largest error / rounding",
     ]  # fmt: skip
     return markdown(head, lines)
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris import errors
-from iris.across import Across, connect
+from iris.across import Across
 from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
+from iris.joining import connect
 import torch.distributed as dist
 
 from ..together import digest, one_line, safe_repr
@@ -112,7 +113,7 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
 
 def facts_of(model: Any, options: Any) -> dict[str, Any]:
     """Return what must be the same on all hosts: the `options` of a split, and the model but for its layers' number."""
-    held = getattr(model, "config", None)
+    held: Any = getattr(model, "config", None)
     known = held.to_dict() if hasattr(held, "to_dict") else {}
     simple = {key: each for key, each in known.items() if isinstance(each, (bool, int, float, str, dict, type(None)))}
     for key in _OWN:

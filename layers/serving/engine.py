@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from iris.all_hosts import AllHosts
-from iris.errors import ArgumentError
+from iris.errors import ArgumentError, IrisError
 from iris.memory.outputs import GraphOutputs
 import torch
 from torch import nn
@@ -196,7 +196,13 @@ class Engine:
         """
         with self.ctx.in_this_thread():
             request = checked_request(self, prompts, max_new_tokens, temperature, top_p, seed, stop)
-            return self._generate(request, max_new_tokens, temperature, top_p, seed)
+            try:
+                return self._generate(request, max_new_tokens, temperature, top_p, seed)
+            except IrisError:
+                raise
+            except RuntimeError:  # of a device whose transfers have ended because a host was lost
+                settle(self.model, self.ctx)
+                raise
 
     def _generate(
         self, request: Request, max_new_tokens: int, temperature: float, top_p: float, seed: int | None

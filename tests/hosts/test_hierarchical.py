@@ -118,6 +118,12 @@ def _refused(rank: int, world_size: int) -> None:
         A, B, out = torch.ones(4, 8), torch.ones(8, 4), torch.empty(4, 4)
         with pytest.raises(ArgumentError, match=r"inside\.moe_down_reduce_scatter is over the ranks of this host"):
             ctx.ops.moe_down_reduce_scatter(A)
+        with pytest.raises(ArgumentError, match="plan: op is 'moe_down_all_reduce'"):
+            ctx.ops.plan("moe_down_all_reduce", 4, 4, 8, torch.float32)
+        with pytest.raises(ShapeError, match="moe_down_all_reduce: out is"):
+            ctx.ops.moe_down_all_reduce(None, A, B, None, None)
+        with pytest.raises(ShapeError, match="moe_down_all_reduce"):
+            ctx.ops.moe_down_all_reduce(out, A, B, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
         with pytest.raises(ShapeError, match="expected 1 of 4 rows"):
             ctx.ops.all_gather_matmul(out, A[:2], B)
         with pytest.raises(ShapeError, match="expected 1 of 4 columns"):
