@@ -89,6 +89,11 @@ class WeightFormat:
         return False
 
     @property
+    def most_widened(self) -> int:
+        """Return how many rows at most are multiplied so."""
+        return 0
+
+    @property
     def rounding(self) -> str:
         """Return how a trace describes a way that multiplies rounded rows."""
         return ""

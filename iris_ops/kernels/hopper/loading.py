@@ -8,7 +8,7 @@ scales or codes need a loader. It takes the place of two of the mover warps, sin
 A step along K has a block of B and BLOCKS blocks of A, each with its own place.
 """
 
-from iris.triton_private import aggregate, async_load, base_value, mbarrier
+from iris.triton_private import aggregate, async_load, base_value, mbarrier, program_barrier
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -128,6 +128,15 @@ def load_first(ctx, work, shared, count, WAITER: gl.constexpr):
     for i in gl.static_range(shared.STAGES - 1):
         at = load_next(ctx, work, shared, i, at, count, WAITER)
     return at
+
+
+@gluon.jit
+def give_place_back(shared, stage, loaded):
+    """Tell the loader that all warps have multiplied the block at `stage`, where one was loaded. Returns True: the next
+    place has one."""
+    program_barrier()
+    mbarrier.arrive(shared.freed.index(stage), count=1, pred=loaded)
+    return True
 
 
 @gluon.jit

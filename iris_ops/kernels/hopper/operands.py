@@ -86,6 +86,9 @@ def arguments(
 
     `folds`: as in `descriptors.rows_operand`. `movers`: mover warps; with fewer than four a loader takes their place.
     """
+    of_codes = weights.widened_in_tiles or weights.scales_blocks
+    if of_codes and _is_large(config):
+        movers = FEWER_MOVER_WARPS  # for a loader: MMA warps have no registers left for more warps
     if weights.widened_in_tiles:
         return _of_codes(A, B, bias, config, weights, scale, movers)
     stored = as_stored(B)
@@ -94,7 +97,7 @@ def arguments(
     block_b = (config.block_n, depth) if transposed else (depth, config.block_n)
     loader = int(movers < MOVER_WARPS)
     pipeline = layouts(config.block_m, config.block_n, A.element_size(), config.num_warps, movers, loader)
-    if config.block_n == 256 and A.element_size() == 1 and not loader:
+    if config.block_n == 256 and A.element_size() == 1:
         pipeline |= _more_registers(pipeline)
     if weights.scales_blocks:
         pipeline["ACC"] = scaled_mma.accumulator(config.block_m, config.block_n, config.num_warps)
@@ -114,14 +117,15 @@ def _of_codes(
 ) -> dict:  # fmt: skip
     """Return the same of B's codes, which the MMA warps widen while a loader loads."""
     assert scale is not None
-    if config.num_warps == MMA_WARPS and config.block_m * config.block_n > 128 * 128:
-        movers = FEWER_MOVER_WARPS  # the MMA warps need the registers
     widening, codes = named(weights.widening), B.t().view(torch.int32)
     words = widening.WORDS
     stages, slots = code_stages(weights, config)
     if stages < 2:
         block = f"{config.block_m} x {LINE // widened_mma.BLOCKS}"
         raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
+    pipeline = layouts(config.block_m, config.block_n, warps=config.num_warps, movers=movers, loader=1)
+    if _is_large(config):
+        pipeline |= _more_registers(pipeline)
     apart = [words, codes.stride(0), 1]
     by_groups = dict(b_scales=scale)
     if weights.group:
@@ -134,8 +138,7 @@ def _of_codes(
         tile=Tile(config.block_m, config.block_n, LINE, config.group_m, True),
         pipeline=Pipeline(
             stages,
-            **layouts(config.block_m, config.block_n, warps=config.num_warps, movers=movers, loader=1)
-            | dict(ACC=widened_mma.accumulator(config.block_m, config.num_warps)),
+            **pipeline | dict(ACC=widened_mma.accumulator(config.block_m, config.num_warps)),
             SLOTS=slots,
             WIDENING=widening,
             GROUPS=LINE // weights.group if weights.group else 0,
@@ -145,9 +148,20 @@ def _of_codes(
     )
 
 
+def _is_large(config: FusedConfig) -> bool:
+    """Return whether the sums of a tile take half of the MMA warps' registers."""
+    return config.num_warps == MMA_WARPS and config.block_m * config.block_n > 128 * 128
+
+
 def _more_registers(pipeline: dict) -> dict:
     """Return what gives MMA warps more registers: mover warps hold half as much at a time, and have fewer."""
-    return dict(MOVER_REGISTERS=120, ROWS=pipeline["ROWS"] // 2)
+    rows = pipeline["ROWS"] // 2
+    return dict(MOVER_REGISTERS=120, ROWS=rows, PRODUCT=_swizzled(rows))
+
+
+def _swizzled(rows: int) -> gl.SwizzledSharedLayout:
+    """Return the layout of finished tiles in parts of `rows` rows, in which all parts are alike."""
+    return gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=min(8, rows), order=[1, 0])
 
 
 def layouts(
@@ -158,12 +172,13 @@ def layouts(
     They are fields of `Pipeline`. `itemsize` is in bytes an operand's element; `warps` is the number that multiply,
     `movers` that of mover warps, and `loader` that of warps which load.
     """
+    rows = movers * 32 * _HELD // block_n
     registers = LOADER_REGISTERS[movers][warps] if loader else (MOVER_REGISTERS[warps], 0)
     return dict(
         ACC=accumulator(block_m, block_n, itemsize, warps),
-        PRODUCT=gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0]),
+        PRODUCT=_swizzled(rows),
         MOVE=in_rows(movers, block_n),
-        ROWS=movers * 32 * _HELD // block_n,
+        ROWS=rows,
         MOVER_WARPS=movers,
         LOADER_WARPS=loader,
         MOVER_REGISTERS=registers[0],

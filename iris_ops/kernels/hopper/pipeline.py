@@ -37,7 +37,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..tiles import first_row, known, rows_from
-from .loading import after, before, load_first, load_next
+from .loading import after, before, give_place_back, load_first, load_next
 from .tile_sums import bias_of, join, scaled
 
 
@@ -140,11 +140,9 @@ def _multiply_step(ctx, work, shared, count, acc, at, NUMBER: gl.constexpr, WAIT
         acc = work.mma.issue(shared.a_parts.index(stage), columns, acc, NUMBER + i)
         acc = work.mma.await_last_but_one(acc)
         if shared.LOADER:
-            program_barrier()  # all warps have multiplied the block before, whose place is free now
-            mbarrier.arrive(shared.freed.index(before(stage, shared.STAGES)), count=1, pred=coming)
-            coming = True
+            coming = give_place_back(shared, before(stage, shared.STAGES), coming)
         elif coming[0] < count:
-            program_barrier()
+            program_barrier()  # all warps have multiplied the block before, whose place is free now
             coming = load_next(ctx, work, shared, before(stage, shared.STAGES), coming, count, WAITER)
         stage, phase = after(stage, phase, shared.STAGES)
     if work.mma.BLOCKS > 1:
