@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iris import platform
-from iris.errors import ArgumentError
 from iris.machines import machine_of
 from iris.triton_private import GluonDescriptor
 import torch
@@ -120,9 +119,6 @@ def _of_codes(
     widening, codes = named(weights.widening), B.t().view(torch.int32)
     words = widening.WORDS
     stages, slots = code_stages(weights, config)
-    if stages < 2:
-        block = f"{config.block_m} x {LINE // widened_mma.BLOCKS}"
-        raise ArgumentError(f"config has room for {stages} blocks of {block} of A; expected 2 or more")
     pipeline = layouts(config.block_m, config.block_n, warps=config.num_warps, movers=movers, loader=1)
     if _is_large(config):
         pipeline |= _more_registers(pipeline)
