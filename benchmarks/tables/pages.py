@@ -67,6 +67,8 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("invariance models", "docs/benchmarks/determinism.md", invariance_tables.models),
     ("plug-in", "docs/guides/vllm.md", vllm_table.steps),
     ("quantised linears", "docs/benchmarks/quantised.md", quantised_table.linears),
+    ("many quantised rows", "docs/benchmarks/quantised.md", partial(quantised_table.many, "local")),
+    ("many quantised sums", "docs/benchmarks/quantised.md", partial(quantised_table.many, "sum")),
     ("quantised experts", "docs/benchmarks/quantised.md", quantised_table.experts),
     ("touched experts", "docs/benchmarks/quantised.md", quantised_table.touched),
     ("regret", "docs/lab/regret.md", regret_table.regret),

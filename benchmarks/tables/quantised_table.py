@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import json
+import math
 from typing import Any
 
 from benchmarks.measuring.report import RESULTS
@@ -10,8 +12,11 @@ from benchmarks.measuring.report import RESULTS
 _LINEARS = RESULTS / "quantised_variants_h200_x2.json"
 _EXPERTS = RESULTS / "experts_formats_h200_x2.json"
 _TOUCHED = RESULTS / "experts_touched_h200_x2.json"
+_MANY = {kind: RESULTS / f"quantised_many_h200_x{world}.json" for kind, world in (("local", 1), ("sum", 2))}
+_LEAST = {"local": 33, "sum": 1}  # rows: fewer go by the stream
 _FACTOR = "In brackets: bfloat16's time divided by this time."
 _FORMATS = "bf16", "fp8", "fp8_block", "int4", "mxfp4"
+_MANY_FORMATS = *_FORMATS, "int4/128", "int4_zeros", "nvfp4", "int8"
 
 
 def linears(folder: str) -> str:
@@ -22,6 +27,23 @@ def linears(folder: str) -> str:
     head = f"**`matmul_all_reduce` of few rows, {shape}, \u00b5s. {_FACTOR}** {_header(run)}"
     lines = [[str(row["rows"]), *_cells(row["us"])] for row in sums]
     return f"{head} [All figures]({folder}{_LINEARS.name}).\n\n" + _table("rows", lines)
+
+
+def many(kind: str, folder: str) -> str:
+    """Return the time of many rows by rows and format, "local" or the "sum" over ranks, by the fastest tile of each."""
+    run, path = json.loads(_MANY[kind].read_text()), _MANY[kind]
+    best: dict[int, dict[str, float]] = {}
+    for row in run["rows"]:
+        name, *how = row["label"].split()
+        if ("local" in how) == (kind == "local") and row["rows"] >= _LEAST[kind]:
+            us = best.setdefault(row["rows"], {})
+            us[name] = min(row["us"], us.get(name, math.inf))
+    product = f"{run['N']} x {run['K']}"
+    title = {"local": f"A product, {product}", "sum": f"`matmul_all_reduce`, {product} a rank"}[kind]
+    names = [name for name in _MANY_FORMATS if any(name in us for us in best.values())]
+    head = f"**{title}, \u00b5s, by the fastest tile. {_FACTOR}** {_header(run)} [All tiles]({folder}{path.name})."
+    lines = [[str(rows), *_cells(best[rows], names)] for rows in sorted(best)]
+    return f"{head}\n\n" + _table("rows", lines, names)
 
 
 def experts(folder: str) -> str:
@@ -56,16 +78,17 @@ def touched(folder: str) -> str:
 
 
 def _header(run: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "triton"))
     gpu = run["gpu"].removeprefix("NVIDIA ")
     return f"{run['world']} x {gpu}, CUDA graphs, {versions}, {run['date']}, commit {run['commit']}."
 
 
-def _cells(us: dict[str, float]) -> list[str]:
+def _cells(us: dict[str, float], names: Sequence[str] = _FORMATS) -> list[str]:
     plain = us["bf16"]
-    return [f"{us[name]:.1f}" + (f" ({plain / us[name]:.2f})" if name != "bf16" else "") for name in _FORMATS]
+    factors = {name: "" if name == "bf16" else f" ({plain / us[name]:.2f})" for name in us}
+    return [f"{us[name]:.1f}{factors[name]}" if name in us else "-" for name in names]
 
 
-def _table(first: str, lines: list[list[str]]) -> str:
-    head = [first, *_FORMATS]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * len(_FORMATS)], *lines])
+def _table(first: str, lines: list[list[str]], names: Sequence[str] = _FORMATS) -> str:
+    head = [first, *names]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---", *["---:"] * len(names)], *lines])
