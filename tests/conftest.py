@@ -121,6 +121,13 @@ def _cases_of(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     return list(groups.values())
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write at once why a test failed under torchrun: a rank that is ended before its last test shows no failures."""
+    if _UNDER_TORCHRUN and report.failed:
+        reasons = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        print(f"\nFAILED {report.nodeid}", *reasons[:6], sep="\n", file=sys.stderr, flush=True)
+
+
 def pytest_collection_finish() -> None:
     """What is imported now stays, and is not looked through for garbage again and again, a tenth of all time."""
     from tests import processes
