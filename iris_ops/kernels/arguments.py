@@ -207,7 +207,8 @@ class Pipeline:
     STAGES: of the ring of operands, SLOTS: of B's where it has its own; PLACES: for finished tiles; ROWS: of a part of
     one. ACC, PRODUCT, MOVE: which thread of the MMA warps, which place in shared memory, and which thread of the mover
     warps has what of it. LOADER_WARPS: that load operands; with none, MMA warps do. TOGETHER: see
-    `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS, SCALES: of B's codes (`hopper/widened_mma.py`).
+    `hopper/scaled_mma.py`. WIDENING, GROUPS, ZEROS, SCALES, WORDS: of
+    B's codes (`hopper/widened_mma.py`).
     """
 
     STAGES: int
@@ -226,6 +227,7 @@ class Pipeline:
     GROUPS: int = 0
     ZEROS: bool = False
     SCALES: Any = None
+    WORDS: int = 0
 
 
 class SharedTiles(NamedTuple):

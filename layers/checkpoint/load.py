@@ -106,7 +106,7 @@ def from_pretrained(
     model, part = place.run(
         "from_pretrained",
         partial(_load_split, path_or_id, ctx, place, dtype, own, options),
-        lambda result: facts_of(result[0], Options(**options)),
+        lambda result: facts_of(result[0], Options(**options), dtype or result[0].config.dtype),
     )
     connect(model, place, part)
     return model

@@ -111,8 +111,11 @@ def place_in(mesh: Any, ctx: Iris) -> Place | None:
     return Place(names[0], connect(mesh[names[0]].get_group(), ctx))
 
 
-def facts_of(model: Any, options: Any) -> dict[str, Any]:
-    """Return what must be the same on all hosts: the `options` of a split, and the model but for its layers' number."""
+def facts_of(model: Any, options: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return what must be the same on all hosts: the `options` of a split, and the model but for its layers' number.
+
+    `dtype`: the model's, where its first parameter may be one that is kept in another.
+    """
     held: Any = getattr(model, "config", None)
     known = held.to_dict() if hasattr(held, "to_dict") else {}
     simple = {key: each for key, each in known.items() if isinstance(each, (bool, int, float, str, dict, type(None)))}
@@ -120,7 +123,7 @@ def facts_of(model: Any, options: Any) -> dict[str, Any]:
         simple.pop(key, None)
     given = {name: "a function" if callable(each) else safe_repr(each) for name, each in vars(options).items()}
     configuration = f"{type(model).__name__} {digest(sorted(simple.items(), key=lambda item: item[0]))}"
-    return given | {"model.config": configuration, "model.dtype": getattr(model, "dtype", None)}
+    return given | {"model.config": configuration, "model.dtype": dtype or getattr(model, "dtype", None)}
 
 
 def _described(error: Exception) -> tuple[str, str]:

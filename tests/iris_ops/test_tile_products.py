@@ -18,18 +18,18 @@ BF16, FP16, FP32, LINE = torch.bfloat16, torch.float16, torch.float32, 128
 pointer, shared, value = gluon_on_cpu.Pointer.of, gluon_on_cpu.Shared, gluon_on_cpu.value
 
 
-def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int, lines: int = 0) -> torch.Tensor:
-    """Multiply the blocks `steps` along K: of A, and of B from column `col` on, whose blocks are `deep` elements, in
-    `lines` lines of codes."""
+def sums(mma: Any, A: torch.Tensor, B: torch.Tensor, col: int, steps: range, deep: int) -> torch.Tensor:
+    """Multiply the steps `steps` along K: of A, and of B from column `col` on, `deep` elements of it a step."""
     acc = mma.begin(col, value(steps.start))
     for step in steps:
         rows = A[:, mma.BLOCK_K * step : mma.BLOCK_K * (step + 1)]
         columns = torch.zeros(mma.BLOCK_N, deep, dtype=B.dtype)
         found = B[col : col + mma.BLOCK_N, deep * step : deep * (step + 1)]
         columns[: len(found), : found.shape[1]] = found
-        if lines:
-            columns = columns.view(mma.BLOCK_N, lines, -1).transpose(0, 1)
-        acc = mma.await_last_but_one(mma.issue(shared(rows), shared(columns), acc))
+        if mma.BLOCKS > 1:
+            columns = columns[None]  # a line
+        for i, block in enumerate(rows.chunk(mma.BLOCKS, 1)):
+            acc = mma.await_last_but_one(mma.issue(shared(block), shared(columns), acc, i))
     return mma.result(acc).as_subclass(torch.Tensor)
 
 
@@ -64,10 +64,21 @@ def test_blocks_with_scales(high: int, wide: int) -> None:
         assert ((product - exact).abs() <= 1e-5 * bound)[~exact.isnan()].all()
 
 
-@pytest.mark.parametrize("lines", [1, 2])
+def codes_of(scale: torch.Tensor, form: Any, cols: int, last: int) -> Any:
+    """Return the codes of a weight with these scales, as `hopper/operands.py` describes them."""
+    _, widened_mma = gluon_on_cpu.products()
+    groups, policy = LINE // form.group if form.group else 0, gluon_on_cpu.Policy(named(form.widening))
+    words = scale.flatten(1).view(torch.int32) if groups else None
+    scales = (None, None) if words is None else (pointer(words), words.stride(0))
+    return widened_mma.Codes(
+        *scales, cols=cols, last=value(last), GROUPS=groups, ZEROS=form.zeros, WIDEN=policy, DTYPE=scale.dtype,
+        WORDS=groups * (1 + form.zeros) * scale.itemsize // 4,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", [name for name, form in BY_NAME.items() if form.widened_in_tiles])
-def test_codes_widened(name: str, lines: int) -> None:
-    """To the same numbers as those of a restored weight, some lines a step."""
+def test_codes_widened(name: str) -> None:
+    """To the same numbers as those of a restored weight."""
     _, widened_mma = gluon_on_cpu.products()
     form, N, K, col = BY_NAME[name], 200, 608, 90
     (weight, scale), numbers = stored(name, N, K, 7, "cpu")
@@ -75,20 +86,16 @@ def test_codes_widened(name: str, lines: int) -> None:
     draw = torch.Generator().manual_seed(1)
     A = torch.zeros(64, 768, dtype=BF16)
     A[:, :K] = torch.randn(64, K, generator=draw).to(BF16)
-    groups = LINE // form.group if form.group else 0
-    scales = dict(scales=pointer(scale), stride=scale.stride(0)) if groups else dict(scales=None, stride=None)
-    deep, count = lines * LINE, -(-5 // lines)
-    of_weights = widened_mma.Codes(
-        **scales, cols=N, last=value(count - 1), GROUPS=groups, ZEROS=form.zeros, WIDEN=policy
-    )
-    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=deep)
-    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[lines, 128, policy.WORDS])
-    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
-    for steps in (range(count), range(1, 2)):
-        ends = slice(deep * steps.start, min(K, deep * steps.stop))
-        part = numbers[col : col + 128, ends] if groups else (numbers / scale.double()[:, None])[col : col + 128, ends]
+    tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=LINE)
+    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, 128, policy.WORDS])
+    mma = widened_mma.WidenedMma(*described, codes_of(scale, form, N, 4), tile, pipeline(8))
+    for steps in (range(5), range(1, 3)):
+        ends = slice(LINE * steps.start, min(K, LINE * steps.stop))
+        part = (
+            numbers[col : col + 128, ends] if form.group else (numbers / scale.double()[:, None])[col : col + 128, ends]
+        )
         exact = A.double()[:, ends] @ part.to(BF16).double().t()
-        product = sums(mma, A, codes, col, steps, lines * policy.WORDS, lines)[:, : part.shape[0]]
+        product = sums(mma, A, codes, col, steps, policy.WORDS)[:, : part.shape[0]]
         assert (product - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
@@ -112,13 +119,10 @@ def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str, dtype: torch.d
     weight, scale = packing.pack(codes, scales.to(dtype).float(), form.group, dtype)
     exact = packing.unpack(weight, scale, K, torch.float64)
     A = torch.randn(64, K, generator=draw).to(BF16)
-    constants = dict(GROUPS=LINE // form.group, ZEROS=form.zeros, WIDEN=policy)
-    rows = scale.flatten(1)
-    of_weights = widened_mma.Codes(pointer(rows), rows.stride(0), cols=N, last=value(3), **constants)
     tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=N, BLOCK_K=LINE)
     described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, N, policy.WORDS])
-    mma = widened_mma.WidenedMma(*described, of_weights, tile, pipeline(8))
-    product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS, 1).double()
+    mma = widened_mma.WidenedMma(*described, codes_of(scale, form, N, 3), tile, pipeline(8))
+    product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS).double()
     true = A.double() @ exact.t()
     rounded = A.double() @ exact.to(BF16).double().t()
     assert (product - true).norm() <= 1.05 * (rounded - true).norm()

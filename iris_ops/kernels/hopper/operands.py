@@ -123,8 +123,8 @@ def _of_codes(
     if _is_large(config):
         pipeline |= _more_registers(pipeline)
     apart = [words, codes.stride(0), 1]
-    by_groups = dict(b_scales=scale)
-    if weights.group:
+    by_groups, groups = dict(b_scales=scale), LINE // weights.group if weights.group else 0
+    if groups:
         in_words = scale.flatten(1).view(torch.int32)
         by_groups = dict(block_scales=in_words, block_stride=in_words.stride(0))
     return dict(
@@ -137,9 +137,10 @@ def _of_codes(
             **pipeline | dict(ACC=widened_mma.accumulator(config.block_m, config.num_warps)),
             SLOTS=slots,
             WIDENING=widening,
-            GROUPS=LINE // weights.group if weights.group else 0,
+            GROUPS=groups,
             ZEROS=weights.zeros,
-            SCALES=_SCALE_TYPES[scale.dtype] if weights.group else None,
+            SCALES=_SCALE_TYPES[scale.dtype],
+            WORDS=groups * (1 + weights.zeros) * scale.itemsize // 4,
         ),
     )
 

@@ -13,8 +13,10 @@ def mma_of(a, b, epilogue, tile: gl.constexpr, pipeline: gl.constexpr, N, K):
     """Return the products of a program by B in A's dtype, with scales of blocks along K, or as codes."""
     last = gl.cdiv(K, tile.BLOCK_K) - 1
     if pipeline.WIDENING is not None:
-        scales, stride = epilogue.block_scales, epilogue.block_stride
-        codes = Codes(scales, stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING, pipeline.SCALES)
+        codes = Codes(
+            epilogue.block_scales, epilogue.block_stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING,
+            pipeline.SCALES, pipeline.WORDS,
+        )  # fmt: skip
         return WidenedMma(a, b, codes, tile, pipeline)
     elif epilogue.block_scales is not None:
         return ScaledMma(a, b, epilogue.block_scales, epilogue.block_stride, N, last, tile, pipeline)

@@ -74,10 +74,9 @@ def _columns(words):
 
 
 @gluon.jit
-def _number_in(words, NUMBER: gl.constexpr, dtype: gl.constexpr):
-    """Return number NUMBER of those of `dtype` that lie in words."""
-    EACH: gl.constexpr = 32 // dtype.primitive_bitwidth
-    word = words[NUMBER // EACH] >> NUMBER % EACH * dtype.primitive_bitwidth
+def _number_in(words, NUMBER: gl.constexpr, EACH: gl.constexpr, dtype: gl.constexpr):
+    """Return number NUMBER of those of `dtype` that lie in words, EACH in one."""
+    word = words[NUMBER // EACH] >> NUMBER % EACH * (32 // EACH)
     if EACH == 1:
         return word.to(dtype, bitcast=True)
     elif EACH == 2:
@@ -134,15 +133,13 @@ class Codes:
     WORDS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN, DTYPE):
+    def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN, DTYPE, WORDS):
         self.scales = gl.constexpr(None) if scales is None else scales
         self.stride = gl.constexpr(0) if stride is None else known(stride)
         self.cols, self.last = known(cols), last
         self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
         self.WIDEN = gl.constexpr(getattr(WIDEN, "value", WIDEN))
-        self.DTYPE = gl.constexpr(getattr(DTYPE, "value", DTYPE))
-        nbytes = 0 if self.DTYPE.value is None else self.DTYPE.value.primitive_bitwidth // 8
-        self.WORDS = known(self.GROUPS.value * (1 + self.ZEROS.value) * nbytes // 4)
+        self.DTYPE, self.WORDS = gl.constexpr(getattr(DTYPE, "value", DTYPE)), known(WORDS)
 
 
 @triton.constexpr_function
@@ -184,7 +181,9 @@ class WidenedMma:
         self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(BLOCKS)
         self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
         self.PRODUCTS = known(getattr(codes.WIDEN, "value", codes.WIDEN).PRODUCTS // BLOCKS)
-        self.SCALES = gl.constexpr(_in_words(tile.BLOCK_N, pipeline.ACC.warps_per_cta[0], int(codes.WORDS.value)))
+        self.SCALES = gl.constexpr(
+            _in_words(tile.BLOCK_N, pipeline.ACC.warps_per_cta[0], getattr(codes.WORDS, "value", codes.WORDS))
+        )
         self.BLOCK_M, self.BLOCK_N, self.BLOCK_K = known(tile.BLOCK_M), known(tile.BLOCK_N), known(tile.BLOCK_K)
         self.MATRICES = known(1)
 
@@ -217,11 +216,13 @@ class WidenedMma:
         """Return the numbers of codes that the scale number `NUMBER` of a step scales."""
         if self.codes.scales is None:
             return _unscaled(numbers, self.codes.WIDEN)
-        elif self.codes.ZEROS:
-            factor = _number_in(words, 2 * NUMBER, self.codes.DTYPE)
-            return _scaled(numbers, factor, _number_in(words, 2 * NUMBER + 1, self.codes.DTYPE), self.codes.WIDEN)
         else:
-            return _scaled(numbers, _number_in(words, NUMBER, self.codes.DTYPE), None, self.codes.WIDEN)
+            PARTS: gl.constexpr = 1 + self.codes.ZEROS
+            EACH: gl.constexpr = self.codes.GROUPS * PARTS // self.codes.WORDS
+            zero = None
+            if self.codes.ZEROS:
+                zero = _number_in(words, PARTS * NUMBER + 1, EACH, self.codes.DTYPE)
+            return _scaled(numbers, _number_in(words, PARTS * NUMBER, EACH, self.codes.DTYPE), zero, self.codes.WIDEN)
 
     @gluon.jit
     def columns_at(self, col, k):
