@@ -24,9 +24,9 @@ SPECIALISED_TILES = {"hopper": HOPPER}
 GPU_TILES: Tiles = {
     (128, 256, 64, 8): (3, 1.0),
     (128, 128, 64, 8): (4, 0.86),
-    (64, 256, 64, 8): (4, 0.85),
+    (64, 256, 64, 8): (4, 0.79),
     (64, 128, 64, 4): (4, 0.60),
-    (64, 64, 128, 4): (4, 0.48),
+    (64, 64, 128, 4): (4, 0.40),
     (32, 64, 128, 4): (4, 0.22),
     (16, 64, 128, 4): (5, 0.12),
     (16, 128, 128, 4): (4, 0.14),
@@ -70,11 +70,12 @@ _ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the s
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
-# What all programs of an H200 load from L2, GB/s in whole lines: by descriptors, by the copies of portable Lamport kernels.
+# What all programs of an H200 load from L2, GB/s in whole lines: by descriptors, and by the copies of portable Lamport
+# kernels.
 _L2_GBS, _COPIED_GBS = 14000.0, 11500.0
 _LINE_BYTES, _SECTOR_BYTES = 128, 32
 # Of a whole tile's time, what the last wave takes less, the fewer of the programs have a tile: clocks and L2 are free.
-_FASTER_ALONE = 0.45
+_FASTER_ALONE = 0.4
 # What one program stores or loads of the parts of tiles, GB/s.
 _PARTS_GBS = 28.0
 # Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others.
@@ -82,7 +83,7 @@ _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
 # The same in gathers of fewer blocks of rows than this, as part of a tile's time: programs on one column of tiles drift
 # apart and read B anew.
-_FEW_BLOCKS, _JOIN_FEW_BLOCKS = 8, 0.5
+_FEW_BLOCKS, _JOIN_FEW_BLOCKS = 8, 0.37
 # In gathers, of a tile of 128 x 128 the time of what is shared, by the part of the programs that it fills: least, most
 # and slope; and until its parts are joined.
 _SHARED_LEAST, _SHARED_MOST, _SHARED_SLOPE, _SHARED_FROM, _SHARED_JOIN_US = 0.1, 0.95, 2.6, 0.2, 4.0
@@ -117,16 +118,17 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     elif _clocks_rise(problem, config, waves):
         waves -= _FASTER_ALONE * (1 - ((tiles - 1) % programs + 1) / programs) ** 1.5
     compute = waves * whole_us
+    pair = problem.op == MATMUL_GATHER and problem.world_size == 2  # which was measured in more shapes
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
         if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_WAVES * programs * 128 * 256:
             join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
         compute = (tiles // programs + shared / sharers) * whole_us + join
-        if problem.op == MATMUL_GATHER and bn == 128 and tiles > programs:
+        if pair and bn == 128 and tiles > programs:
             part = _SHARED_LEAST + _SHARED_SLOPE * max(0.0, shared / programs - _SHARED_FROM)
             compute = (tiles // programs + min(part, _SHARED_MOST)) * whole_us + _SHARED_JOIN_US
-        elif problem.op == MATMUL_GATHER and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
+        elif pair and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
             compute += _JOIN_FEW_BLOCKS * whole_us - join
     elif cut:
         # each part of a tile is stored, and the last one loads the others
@@ -156,10 +158,11 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
 
 def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
     """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers, and
-    of sums by one or two waves."""
+    of sums by one or two waves, between two ranks."""
     if not config.warp_specialised or config.algorithm != "overlapped" or problem.weights is not PLAIN:
         return False
-    return problem.op == MATMUL_GATHER or problem.op == REDUCE_SCATTER and waves <= 2
+    few = problem.op == REDUCE_SCATTER and waves <= 2
+    return problem.world_size == 2 and (few or problem.op == MATMUL_GATHER)
 
 
 def _from_l2_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:

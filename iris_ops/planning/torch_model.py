@@ -29,7 +29,7 @@ _JOIN_US, _PARTS_GBS = 1.2, 11000.0
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
-_NEITHER_HIDDEN = 6  # of a product and its stream of operands, the higher the more the longer one hides the other
+_NEITHER_HIDDEN = 8  # of a product and its stream of operands, the higher the more the longer one hides the other
 # Of the memory's rate, what a stream of weights gets; and where its tiles, of so many columns, leave a tenth of the
 # multiprocessors without one.
 _STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.82, 64, 0.9
@@ -56,15 +56,19 @@ def expected_in_turn(
     wide = ceil(n / _STREAM_COLUMNS) >= _WIDE * machine.num_programs
     rate = (_STREAMED if wide else _STREAMED_NARROW) * machine.hbm_gbs * 1e3
     streams = ((m * k + k * n + m * n) * 2 / rate for m in rows)
-    product_us = [_both_us(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
+    alone = len(rows) == 1
+    product_us = [
+        _both_us(us * warm, stream, alone) + machine.launch_us for us, stream in zip(waves, streams, strict=True)
+    ]
     return [weights.library_us(us, m, k, machine) for us, m in zip(product_us, rows, strict=True)]
 
 
-def _both_us(compute: float, stream: float) -> float:
-    longer = max(compute, stream, 1e-9)
-    return longer * ((compute / longer) ** _NEITHER_HIDDEN + (stream / longer) ** _NEITHER_HIDDEN) ** (
-        1 / _NEITHER_HIDDEN
-    )
+def _both_us(compute: float, stream: float, alone: bool) -> float:
+    """Return the microseconds of a product and its stream of operands; one product alone hides neither wholly."""
+    longer = max(compute, stream)
+    if not alone or not longer:
+        return longer
+    return longer * (1 + (min(compute, stream) / longer) ** _NEITHER_HIDDEN) ** (1 / _NEITHER_HIDDEN)
 
 
 @lru_cache(maxsize=4096)

@@ -26,8 +26,8 @@ _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
-# What the push of a tile of an all-reduce takes of the programs that multiply.
-_PUSHED_TILE_US = 1.4
+# Of an all-reduce's product, what its pushes do not hide where the link is full.
+_BESIDE = 0.5
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -152,8 +152,6 @@ def _pushed_in_turn(problem: Problem, config: FusedConfig, machine: Machine, gem
 
 def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
     w, (rows, cols, _) = problem.world_size, owned_part(problem, config)
-    if machine.name != INTERPRETER and w > 1:
-        gemm += _PUSHED_TILE_US * -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
     # the rank that owns most receives, sums and sends most
     link = problem.link_bytes / (machine.link_gbs * 1e3) * min(rows * cols * w / max(1, problem.M * problem.N), w)
     if early_tiles(problem, config, programs_of(config, machine.num_programs)) < gemm_tiles(problem, config) // w:
@@ -164,4 +162,5 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
         total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
         # at the end all programs push their sums, more or less at once
         total += min(link, 0.7 * push_us(problem, config, machine, (w - 1) * machine.num_programs))
+        total = max(total, link + _BESIDE * gemm)
     return link, total + hops(problem, _HOPS[problem.op]) * machine.hop_us
