@@ -140,7 +140,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
-    if config.algorithm == "overlapped" and problem.op == GATHER_MATMUL and k * n * problem.itemsize > L2_BYTES:
+    by_sources = config.algorithm == "overlapped" and (problem.op, problem.form) == (GATHER_MATMUL, "rows")
+    if by_sources and k * n * problem.itemsize > L2_BYTES:
         again = min(problem.world_size, -(-m // bm))  # one rank's rows after the other's
     stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
