@@ -22,6 +22,9 @@ from .waves import gemm_tiles, programs_of
 _LEAF_US = 0.1
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
+# Where the width of `out` is no multiple of as many elements, warp-specialised programs store it one by one: the time
+# of 128 x 128 elements, and the rate of their stores to peers over the link's.
+_WHOLE_STORES, _STORED_APART_US, _STORED_APART = 16, 12.0, 0.07
 # The most elements whose transfer a product hides; a product of rounded rows hides less.
 _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
@@ -89,6 +92,18 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     copies = 1.35 * (problem.world_size - 1) if problem.op == MATMUL_GATHER else 1
     wave_us = copies * push_us(problem, config, machine, programs)
     return min(int(wave_us), int(tile_us(problem, config, machine)))
+
+
+def apart_us(problem: Problem, config: FusedConfig) -> float:
+    """Return what a warp-specialised program takes to store a tile whose rows it must store by single elements."""
+    if apart_share(problem) == 1:
+        return 0.0
+    return _STORED_APART_US * config.block_m * config.block_n / (128 * 128)
+
+
+def apart_share(problem: Problem) -> float:
+    """Return the rate of pushes to peers over the link's: 1, or less where elements are stored one by one."""
+    return _STORED_APART if problem.gemm[1] // problem.epilogue.matrices % _WHOLE_STORES else 1.0
 
 
 def unhidden(problem: Problem, most: int | None = None) -> str | None:

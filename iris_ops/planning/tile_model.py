@@ -14,8 +14,9 @@ from iris.machines import INTERPRETER, Machine
 from ..config import FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from .hopper_tiles import HOPPER
+from .needs import PLAIN
 from .tiles import SpecialisedTiles, Tiles
-from .waves import cut_tiles, gemm_tiles, programs_of, shared_tiles
+from .waves import L2_BYTES, cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 # The tiles of warp-specialised kernels, by the name of their architecture (`Machine.architecture`).
 SPECIALISED_TILES = {"hopper": HOPPER}
@@ -23,7 +24,7 @@ SPECIALISED_TILES = {"hopper": HOPPER}
 GPU_TILES: Tiles = {
     (128, 256, 64, 8): (3, 1.0),
     (128, 128, 64, 8): (4, 0.86),
-    (64, 256, 64, 8): (4, 0.72),
+    (64, 256, 64, 8): (4, 0.79),
     (64, 128, 64, 4): (4, 0.60),
     (64, 64, 128, 4): (4, 0.40),
     (32, 64, 128, 4): (4, 0.22),
@@ -69,11 +70,23 @@ _ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the s
 _COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
+# What all programs of an H200 load from L2, GB/s in whole lines: by descriptors, and by the copies of portable Lamport
+# kernels.
+_L2_GBS, _COPIED_GBS = 14000.0, 11500.0
+_LINE_BYTES, _SECTOR_BYTES = 128, 32
+# Of a whole tile's time, what the last wave takes less, the fewer of the programs have a tile: clocks and L2 are free.
+_FASTER_ALONE = 0.4
 # What one program stores or loads of the parts of tiles, GB/s.
 _PARTS_GBS = 28.0
-# Until the parts of shared tiles are joined, before other tiles; of 128 x 256 where there are no others.
+# Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others.
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
+# The same in gathers of fewer blocks of rows than this, as part of a tile's time: programs on one column of tiles drift
+# apart and read B anew.
+_FEW_BLOCKS, _JOIN_FEW_BLOCKS = 8, 0.37
+# In gathers, of a tile of 128 x 128 the time of what is shared, by the part of the programs that it fills: least, most
+# and slope; and until its parts are joined.
+_SHARED_LEAST, _SHARED_MOST, _SHARED_SLOPE, _SHARED_FROM, _SHARED_JOIN_US = 0.1, 0.95, 2.6, 0.2, 4.0
 # What it takes more in all-reduces of less than three waves of 128 x 256: 128 x 128, for each thousand along K, and
 # 128 x 256.
 _FEW_WAVES, _JOIN_DEEP_US, _JOIN_WIDE_US = 3, 4.0, 18.0
@@ -102,13 +115,21 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     waves = -(-(tiles - cut) // programs)
     if bm == 64 and config.warp_specialised and config.algorithm == "one_shot":
         waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
+    elif _clocks_rise(problem, config, waves):
+        waves -= _FASTER_ALONE * (1 - ((tiles - 1) % programs + 1) / programs) ** 1.5
     compute = waves * whole_us
+    pair = problem.op == MATMUL_GATHER and problem.world_size == 2  # which was measured in more shapes
     shared, sharers = shared_tiles(problem, config, programs)
     if shared:
         join = _JOIN_US[problem.op] if tiles > programs else _JOIN_ALONE_US * bm * bn / (128 * 256)
         if problem.op == ALL_REDUCE and tiles > programs and tiles * bm * bn < _FEW_WAVES * programs * 128 * 256:
             join += _JOIN_WIDE_US if bn == 256 else _JOIN_DEEP_US * max(0.0, k - 2560) / 1e3
         compute = (tiles // programs + shared / sharers) * whole_us + join
+        if pair and bn == 128 and tiles > programs:
+            part = _SHARED_LEAST + _SHARED_SLOPE * max(0.0, shared / programs - _SHARED_FROM)
+            compute = (tiles // programs + min(part, _SHARED_MOST)) * whole_us + _SHARED_JOIN_US
+        elif pair and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
+            compute += _JOIN_FEW_BLOCKS * whole_us - join
     elif cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
@@ -119,6 +140,9 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
+    by_sources = config.algorithm == "overlapped" and (problem.op, problem.form) == (GATHER_MATMUL, "rows")
+    if by_sources and k * n * problem.itemsize > L2_BYTES:
+        again = min(problem.world_size, -(-m // bm))  # one rank's rows after the other's
     stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else 0.9 * programs
@@ -127,10 +151,33 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     cool = config.warp_specialised and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
     coolest = _COOLEST_US if cool else 500.0
     warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
-    compute *= 1 + 0.07 * warmth
+    compute = max(compute * (1 + 0.07 * warmth), _from_l2_us(problem, config, machine, tiles))
     if config.warp_specialised and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
         return (compute**_ONE_WAVE + stream**_ONE_WAVE) ** (1 / _ONE_WAVE)
     return max(compute, stream)
+
+
+def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
+    """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers, and
+    of sums by one or two waves, between two ranks."""
+    if not config.warp_specialised or config.algorithm != "overlapped" or problem.weights is not PLAIN:
+        return False
+    few = problem.op == REDUCE_SCATTER and waves <= 2
+    return problem.world_size == 2 and (few or problem.op == MATMUL_GATHER)
+
+
+def _from_l2_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
+    """Return the microseconds in which `tiles` tiles load their operands from L2, in whole lines.
+
+    Where rows begin within sectors, a step of each takes one line more.
+    """
+    if problem.weights is not PLAIN or not machine.name.startswith("NVIDIA"):
+        return 0.0
+    lines = max(1, config.depth(problem.itemsize) * problem.itemsize // _LINE_BYTES)
+    begun = (lines + 1) / lines if problem.K * problem.itemsize % _SECTOR_BYTES else 1.0
+    copied = config.lamport and not config.warp_specialised
+    rate = (_COPIED_GBS if copied else _L2_GBS) * machine.num_programs / 132 * 1e3
+    return tiles * (config.block_m + config.block_n) * problem.gemm[2] * problem.itemsize * begun / rate
 
 
 def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:

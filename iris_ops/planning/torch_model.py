@@ -24,17 +24,21 @@ _TILES = {
 # cuBLAS' tiles on Hopper come in multiples of 8 rows: the rows from which one fits, and the share in between.
 _LEAST_FITTED, _FITTED = 160, 0.95
 _MOST_FITTED = 8  # blocks of rows, of more those of round numbers fit well enough
-_SPLIT_US = {1: 0.0, 2: 1.8, 3: 4.8}  # by parts along K
+# Parts along K: what joining them takes, and the rate at which they are stored and loaded in float32, GB/s.
+_JOIN_US, _PARTS_GBS = 1.2, 11000.0
 # The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
 _FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
 _SHORTEST_SPLIT = 512
+_NEITHER_HIDDEN = 8  # of a product and its stream of operands, the higher the more the longer one hides the other
 # Of the memory's rate, what a stream of weights gets; and where its tiles, of so many columns, leave a tenth of the
 # multiprocessors without one.
-_STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.85, 64, 0.9
+_STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.82, 64, 0.9
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
-def expected_us(m: int, n: int, k: int, machine: Machine, most_splits: int = 3, weights: WeightFormat = PLAIN) -> float:
+def expected_us(
+    m: int, n: int, k: int, machine: Machine, most_splits: int = 16, weights: WeightFormat = PLAIN
+) -> float:
     """Return the microseconds of torch's product [m, k] @ [k, n] in 16 bits: waves of its best tiles, or its stream.
 
     On an H200, from 128 rows on, it is within a tenth of cuBLAS's time on nine products of ten. `weights` is the format
@@ -52,8 +56,19 @@ def expected_in_turn(
     wide = ceil(n / _STREAM_COLUMNS) >= _WIDE * machine.num_programs
     rate = (_STREAMED if wide else _STREAMED_NARROW) * machine.hbm_gbs * 1e3
     streams = ((m * k + k * n + m * n) * 2 / rate for m in rows)
-    product_us = [max(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
+    alone = len(rows) == 1
+    product_us = [
+        _both_us(us * warm, stream, alone) + machine.launch_us for us, stream in zip(waves, streams, strict=True)
+    ]
     return [weights.library_us(us, m, k, machine) for us, m in zip(product_us, rows, strict=True)]
+
+
+def _both_us(compute: float, stream: float, alone: bool) -> float:
+    """Return the microseconds of a product and its stream of operands; one product alone hides neither wholly."""
+    longer = max(compute, stream)
+    if not alone or not longer:
+        return longer
+    return longer * (1 + (min(compute, stream) / longer) ** _NEITHER_HIDDEN) ** (1 / _NEITHER_HIDDEN)
 
 
 @lru_cache(maxsize=4096)
@@ -67,7 +82,8 @@ def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> flo
                 continue  # in three and more only where programs would be without a tile
             rate = (machine.library_tflops or machine.tflops) * share / machine.num_programs * 1e6
             tile_us = 2.0 * bm * bn * k / splits / rate
-            waves.append(ceil(units / machine.num_programs) * tile_us + _SPLIT_US[min(splits, 3)])
+            join_us = _JOIN_US + splits * m * n * 8 / (_PARTS_GBS * 1e3) if splits > 1 else 0.0
+            waves.append(ceil(units / machine.num_programs) * tile_us + join_us)
     return min(waves)
 
 

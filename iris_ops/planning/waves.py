@@ -10,7 +10,7 @@ from ..config import SHARED_BYTES, FusedConfig
 from ..problem import ALL_REDUCE, GATHER_MATMUL, REDUCE_SCATTER, Problem, owned_part
 from .needs import LINE, WeightFormat
 
-_L2_BYTES = 50 << 20  # of an H200
+L2_BYTES = 50 << 20  # of an H200
 _BF16, _MOST_STAGES = 2, 8  # bytes of a number of A where codes are widened; of such a kernel's ring
 
 
@@ -129,7 +129,7 @@ def early_tiles(problem: Problem, config: FusedConfig, programs: int) -> int:
         return owned
     high = problem.world_size * config.group_m
     operands = (high * config.block_m + programs / high * config.block_n) * problem.K * problem.dtype.itemsize
-    return early if owned <= 2 * programs or operands <= _L2_BYTES else owned
+    return early if owned <= 2 * programs or operands <= L2_BYTES else owned
 
 
 def columns_together(problem: Problem, config: FusedConfig, programs: int) -> int:
@@ -139,7 +139,7 @@ def columns_together(problem: Problem, config: FusedConfig, programs: int) -> in
     Own tiles then read the same part of B afterwards, best from L2; but tiles are also sent after the last wave.
     """
     num_m, num_n = -(-problem.M // config.block_m), -(-problem.N // config.block_n)
-    if problem.K * problem.N * problem.dtype.itemsize <= _L2_BYTES:
+    if problem.K * problem.N * problem.dtype.itemsize <= L2_BYTES:
         return num_n
     return min(num_n, -(-programs // num_m))
 

@@ -13,7 +13,7 @@ from ..candidates import copy_gather_configs
 from ..epilogues import Epilogue
 from ..needs import PLAIN
 from ..orders import Order, of_library
-from ..overlap_model import specialised_refused
+from ..overlap_model import apart_us, specialised_refused
 from ..product_model import library_us_in_turn
 from ..tile_model import tile_us
 from ..torch_model import library_refused
@@ -61,7 +61,7 @@ class Brought(Way):
         # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
         tile = tile_us(problem, config, machine)
         late = max((i * copy + max(gemm * (w - i) / w, tile) for i in range(1, w)), default=0.0)
-        return (w - 1) * copy, entry + max(gemm, late)
+        return (w - 1) * copy, entry + max(gemm, late) + apart_us(problem, config)
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         """Return the gathered rows: one element at least, so that they have a place."""

@@ -10,7 +10,7 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, MATMUL_GATHER, SUMS, Problem
 from ..candidates import pushed
 from ..needs import PLAIN
-from ..overlap_model import hops, push_us, specialised_refused, staggered
+from ..overlap_model import apart_share, apart_us, hops, push_us, specialised_refused, staggered
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of, shared_tiles, skew_steps
 from ..way import Sizes, Way
@@ -63,6 +63,8 @@ class HopperReduce(Way):
             programs, steps = programs_of(config, machine.num_programs), max(1, -(-problem.gemm[2] // config.block_k))
             turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
             last = turn / 2 + max(everyone - turn, 0.1 * everyone)
+            last += apart_us(problem, config)
+            link /= apart_share(problem)
         else:
             last = _LAST_SUM_US * area
             last += 0.4 * everyone if problem.op == ALL_REDUCE else 0

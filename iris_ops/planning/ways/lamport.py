@@ -25,6 +25,7 @@ _LAMPORT = {ALL_REDUCE: 0.75, REDUCE_SCATTER: 0.85, GATHER_MATMUL: 0.85, MATMUL_
 TWICE, PAIR = 0.8, 0.9  # in two shots; between two ranks whose link is full
 _OWN_PART_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
+_HIGH_US = 1.0  # what tiles of 128 rows take longer to begin where rows are gathered
 _HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
 
 
@@ -82,6 +83,8 @@ class Lamport(Way):
         shots += problem.op == GATHER_MATMUL  # until all programs know that all have come
         one_group = config.num_warps == 4 and config.block_m >= 64 and not problem.weights.rounds_rows
         rest = _ONE_GROUP_US * config.block_m / 64 if one_group else 0.0
+        if problem.op == GATHER_MATMUL and config.block_m == 128:
+            rest += _HIGH_US
         if keeps_own:
             rest -= _OWN_PART_US
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us

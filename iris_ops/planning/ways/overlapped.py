@@ -26,6 +26,8 @@ _EXPOSED = {REDUCE_SCATTER: 0.35, GATHER_MATMUL: 0.3, MATMUL_GATHER: 0.7}
 _PUSH_GBS = 43.0
 # Of the link's rate, what programs get that push tiles to everyone and then multiply the next.
 _PUSHED = 0.75
+# Of an all-reduce's product, what its pushes do not hide where the link is full.
+_BESIDE = 0.5
 # Of an all-reduce with own tiles among others': until the first have arrived, and the last sums are everywhere.
 _MIXED_US = 14.0
 
@@ -160,4 +162,5 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
         total = max(gemm * (w - 1) / w, link / 2) + max(gemm / w, link / 2)
         # at the end all programs push their sums, more or less at once
         total += min(link, 0.7 * push_us(problem, config, machine, (w - 1) * machine.num_programs))
+        total = max(total, link + _BESIDE * gemm)
     return link, total + hops(problem, _HOPS[problem.op]) * machine.hop_us
