@@ -15,6 +15,7 @@ from iris.across import Across
 from iris.all_hosts import AllHosts
 from iris.errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from iris.joining import connect
+import torch
 import torch.distributed as dist
 
 from ..together import digest, one_line, safe_repr
