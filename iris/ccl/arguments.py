@@ -52,8 +52,11 @@ class CollectiveForm:
     GATHER: bool
 
 
-class StridedRows(NamedTuple):
-    """A matrix whose rows are contiguous and lie `stride` elements apart."""
+@dataclass(frozen=True)
+class NormForm:
+    """The form of `all_reduce_norm_kernel`: BLOCK, a power of two of at least N columns; whether sums take a second hop
+    (TWO_SHOT), and whether results are divided by a scale."""
 
-    data: Any
-    stride: Any
+    BLOCK: int
+    TWO_SHOT: bool
+    HAS_SCALE: bool

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ from ..device.waits import waiter_number
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_memory, check_tensor, check_written, span
 from ..transforms import check_undifferentiated
-from .arguments import StridedRows
+from .arguments import NormForm
 from .config import Config
 from .plan import plan
 from .problem import ALL_REDUCE, Problem
@@ -54,9 +55,9 @@ _CARRIERS = {2: torch.int16, 4: torch.int32}
 
 
 @device_function
-def _row(tensor, row, c, inside, M):
-    """Load row `row` of a tensor, `StridedRows`; zeros for a row that does not exist."""
-    return tl.load(tensor.data + tl.cast(row, tl.int64) * tensor.stride + c, mask=inside & (row < M), other=0.0)
+def _row(tensor, row, stride, c, inside, M):
+    """Load row `row` of a tensor; zeros for a row that does not exist."""
+    return tl.load(tensor + tl.cast(row, tl.int64) * stride + c, mask=inside & (row < M), other=0.0)
 
 
 @device_function
@@ -73,18 +74,21 @@ def _finish(h, out, weight, scale, c, inside, eps, N, HAS_SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def all_reduce_norm_kernel(
-    inp, residual, total, out, weight, scale, staging, sync, ctx_ptr, M, N, eps, half_elements, BLOCK: tl.constexpr,
-    TWO_SHOT: tl.constexpr, HAS_SCALE: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
+    inp, residual, total, out, weight, scale, staging, sync, ctx_ptr, M, N, stride_im, stride_rm, stride_tm, stride_om,
+    eps, half_elements, form: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
-    # inp, residual, total, out: `StridedRows`.
+    # form: `NormForm`.
     # staging: two halves, by the epoch's parity, of Lamport values [source rank, row, N]; with TWO_SHOT a source sends
     # each owner that owner's rows only, and the sums follow as [row, N].
-    dtype: tl.constexpr = inp.data.dtype.element_ty
+    BLOCK: tl.constexpr = form.BLOCK
+    TWO_SHOT: tl.constexpr = form.TWO_SHOT
+    HAS_SCALE: tl.constexpr = form.HAS_SCALE
+    dtype: tl.constexpr = inp.dtype.element_ty
     first, step = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK)
     inside = c < N
-    own = _row(inp, first, c, inside, M)
-    before = _row(residual, first, c, inside, M)
+    own = _row(inp, first, stride_im, c, inside, M)
+    before = _row(residual, first, stride_rm, c, inside, M)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
@@ -95,7 +99,7 @@ def all_reduce_norm_kernel(
     for row in range(first, M, step):
         part = own
         if row != first:
-            part = _row(inp, row, c, inside, M)
+            part = _row(inp, row, stride_im, c, inside, M)
         values = without_sentinel(part.to(tl.float32), dtype)
         place = half + ctx.rank * area + tl.cast(row, tl.int64) * N + c
         if TWO_SHOT:
@@ -122,18 +126,18 @@ def all_reduce_norm_kernel(
                     values = without_sentinel(h.to(tl.float32), dtype)
                     for i in tl.static_range(1, WORLD_SIZE):
                         put(ctx, sums + r * N + c, values, inside, bases, (ctx.rank + i) % WORLD_SIZE)
-            tl.store(total.data + r * total.stride + c, h, mask=inside)
-            _finish(h.to(tl.float32), out.data + r * out.stride, factors, scale, c, inside, eps, N, HAS_SCALE)
-        own = _row(inp, row + step, c, inside, M)
-        before = _row(residual, row + step, c, inside, M)
+            tl.store(total + r * stride_tm + c, h, mask=inside)
+            _finish(h.to(tl.float32), out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
+        own = _row(inp, row + step, stride_im, c, inside, M)
+        before = _row(residual, row + step, stride_rm, c, inside, M)
     if TWO_SHOT:
         for row in range(first, M, step):
             owner = row % WORLD_SIZE
             if owner != ctx.rank:
                 r = tl.cast(row, tl.int64)
                 h, _ = take(ctx, sums + r * N + c, 0, inside, owner, epoch, WAITER, dtype, 1, patience=2)
-                tl.store(total.data + r * total.stride + c, arch.round_to(h, dtype), mask=inside)
-                _finish(h, out.data + r * out.stride, factors, scale, c, inside, eps, N, HAS_SCALE)
+                tl.store(total + r * stride_tm + c, arch.round_to(h, dtype), mask=inside)
+                _finish(h, out + r * stride_om, factors, scale, c, inside, eps, N, HAS_SCALE)
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,11 @@ def rows_at_once(rows: int, columns: int, dtype: torch.dtype, world_size: int) -
     return max(1, min(rows, _MAX_STAGED // staged_bytes(1, columns, dtype, world_size)))
 
 
+@lru_cache(maxsize=4096)
+def _form(rows: int, columns: int, dtype: torch.dtype, world_size: int, machine: LinkRates, scaled: bool) -> NormForm:
+    return NormForm(triton.next_power_of_2(columns), two_shot(rows, columns, dtype, world_size, machine), scaled)
+
+
 def arguments(
     area: Area, context: torch.Tensor, world_size: int, machine: LinkRates, tensors: Tensors, eps: float
 ) -> dict:
@@ -238,10 +247,10 @@ def arguments(
     M, N = inp.shape
     staging = area.staging.view(_CARRIERS[inp.dtype.itemsize])
     return dict(
-        inp=_strided(inp),
-        residual=_strided(tensors.residual),
-        total=_strided(tensors.total),
-        out=_strided(tensors.out),
+        inp=inp,
+        residual=tensors.residual,
+        total=tensors.total,
+        out=tensors.out,
         weight=tensors.weight,
         scale=tensors.weight if scale is None else scale,
         staging=staging,
@@ -249,18 +258,16 @@ def arguments(
         ctx_ptr=context,
         M=M,
         N=N,
+        stride_im=inp.stride(0),
+        stride_rm=tensors.residual.stride(0),
+        stride_tm=tensors.total.stride(0),
+        stride_om=tensors.out.stride(0),
         eps=float(eps),
         half_elements=staging.numel() // 2,
-        BLOCK=triton.next_power_of_2(N),
-        TWO_SHOT=two_shot(M, N, inp.dtype, world_size, machine),
-        HAS_SCALE=scale is not None,
+        form=_form(M, N, inp.dtype, world_size, machine, scale is not None),
         WORLD_SIZE=world_size,
         WAITER=waiter_number(OP),
     )
-
-
-def _strided(t: torch.Tensor) -> StridedRows:
-    return StridedRows(t, t.stride(0))
 
 
 def num_warps(columns: int) -> int:
