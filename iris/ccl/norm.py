@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -234,9 +234,10 @@ def rows_at_once(rows: int, columns: int, dtype: torch.dtype, world_size: int) -
     return max(1, min(rows, _MAX_STAGED // staged_bytes(1, columns, dtype, world_size)))
 
 
-@lru_cache(maxsize=4096)
-def _form(rows: int, columns: int, dtype: torch.dtype, world_size: int, machine: LinkRates, scaled: bool) -> NormForm:
-    return NormForm(triton.next_power_of_2(columns), two_shot(rows, columns, dtype, world_size, machine), scaled)
+@cache
+def _form(block: int, two_shot: bool, has_scale: bool) -> NormForm:
+    """Return the same object each time, so that a later call builds none."""
+    return NormForm(block, two_shot, has_scale)
 
 
 def arguments(
@@ -264,7 +265,7 @@ def arguments(
         stride_om=tensors.out.stride(0),
         eps=float(eps),
         half_elements=staging.numel() // 2,
-        form=_form(M, N, inp.dtype, world_size, machine, scale is not None),
+        form=_form(triton.next_power_of_2(N), two_shot(M, N, inp.dtype, world_size, machine), scale is not None),
         WORLD_SIZE=world_size,
         WAITER=waiter_number(OP),
     )
