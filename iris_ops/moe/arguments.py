@@ -72,7 +72,7 @@ class Combine(NamedTuple):
 
 
 class DownMemory(NamedTuple):
-    """Memory of `moe_lamport_down_kernel` beside its operands and its result.
+    """Memory that `moe_lamport_down_kernel` uses apart from its operands and its result.
 
     Programs of a rank share `products` [pairs, ld], and `counts`, initially zero, one a block of columns. lamport: two
     buffers (`LamportMemory`) for what ranks exchange; sync: [epoch, finished].
