@@ -20,7 +20,7 @@ from ..device.lock import lock, unlock
 from ..device.sync import advance, next_epoch, signal_others, wait_others
 from .flags import LANES
 from .lamport import rounded
-from .view import View
+from .view import equal_views
 
 
 @device_function
@@ -48,23 +48,14 @@ def accumulate_kernel(
     ctx_ptr,
     units,
     half_elements,
-    in_n,
-    in_cols,
-    stride_im,
-    stride_in,
-    out_cols,
-    stride_om,
-    stride_on,
-    BLOCK: tl.constexpr,
-    IN_LAYOUT: tl.constexpr,
-    OUT_LAYOUT: tl.constexpr,
+    unit_form: tl.constexpr,
     LOCKED: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
     # staging: sums [parity][unit, BLOCK]; flags: arrived [parity][source rank, LANES], then locks [unit]
-    source = View(inp, in_n, in_cols, stride_im, stride_in, 0, in_n, 0, IN_LAYOUT, False, 1, 1)
-    target = View(out, in_n, out_cols, stride_om, stride_on, 0, in_n, 0, OUT_LAYOUT, False, 1, 1)
+    BLOCK: tl.constexpr = unit_form.BLOCK
+    source, target = equal_views(inp, out, 0, inp.n, unit_form)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
@@ -92,4 +83,4 @@ def accumulate_kernel(
             tl.debug_barrier()  # before zero is stored: where a unit is small, several threads load an element
             tl.store(place, tl.zeros((BLOCK,), staging.dtype.element_ty))
             pointers, mask = target.place(0, unit, BLOCK, WORLD_SIZE)
-            tl.store(pointers, rounded(total, inp.dtype.element_ty), mask=mask)
+            tl.store(pointers, rounded(total, inp.data.dtype.element_ty), mask=mask)

@@ -119,46 +119,20 @@ def flags_kernel(
     chunk_units,
     half_elements,
     half_flags,
-    in_n,
-    in_cols,
-    stride_im,
-    stride_in,
-    in_share,
-    in_limit,
-    in_step,
-    out_n,
-    out_cols,
-    stride_om,
-    stride_on,
-    out_share,
-    out_limit,
-    out_step,
-    BLOCK: tl.constexpr,
-    IN_LAYOUT: tl.constexpr,
-    OUT_LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SCATTER: tl.constexpr,
-    REDUCE: tl.constexpr,
-    GATHER: tl.constexpr,
-    ONE_OUT: tl.constexpr,
+    unit_form: tl.constexpr,
+    form: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
     # flags: places of `out` [rank, LANES] of int64, entered [rank], done [rank, LANES],
     # arrived [parity][source rank, lane, chunk];
     # staging: [parity][source rank, unit, BLOCK].
-    source, target = views(
-        (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
-        (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
-        IN_LAYOUT,
-        OUT_LAYOUT,
-        INTERLEAVED,
-        ONE_OUT,
-        TILE_N,
-        GROUP_M,
-    )
+    BLOCK: tl.constexpr = unit_form.BLOCK
+    ONE_OUT: tl.constexpr = unit_form.ONE_OUT
+    SCATTER: tl.constexpr = form.SCATTER
+    REDUCE: tl.constexpr = form.REDUCE
+    GATHER: tl.constexpr = form.GATHER
+    source, target = views(inp, out, unit_form)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)
@@ -178,7 +152,7 @@ def flags_kernel(
         chunks = tl.cdiv(per_lane, chunk_units)
         arrived = done + WORLD_SIZE * LANES + parity * half_flags + lane * chunks
         if GATHER:
-            send_place(ctx, places, LANES, out)
+            send_place(ctx, places, LANES, out.data)
         for c in range(0, chunks + 1):
             first = begin + c * chunk_units
             if c < chunks:
@@ -189,7 +163,7 @@ def flags_kernel(
                 ok = wait_others(ctx, arrived + c - 1, lanes * chunks, epoch, WAITER) and ok
                 if GATHER:
                     if ok & (c == 1):
-                        ok = same_places(ctx, places, LANES, out, WAITER)
+                        ok = same_places(ctx, places, LANES, out.data, WAITER)
                 if ok:
                     _sum(
                         ctx,
@@ -207,14 +181,14 @@ def flags_kernel(
                     )
     else:
         if lane == 0:
-            send_place(ctx, places, LANES, out)
+            send_place(ctx, places, LANES, out.data)
             signal_others(ctx, entered + rank, epoch)
         # `inp` is this rank's to read: the first unit, if the lane has one, comes while the entries travel
         value = _load(ctx, source, 1, begin, BLOCK, WORLD_SIZE, SCATTER)
         advance(sync, epoch)
         ok = wait_others(ctx, entered, 1, epoch, WAITER)
         if ok:
-            ok = same_places(ctx, places - lane, LANES, out, WAITER)  # published by lane 0
+            ok = same_places(ctx, places - lane, LANES, out.data, WAITER)  # published by lane 0
         if ok:
             _copy(ctx, bases, source, target, begin, value, BLOCK, WORLD_SIZE, SCATTER)
             for unit in range(begin + 1, end):

@@ -139,30 +139,8 @@ def lamport_kernel(
     ctx_ptr,
     units,
     half_elements,
-    in_n,
-    in_cols,
-    stride_im,
-    stride_in,
-    in_share,
-    in_limit,
-    in_step,
-    out_n,
-    out_cols,
-    stride_om,
-    stride_on,
-    out_share,
-    out_limit,
-    out_step,
-    BLOCK: tl.constexpr,
-    IN_LAYOUT: tl.constexpr,
-    OUT_LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SCATTER: tl.constexpr,
-    REDUCE: tl.constexpr,
-    GATHER: tl.constexpr,
-    ONE_OUT: tl.constexpr,
+    unit_form: tl.constexpr,
+    form: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
@@ -170,16 +148,12 @@ def lamport_kernel(
     # [owner, unit, BLOCK]; between two ranks [unit, BLOCK].
     OTHERS: tl.constexpr = WORLD_SIZE - 1
     SOURCES: tl.constexpr = 1 if WORLD_SIZE == 2 else WORLD_SIZE
-    source, target = views(
-        (inp, in_n, in_cols, stride_im, stride_in, in_share, in_limit, in_step),
-        (out, out_n, out_cols, stride_om, stride_on, out_share, out_limit, out_step),
-        IN_LAYOUT,
-        OUT_LAYOUT,
-        INTERLEAVED,
-        ONE_OUT,
-        TILE_N,
-        GROUP_M,
-    )
+    BLOCK: tl.constexpr = unit_form.BLOCK
+    ONE_OUT: tl.constexpr = unit_form.ONE_OUT
+    SCATTER: tl.constexpr = form.SCATTER
+    REDUCE: tl.constexpr = form.REDUCE
+    GATHER: tl.constexpr = form.GATHER
+    source, target = views(inp, out, unit_form)
     epoch = next_epoch(sync)
     bases = load_bases(ctx_ptr, WORLD_SIZE)
     ctx = DeviceContext.initialize(ctx_ptr, tl.load(ctx_ptr), WORLD_SIZE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -11,6 +10,7 @@ import triton
 from ..device.waits import waiter_number
 from ..machines import LinkRates
 from .accumulate import accumulate_kernel
+from .arguments import CollectiveForm, TensorParts, UnitForm
 from .flags import LANES, flags_kernel
 from .lamport import lamport_kernel
 from .plan import Plan, part_of, units_of
@@ -65,9 +65,11 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
     else:  # a collective that only copies has no staging
         staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
     half = staging.numel() // 2
+    rows = _rows(problem, out, inp)
+    source, target = _parts(problem, plan, out, inp, *rows)
     args = dict(
-        inp=inp,
-        out=out,
+        inp=source,
+        out=target,
         staging=staging,
         flags=area.flags,
         sync=area.sync,
@@ -76,17 +78,14 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
         chunk_units=plan.chunk,
         half_elements=half,
         half_flags=(area.flags.numel() - _table(problem)) // 2,
-        **_cuts(problem, plan, out, inp),
-        BLOCK=plan.block,
-        INTERLEAVED=plan.interleaved,
-        TILE_N=plan.tile_n or 1,
-        GROUP_M=plan.group_m,
+        unit_form=_unit_form(problem, plan, *rows),
+        form=CollectiveForm(
+            SCATTER=problem.op != ALL_GATHER and plan.variant != "one_shot",
+            REDUCE=problem.reduces,
+            GATHER=_gathers(problem, plan),
+        ),
         RINGS=plan.rings,
         LOCKED=plan.variant == "spinlock",
-        SCATTER=problem.op != ALL_GATHER and plan.variant != "one_shot",
-        REDUCE=problem.reduces,
-        GATHER=_gathers(problem, plan),
-        ONE_OUT=problem.op == REDUCE_SCATTER and not problem.cols,
         WORLD_SIZE=problem.world_size,
         WAITER=waiter_number(problem.op),
     )
@@ -137,39 +136,49 @@ def _wide(problem: Problem) -> torch.dtype:
     return torch.int64 if problem.dtype == torch.int64 else torch.int32
 
 
-def _cuts(problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """Return how the two tensors are cut."""
-    op, w, n = problem.op, problem.world_size, problem.n
+def _rows(problem: Problem, out: torch.Tensor, inp: torch.Tensor) -> tuple[Rows, Rows]:
+    """Return how `inp` and `out` lie in memory."""
+    op = problem.op
     by_columns = op == ALL_TO_ALL or problem.cols > 0
-    source, target = (rows_of(op, name, t, by_columns) for name, t in (("inp", inp), ("out", out)))
+    return rows_of(op, "inp", inp, by_columns), rows_of(op, "out", out, by_columns)
+
+
+def _parts(
+    problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor, source: Rows, target: Rows
+) -> tuple[TensorParts, TensorParts]:
+    """Return how `inp` and `out`, whose rows are `source` and `target`, are divided into parts."""
+    op, w, n = problem.op, problem.world_size, problem.n
     if op == ALL_TO_ALL:
-        cut: dict[str, Any] = dict(n=problem.part, share=0, limit=problem.part)
-        width = source.cols // w
-        return _view("in", source, width, step=width * source.stride_col, **cut) | _view(
-            "out", target, width, step=width * target.stride_col, **cut
+        width, part = source.cols // w, problem.part
+        source_step, target_step = width * source.stride_col, width * target.stride_col
+        return (
+            _tensor_parts(inp, source, part, 0, part, cols=width, part_step=source_step),
+            _tensor_parts(out, target, part, 0, part, cols=width, part_step=target_step),
         )
     if problem.cols:
-        cut = dict(n=n, share=_units(problem, plan), limit=0, tiles=True)
-        return _view("in", source, **cut) | _view("out", target, **cut)
-    share = part_of(problem, plan.variant)
+        share = _units(problem, plan)
+        return _tensor_parts(inp, source, n, share, 0), _tensor_parts(out, target, n, share, 0)
     if op == ALL_GATHER:
-        return _view("in", source, n=n, share=0, limit=n) | _view("out", target, n=n * w, share=n, limit=n)
-    cut = dict(share=share, limit=share)
-    return _view("in", source, n=n, **cut) | _view("out", target, n=n if op == ALL_REDUCE else out.numel(), **cut)
+        return _tensor_parts(inp, source, n, 0, n), _tensor_parts(out, target, n * w, n, n)
+    share, out_n = part_of(problem, plan.variant), n if op == ALL_REDUCE else out.numel()
+    return _tensor_parts(inp, source, n, share, share), _tensor_parts(out, target, out_n, share, share)
 
 
-def _view(
-    name: str, rows: Rows, cols: int = 0, *, n: int, share: int, limit: int, step: int = 0, tiles: bool = False
-) -> dict:
-    letter = name[0]
-    layout = TILES if tiles else FLAT if rows.flat else ROWS
-    return {
-        f"{name}_n": n,
-        f"{name}_cols": cols or rows.cols,
-        f"stride_{letter}m": rows.stride_row,
-        f"stride_{letter}n": rows.stride_col,
-        f"{name}_share": share,
-        f"{name}_limit": limit,
-        f"{name}_step": step,
-        f"{name.upper()}_LAYOUT": layout.value,
-    }
+def _tensor_parts(
+    t: torch.Tensor, rows: Rows, n: int, share: int, limit: int, cols: int = 0, part_step: int = 0
+) -> TensorParts:
+    return TensorParts(t, n, cols or rows.cols, rows.stride_row, rows.stride_col, share, limit, part_step)
+
+
+def _unit_form(problem: Problem, plan: Plan, source: Rows, target: Rows) -> UnitForm:
+    """Return how `inp` and `out`, whose rows are `source` and `target`, are divided into units."""
+    layouts = [(TILES if problem.cols else FLAT if rows.flat else ROWS).value for rows in (source, target)]
+    return UnitForm(
+        BLOCK=plan.block,
+        IN_LAYOUT=layouts[0],
+        OUT_LAYOUT=layouts[1],
+        INTERLEAVED=plan.interleaved,
+        ONE_OUT=problem.op == REDUCE_SCATTER and not problem.cols,
+        TILE_N=plan.tile_n or 1,
+        GROUP_M=plan.group_m,
+    )

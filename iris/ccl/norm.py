@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ from ..device.waits import waiter_number
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..heap import check_memory, check_tensor, check_written, span
 from ..transforms import check_undifferentiated
+from .arguments import NormForm
 from .config import Config
 from .plan import plan
 from .problem import ALL_REDUCE, Problem
@@ -73,11 +75,14 @@ def _finish(h, out, weight, scale, c, inside, eps, N, HAS_SCALE: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def all_reduce_norm_kernel(
     inp, residual, total, out, weight, scale, staging, sync, ctx_ptr, M, N, stride_im, stride_rm, stride_tm, stride_om,
-    eps, half_elements, BLOCK: tl.constexpr, TWO_SHOT: tl.constexpr, HAS_SCALE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    WAITER: tl.constexpr,
+    eps, half_elements, form: tl.constexpr, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr,
 ):  # fmt: skip
+    # form: `NormForm`.
     # staging: two halves, by the epoch's parity, of Lamport values [source rank, row, N]; with TWO_SHOT a source sends
     # each owner that owner's rows only, and the sums follow as [row, N].
+    BLOCK: tl.constexpr = form.BLOCK
+    TWO_SHOT: tl.constexpr = form.TWO_SHOT
+    HAS_SCALE: tl.constexpr = form.HAS_SCALE
     dtype: tl.constexpr = inp.dtype.element_ty
     first, step = tl.program_id(0), tl.num_programs(0)
     c = tl.arange(0, BLOCK)
@@ -229,6 +234,12 @@ def rows_at_once(rows: int, columns: int, dtype: torch.dtype, world_size: int) -
     return max(1, min(rows, _MAX_STAGED // staged_bytes(1, columns, dtype, world_size)))
 
 
+@cache
+def _form(block: int, two_shot: bool, has_scale: bool) -> NormForm:
+    """Return the same object each time, so that a later call builds none."""
+    return NormForm(block, two_shot, has_scale)
+
+
 def arguments(
     area: Area, context: torch.Tensor, world_size: int, machine: LinkRates, tensors: Tensors, eps: float
 ) -> dict:
@@ -254,9 +265,7 @@ def arguments(
         stride_om=tensors.out.stride(0),
         eps=float(eps),
         half_elements=staging.numel() // 2,
-        BLOCK=triton.next_power_of_2(N),
-        TWO_SHOT=two_shot(M, N, inp.dtype, world_size, machine),
-        HAS_SCALE=scale is not None,
+        form=_form(triton.next_power_of_2(N), two_shot(M, N, inp.dtype, world_size, machine), scale is not None),
         WORLD_SIZE=world_size,
         WAITER=waiter_number(OP),
     )

@@ -24,7 +24,7 @@ from ..device.places import elsewhere, place_of, publish_elsewhere
 from ..device.sync import advance, next_epoch, signal, wait
 from .flags import LANES
 from .lamport import rounded
-from .view import View
+from .view import equal_views
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -36,26 +36,15 @@ def ring_kernel(
     sync,
     ctx_ptr,
     units,
-    in_n,
-    in_cols,
-    stride_im,
-    stride_in,
-    in_share,
-    out_cols,
-    stride_om,
-    stride_on,
-    BLOCK: tl.constexpr,
-    IN_LAYOUT: tl.constexpr,
-    OUT_LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    unit_form: tl.constexpr,
     RINGS: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     WAITER: tl.constexpr,
 ):
     # staging: partial sums [step, unit, BLOCK]; flags: places [direction, LANES] of int64, then [ring, step, LANES],
     # w - 1 steps for partial sums, then for sums
-    source = View(inp, in_n, in_cols, stride_im, stride_in, in_share, in_share, 0, IN_LAYOUT, INTERLEAVED, 1, 1)
-    target = View(out, in_n, out_cols, stride_om, stride_on, in_share, in_share, 0, OUT_LAYOUT, INTERLEAVED, 1, 1)
+    BLOCK: tl.constexpr = unit_form.BLOCK
+    source, target = equal_views(inp, out, inp.share, inp.share, unit_form)
     STEPS: tl.constexpr = WORLD_SIZE - 1
     wide: tl.constexpr = staging.dtype.element_ty
     epoch = next_epoch(sync)
@@ -79,14 +68,14 @@ def ring_kernel(
         arrived = flags + 4 * LANES + ring * (2 * STEPS * LANES) + lane
         if WORLD_SIZE > 1:
             if ring < 2:
-                ctx.store(place, place_of(ctx, out), following)
+                ctx.store(place, place_of(ctx, out.data), following)
         for step in range(WORLD_SIZE):
             # part `rank` goes first; at the last step, what arrives is the sum of all others
             part = (rank + step * (WORLD_SIZE - forward)) % WORLD_SIZE
             if step > 0:
                 ok = wait(ctx, arrived + (step - 1) * LANES, epoch, before, WAITER, exact=True) and ok
                 if ok & (ring < 2):
-                    other = elsewhere(ctx, place, out, before, WAITER)
+                    other = elsewhere(ctx, place, out.data, before, WAITER)
                     if other >= 0:
                         publish_elsewhere(ctx, place, other, following)
                         for later in range(step, 2 * STEPS):
@@ -103,7 +92,7 @@ def ring_kernel(
                         spot = (tl.cast(step, tl.int64) * units + unit) * BLOCK
                         tl.store(remote(ctx, staging + spot + element, bases, following), total, mask=mask)
                     else:
-                        result = rounded(total, inp.dtype.element_ty)
+                        result = rounded(total, inp.data.dtype.element_ty)
                         pointers, _ = target.place(part, unit, BLOCK, WORLD_SIZE)
                         tl.store(pointers, result, mask=mask)
                         tl.store(remote(ctx, pointers, bases, following), result, mask=mask)

@@ -98,20 +98,24 @@ class View:
 
 
 @device_function
-def views(
-    inp,
-    out,
-    IN_LAYOUT: tl.constexpr,
-    OUT_LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ONE_OUT: tl.constexpr,
-    TILE_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Return the views of `inp` and `out`, each given as a tuple of its first fields.
+def views(inp, out, form: tl.constexpr):
+    """Return the views of `inp` and `out`, two `TensorParts`, in units of `form`, a `UnitForm`."""
+    INTERLEAVED: tl.constexpr = form.INTERLEAVED
+    ONE_OUT: tl.constexpr = form.ONE_OUT
+    source = View(*inp, form.IN_LAYOUT, INTERLEAVED, form.TILE_N, form.GROUP_M)
+    target = View(*out, form.OUT_LAYOUT, INTERLEAVED and not ONE_OUT, form.TILE_N, form.GROUP_M)
+    return source, target
 
-    With ONE_OUT, `out` is this rank's part.
-    """
-    source = View(*inp, IN_LAYOUT, INTERLEAVED, TILE_N, GROUP_M)
-    target = View(*out, OUT_LAYOUT, INTERLEAVED and not ONE_OUT, TILE_N, GROUP_M)
+
+@device_function
+def equal_views(inp, out, share, limit, form: tl.constexpr):
+    """Return the views of an all-reduce, whose two tensors have the same parts; the compiler then compares once."""
+    source = View(
+        inp.data, inp.n, inp.cols, inp.stride_row, inp.stride_col, share, limit, 0,
+        form.IN_LAYOUT, form.INTERLEAVED, form.TILE_N, form.GROUP_M,
+    )  # fmt: skip
+    target = View(
+        out.data, inp.n, out.cols, out.stride_row, out.stride_col, share, limit, 0,
+        form.OUT_LAYOUT, form.INTERLEAVED, form.TILE_N, form.GROUP_M,
+    )  # fmt: skip
     return source, target

@@ -71,12 +71,35 @@ class Combine(NamedTuple):
     stride_sn: Any
 
 
-class Between(NamedTuple):
-    """Memory that programs of a rank share: `products` [pairs, ld]; `counts`, initially zero, one a block of
-    columns."""
+class DownMemory(NamedTuple):
+    """Memory that `moe_lamport_down_kernel` uses apart from its operands and its result.
+
+    Programs of a rank share `products` [pairs, ld], and `counts`, initially zero, one a block of columns. lamport: two
+    buffers (`LamportMemory`) for what ranks exchange; sync: [epoch, finished].
+    """
 
     products: Any
     counts: Any
+    lamport: Any
+    sync: Any
+
+
+class Sizes(NamedTuple):
+    """The columns N and the depth K of an expert's weight."""
+
+    N: Any
+    K: Any
+
+
+@dataclass(frozen=True)
+class ScoringForm:
+    """The constants of a `Scoring`. KIND: index in `KINDS`; KEPT of GROUPS, each scored by its BEST highest scores."""
+
+    KIND: int
+    NORMALISED: bool
+    GROUPS: int
+    KEPT: int
+    BEST: int
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import triton.language as tl
 from ..kernels.lamport_steps import exchange_of
 from ..kernels.launching import lamport_memory
 from ..planning.workspace_size import exchange_ld
-from .arguments import Between, DownForm, combine_of
+from .arguments import DownForm, DownMemory, Sizes, combine_of
 from .coded import experts_of
 from .combine import combined
 from .grouped import PairRows, bias_of, check_pairs, pair_block, product, same_expert, sorted_block
@@ -52,12 +52,12 @@ _TOKENS = 16  # that are added up at once
 
 @triton.jit(do_not_specialize=["pairs", "experts", "blocks", "tokens"])
 def moe_lamport_down_kernel(
-    a, b, scale, bias, choice, between, combine, out, lamport, sync, ctx_ptr, pairs, experts, blocks, tokens, N, K,
-    strides, tile: tl.constexpr, form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
+    a, b, scale, bias, choice, combine, out, memory, ctx_ptr, pairs, experts, blocks, tokens, sizes, strides,
+    tile: tl.constexpr, form: tl.constexpr, codes: tl.constexpr, widen: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
     """Multiply by the down projection, combine each token's products, and exchange the sums as Lamport values.
 
-    `blocks`: the most blocks of rows. lamport: two buffers (`lamport_steps.py`); sync: [epoch, finished].
+    `blocks`: the most blocks of rows. memory: a `DownMemory`.
     """
     arch.follow()
     BLOCK_M: tl.constexpr = tile.BLOCK_M
@@ -68,8 +68,9 @@ def moe_lamport_down_kernel(
     ONE_TILE: tl.constexpr = form.ONE_TILE
     WORLD_SIZE: tl.constexpr = world.WORLD_SIZE
     WAITER: tl.constexpr = world.WAITER
-    products, counts, ld = between.products, between.counts, lamport.ld
-    B = experts_of(b, scale, K, N, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
+    products, counts, lamport, sync = memory.products, memory.counts, memory.lamport, memory.sync
+    N, ld = sizes.N, lamport.ld
+    B = experts_of(b, scale, sizes.K, N, strides, tile.B_TRANSPOSED, codes, widen, a.dtype.element_ty)
     dtype: tl.constexpr = out.dtype.element_ty
     own_rank = (tl.load(ctx_ptr), tl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
@@ -127,10 +128,12 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     _, known = arguments(ctx, problem, config, tensors.product(products, ctx.cur_rank))
     across = triton.cdiv(problem.N, config.block_n)
     known |= dict(
-        between=Between(products, workspace.local("moe counts", 4 * across).view(torch.int32)),
-        combine=combine_of(tensors.weights, tensors.shared), out=tensors.out,
-        lamport=lamport_memory(workspace, problem.dtype, problem.N), sync=workspace.exchange_sync,
-        tokens=problem.M,
+        memory=DownMemory(
+            products, workspace.local("moe counts", 4 * across).view(torch.int32),
+            lamport_memory(workspace, problem.dtype, problem.N), workspace.exchange_sync,
+        ),
+        combine=combine_of(tensors.weights, tensors.shared), out=tensors.out, tokens=problem.M,
+        sizes=Sizes(problem.N, problem.K),
         strides=known["strides"]._replace(om=tensors.out.stride(0), on=tensors.out.stride(1)),
         form=DownForm(
             known["form"].SORTED, known["form"].SEARCHED, problem.experts.top_k, problem.M <= _TOKENS, _TOKENS

@@ -7,6 +7,8 @@ program has all tokens, it goes on to sort them by expert, as `routing.py` does,
 
 from __future__ import annotations
 
+from functools import cache
+
 from iris.device import arch
 from iris.device.function import device_function
 from iris.errors import ArgumentError, DtypeError, ShapeError
@@ -18,6 +20,7 @@ from ..checks import check_kind
 from ..planning.experts import MOST_CHOSEN, MOST_EXPERTS
 from ..problem import DTYPES
 from ..steps import Run
+from .arguments import ScoringForm
 from .routing import Routing
 from .scoring import KINDS, Scoring
 
@@ -75,16 +78,16 @@ def _sort_pairs(chosen, order, offsets, pairs, experts, BINS: tl.constexpr, MOST
 @triton.jit(do_not_specialize=["tokens", "stride"])
 def moe_choose_kernel(
     logits, bias, chosen, weights, order, offsets, tokens, stride, SCALE, EPSILON, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, BINS: tl.constexpr, T: tl.constexpr, KIND: tl.constexpr,
-    NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, BINS: tl.constexpr, T: tl.constexpr, form: tl.constexpr, HAS_BIAS: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
     """Choose experts by logits [tokens, EXPERTS]: chosen and weights [tokens, TOP_K], the highest score first.
 
-    KIND: index in `KINDS`. bias [EXPERTS] is added to scores for the choice only. SORTED: 0, or one program has all
+    form: a `ScoringForm`. bias [EXPERTS] is added to scores for the choice only. SORTED: 0, or one program has all
     tokens, and sorts up to so many pairs: order [tokens * TOP_K], offsets [EXPERTS + 1].
     """
     arch.follow()
+    KIND: tl.constexpr = form.KIND
     t, e = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, BINS)
     known = (e < EXPERTS)[None, :]
     there = (t < tokens)[:, None] & known
@@ -96,8 +99,8 @@ def moe_choose_kernel(
     if HAS_BIAS:
         values += tl.load(bias + e, mask=e < EXPERTS, other=0.0).to(tl.float32)[None, :]
     values = tl.where(values == values, values, float("inf"))  # torch's top-k, too, takes NaN for the highest
-    if GROUPS > 1:
-        values = _of_kept_groups(values, T, BINS, GROUPS, KEPT, BEST)
+    if form.GROUPS > 1:
+        values = _of_kept_groups(values, T, BINS, form.GROUPS, form.KEPT, form.BEST)
     # all results stay where the scores are, by expert: what a row chooses is found by its rank, and moves in the store
     rank = tl.where(known, tl.full((T, BINS), OPEN, tl.int32), OPEN - 1)
     for number in tl.static_range(TOP_K):
@@ -108,7 +111,7 @@ def moe_choose_kernel(
         among = tl.where(is_chosen if KIND == 2 else known, x, float("-inf"))
         weight = tl.exp(among - tl.max(among, 1)[:, None])
         weight = weight / tl.sum(weight, 1)[:, None]
-    if NORMALISED:
+    if form.NORMALISED:
         weight = weight / (tl.sum(tl.where(is_chosen, weight, 0.0), 1) + EPSILON)[:, None]
     weight *= SCALE
     arch.lead()
@@ -149,6 +152,13 @@ def _check(
             raise DtypeError(f"{CHOOSE}: bias has dtype {bias.dtype}; expected one of {', '.join(map(str, DTYPES))}")
 
 
+@cache
+def _form_of(scoring: Scoring) -> ScoringForm:
+    """Return the constants of `scoring`."""
+    kind = KINDS.index(scoring.kind)
+    return ScoringForm(kind, scoring.normalised, scoring.groups, scoring.kept_groups, scoring.group_best)
+
+
 def choose(
     run: Run, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, dtype: torch.dtype,
     sort: bool,
@@ -171,10 +181,8 @@ def choose(
     args = dict(
         logits=logits, bias=bias, chosen=routed.chosen, weights=weights, order=routed.rows if sorts else None,
         offsets=routed.offsets if sorts else None, tokens=tokens, stride=logits.stride(0), SCALE=float(scoring.scale),
-        EPSILON=float(scoring.epsilon), EXPERTS=experts, TOP_K=top_k, BINS=bins, T=rows,
-        KIND=KINDS.index(scoring.kind), NORMALISED=scoring.normalised, GROUPS=scoring.groups,
-        KEPT=scoring.kept_groups, BEST=scoring.group_best, HAS_BIAS=bias is not None,
-        SORTED=MOST_SORTED if sorts else 0,
+        EPSILON=float(scoring.epsilon), EXPERTS=experts, TOP_K=top_k, BINS=bins, T=rows, form=_form_of(scoring),
+        HAS_BIAS=bias is not None, SORTED=MOST_SORTED if sorts else 0,
     )  # fmt: skip
     # one warp where several programs work: its threads reduce a row without waiting for others
     warps = max(1, min(16, rows * bins // 1024))
