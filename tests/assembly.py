@@ -205,7 +205,7 @@ def unguarded_hand_overs(kernel: Kernel) -> list[str]:
     and the finished tile, of which one thread says that all have stored or read it.
     """
     steps = [line for line in kernel.lines if re.search(r"wgmma\.wait_group|bar\.sync|expect_tx", line)]
-    read = [index for index, line in enumerate(steps) if re.search(r"wait_group\S*\s+1;", line)]
+    read = [index for index, line in enumerate(steps) if re.search(r"wait_group\S*\s+[1-9];", line)]
     wrong = [f"{steps[index + 1]} after {steps[index]}" for index in read if "bar.sync" not in steps[index + 1]]
     uses = [
         line
