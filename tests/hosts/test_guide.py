@@ -20,7 +20,7 @@ from tests.processes import ROOT, patient
 pytestmark = [needs_namespaces(), pytest.mark.slow]
 
 _SETUP, _FIRST, _SECOND = re.findall(
-    r"```bash\n(ip .*?)```", (ROOT / "docs" / "guides" / "several-hosts.md").read_text(), re.DOTALL
+    r"```bash\n((?:# .*?\n)?ip .*?)```", (ROOT / "docs" / "guides" / "several-hosts.md").read_text(), re.DOTALL
 )
 
 
