@@ -79,7 +79,8 @@ def _models(rank: int, world_size: int, inside: int, names: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    "inside, names", [(2, MIXTURES), (3, MIXTURES), pytest.param(2, ("deepseek_v3",), marks=pytest.mark.slow)]
+    "inside, names",
+    [(2, MIXTURES), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, MIXTURES), (2, ("deepseek_v3",))))],
 )
 def test_models_over_two_hosts(inside: int, names: tuple[str, ...]) -> None:
     for end in run_hosts((inside, inside), _models, inside, names, env=SHORT, timeout=300):

@@ -343,7 +343,7 @@ def portable_body(ctx, folder: str) -> tuple[torch.Tensor, torch.Tensor, int, st
     ("ct_fp8_channel", 4), ("ct_fp8_tensor", 4), ("fp8_block", 4), ("ct_mxfp4", 4), ("ct_nvfp4", 4), ("ct_int8", 4),
     ("ct_int4_32", 4), ("ct_int4_channel", 4), ("awq", 4), ("gptq_v2", 4), ("gptq_ordered", 2),
 ])  # fmt: skip
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_kept_weights_give_the_same_bits_on_any_number_of_ranks(tmp_path: Path, format: str, count: int) -> None:
     folder = written(tmp_path, format, OF_LEAVES)
     results = [each for world_size in (1, 2, 3) for each in run_ranks(world_size, portable_body, str(folder))]
