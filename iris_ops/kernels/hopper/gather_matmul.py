@@ -249,8 +249,7 @@ class _Alone:
 
 def _arguments(problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor) -> dict:
     out, A, B, bias, scale = tensors
-    movers = operands.FEWER_MOVER_WARPS if problem.weights.group else operands.MOVER_WARPS
-    args = operands.arguments(A, B, bias, config, False, problem.weights, scale, movers)
+    args = operands.arguments(A, B, bias, config, False, problem.weights, scale, operands.FEWER_MOVER_WARPS)
     if (matrices := problem.epilogue.matrices) > 1:
         width = config.block_n // matrices
         args |= dict(

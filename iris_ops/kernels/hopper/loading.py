@@ -3,7 +3,7 @@
 A load is one instruction of one thread, STAGES - 1 blocks ahead and across tiles. Either the MMA warps load: they know
 when a place is free. Or a loader does, a warp of its own. Then MMA warps only say which places are free, and nothing
 that they do is ordered with a load: neither their reads of shared memory nor those of memory. So products that read
-scales or codes need a loader. It takes the place of two of the mover warps, since a program has no more registers.
+scales or codes need a loader. Beside large tiles it takes the place of two mover warps, for want of registers.
 
 A step along K has a block of B and BLOCKS blocks of A, each with its own place.
 """

@@ -83,11 +83,13 @@ def arguments(
 ) -> dict:
     """Return what all kernels warp-specialised are given: operands, blocks, and, as layouts, which thread holds what.
 
-    `folds`: as in `descriptors.rows_operand`. `movers`: mover warps; with fewer than four a loader takes their place.
+    `folds`: as in `descriptors.rows_operand`. `movers`: how many mover warps suffice, where a loader takes the place of
+    two: for weights that are stored as codes, or with scales of blocks. Large tiles leave no registers for more.
     """
-    of_codes = weights.widened_in_tiles or weights.scales_blocks
-    if of_codes and _is_large(config):
-        movers = FEWER_MOVER_WARPS  # for a loader: MMA warps have no registers left for more warps
+    if not (weights.widened_in_tiles or weights.scales_blocks):
+        movers = MOVER_WARPS
+    elif _is_large(config):
+        movers = FEWER_MOVER_WARPS
     if weights.widened_in_tiles:
         return _of_codes(A, B, bias, config, weights, scale, movers)
     stored = as_stored(B)
