@@ -137,11 +137,11 @@ def gate_up(
     ctx.ops.moe_gate_up(new(tokens * 8, 1024), new(tokens, 2048), B, chosen, **options)
 
 
-def down(ctx: Any, tokens: int, weights: str = "", bias: bool = False, **options: Any) -> None:
-    weight, options["scale"] = stored(weights, 2048, 1024, 128) if weights else (new(128, 2048, 1024), None)
+def down(ctx: Any, tokens: int, weights: str = "", K: int = 1024, bias: bool = False, **options: Any) -> None:
+    weight, options["scale"] = stored(weights, 2048, K, 128) if weights else (new(128, 2048, K), None)
     chosen, factors, shared = new(tokens, 8, dtype=INT32), new(tokens, 8, dtype=FP32), new(tokens, 2048)
     options |= dict(bias=new(128, 2048) if bias else None, shared=shared)
-    ctx.ops.moe_down_all_reduce(new(tokens, 2048), new(tokens * 8, 1024), weight.mT, chosen, factors, **options)
+    ctx.ops.moe_down_all_reduce(new(tokens, 2048), new(tokens * 8, K), weight.mT, chosen, factors, **options)
 
 
 def choose(ctx: Any, tokens: int, experts: int, scoring: tuple = (), bias: bool = False) -> None:

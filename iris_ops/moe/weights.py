@@ -64,8 +64,10 @@ def stored(B: torch.Tensor, scale: torch.Tensor | None) -> Stored:
     packing = PACKINGS[format.packing]
     word = torch.uint8 if packing.per_element == 1 else torch.int32
     rows = B.transpose(1, 2)
-    # a weight without rows or columns may have strides of which no words are made
-    words = rows.view(word) if rows.numel() else rows.new_empty(*rows.shape[:2], 0, dtype=word)
+    # A weight without elements may have strides of which no words are made. Its own are constants here: where both of a
+    # matrix are 1, Triton 3.6 fails to compile.
+    empty = (*rows.shape[:2], 0), (0, 0, 1)
+    words = rows.view(word) if rows.numel() else rows.new_empty(0, dtype=word).as_strided(*empty)
     elements = words.transpose(1, 2)
     packed = packing.per_element * word.itemsize // packing.dtype.itemsize
     cut = lies_by_lines(format)
