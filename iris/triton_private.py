@@ -102,10 +102,16 @@ def program_threads(_semantic: Any = None) -> Any:
 
 @core.builtin
 def warp_specialize(partitions: Any, warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None) -> Any:
-    """Run each partition, (function, arguments), in its own warps, as Gluon's function does; skip those of no warps."""
+    """Run each partition, (function, arguments), in its own warps, as Gluon's function does; skip those of no warps.
+
+    An argument that is no value of the compiler, as a field of a constant is none, becomes a constant.
+    """
     counts = [core._unwrap_if_constexpr(count) for count in warps]
     some = [i for i, count in enumerate(counts) if count]
-    chosen = [partitions[0]] + [partitions[1 + i] for i in some]
+    chosen = [
+        (function, core.tuple([each if hasattr(each, "_flatten_ir") else core.constexpr(each) for each in arguments]))
+        for function, arguments in [partitions[0]] + [partitions[1 + i] for i in some]
+    ]
     return _gl.warp_specialize(
         chosen, [counts[i] for i in some], [registers[i] for i in some], _semantic=_semantic, _generator=_generator
     )

@@ -156,7 +156,8 @@ def run(args: argparse.Namespace, logs: Path, heap: int, share: Share, turn: str
     summary = re.findall(r"(\d+ (?:passed|failed|skipped|errors?)\b.*?) in [\d.]+s", text) or ["no result"]
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)))
     failed += list(dict.fromkeys(re.findall(r"^E  .*", text, re.M)))[:_REASONS]
-    empty = share.number > 1 and not failed and "no tests ran" in text  # of a file with fewer tests than shares
+    # of a file with fewer tests than shares
+    empty = share.number > 1 and not failed and re.search(r"no tests ran|^\d+ deselected in", text, re.M) is not None
     if code and not failed and not empty:  # all tests passed, and then a rank did not end as it should
         failed = [f"exit code {code}", *[line for line in text.splitlines() if line.strip()][-_REASONS:]]
     outcome = f"not done after {args.time_limit:.0f} s" if code is None else summary[0]

@@ -1,7 +1,7 @@
 """Arguments of kernels, in groups: constants as frozen dataclasses, values of one call as named tuples.
 
 A kernel assigns a field of a constant to a name (`BLOCK_M: tl.constexpr = tile.BLOCK_M`) where it goes into a
-tuple, such as a shape, to `static_range` or to `warp_specialize`: the field alone is a plain number there.
+tuple, such as a shape, or to `static_range`: the field alone is a plain number there.
 
 Triton compiles a kernel once for each set of constants. Integers in a named tuple are specialised as arguments of their
 own are: on 1, and on multiples of 16. So a size that must not be, such as M of a decode step, stays an argument of its

@@ -143,8 +143,6 @@ def hopper_gather_matmul_kernel(
     `activation`, b describes two matrices, [2, N, K], whose columns it joins, and out is still [M, N]. flags: [rank];
     passed: the value of a rank's flag once its rows have arrived.
     """
-    MOVE: gl.constexpr = pipeline.MOVE
-    WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     width: gl.constexpr = tile.BLOCK_N if activation is None else tile.BLOCK_N // 2
     num_m, num_n = gl.cdiv(part_rows, tile.BLOCK_M), gl.cdiv(N, width)
@@ -157,9 +155,9 @@ def hopper_gather_matmul_kernel(
     C = Matrix(out, M, N, stride_om, 1)
     warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, WAITER)),
-            (_store_tiles, (shared, work, C, activation, MOVE)),
-            (load_ahead, (ctx, work, shared, WAITER)),
+            (multiply_tiles, (ctx, work, shared, Unshared(out), epilogue, C, 0, True, world.WAITER)),
+            (_store_tiles, (shared, work, C, activation, pipeline.MOVE)),
+            (load_ahead, (ctx, work, shared, world.WAITER)),
         ],
         [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
         [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],

@@ -260,7 +260,6 @@ def _specialise(
     tile: gl.constexpr, pipeline: gl.constexpr, LEAVES: gl.constexpr, WAITER: gl.constexpr,
 ):  # fmt: skip
     """Start the MMA warps, which multiply the tiles of `work` in turn, and the mover warps, which run `MOVED`."""
-    MOVE: gl.constexpr = pipeline.MOVE
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
     leaves: gl.constexpr = None
@@ -274,7 +273,7 @@ def _specialise(
                 _move_tiles,
                 (
                     ctx, work, shared, C, epilogue.bias, half, sync, part_rows, lamport.ld, epoch, spread, MOVED,
-                    LEAVES, MOVE, WAITER,
+                    LEAVES, pipeline.MOVE, WAITER,
                 ),
             ),
             (load_ahead, (ctx, work, shared, WAITER)),

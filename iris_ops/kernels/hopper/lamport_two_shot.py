@@ -204,7 +204,6 @@ def lamport_two_shot_kernel(
     a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in
     `lamport_matmul_kernel`.
     """
-    WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     epoch = gl.load(sync) + 1
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
@@ -215,12 +214,12 @@ def lamport_two_shot_kernel(
     work = Work(a, b, NOWHERE, mma_of(a, b, epilogue, tile, pipeline, N, K), units, tiles)
     shared = allocate(a, b, out.dtype.element_ty, tile, pipeline)
     C = Matrix(out, M, N, stride_om, 1)
-    exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, WAITER)
+    exchange = TwoShot(ctx, C, epilogue.bias, half, sums, part_rows, lamport.ld, epoch, pipeline.MOVE, world.WAITER)
     warp_specialize(
         [
             (_multiply_and_take, (work, shared, epilogue, exchange, TAKE)),
             (_move_tiles, (work, shared, exchange, sync, spread, OWNED, SUMMED)),
-            (load_ahead, (ctx, work, shared, WAITER)),
+            (load_ahead, (ctx, work, shared, world.WAITER)),
         ],
         [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
         [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],

@@ -81,8 +81,6 @@ def hopper_matmul_gather_kernel(
     kernel.
     """
     row_step, col_step = step.rows, step.cols
-    MOVE: gl.constexpr = pipeline.MOVE
-    WAITER: gl.constexpr = world.WAITER
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     num_m = gl.cdiv(max(M, row_step), tile.BLOCK_M)
     num_n = gl.cdiv(max(N, col_step), tile.BLOCK_N)
@@ -95,9 +93,9 @@ def hopper_matmul_gather_kernel(
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, WAITER)),
-            (_push_tiles, (ctx, shared, work, out, C, sync, spread, MOVE, WAITER)),
-            (load_ahead, (ctx, work, shared, WAITER)),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, True, world.WAITER)),
+            (_push_tiles, (ctx, shared, work, out, C, sync, spread, pipeline.MOVE, world.WAITER)),
+            (load_ahead, (ctx, work, shared, world.WAITER)),
         ],
         [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
         [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],

@@ -197,8 +197,6 @@ def hopper_matmul_reduce_kernel(
     a, b: descriptors of A [M, K] and of B [K, N] or, with `B_TRANSPOSED`, [N, K]; the others are as in the portable
     kernel.
     """
-    MOVE: gl.constexpr = pipeline.MOVE
-    WAITER: gl.constexpr = world.WAITER
     ALL_REDUCE: gl.constexpr = form.ALL_REDUCE
     ctx = own_context(ctx_ptr, world.WORLD_SIZE, world.TRACING)
     tiles = OwnedTiles(
@@ -212,15 +210,15 @@ def hopper_matmul_reduce_kernel(
     epoch = next_epoch(sync)  # `leave` advances it when all tiles have been moved
     warp_specialize(
         [
-            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, WAITER)),
+            (multiply_tiles, (ctx, work, shared, joins, epilogue, C, epoch, False, world.WAITER)),
             (
                 _move_tiles,
                 (
-                    ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, MOVE,
-                    WAITER,
+                    ctx, shared, work, epilogue.bias, C, staged, sync, spread, ALL_REDUCE, pipeline.MOVE,
+                    world.WAITER,
                 ),
             ),
-            (load_ahead, (ctx, work, shared, WAITER)),
+            (load_ahead, (ctx, work, shared, world.WAITER)),
         ],
         [pipeline.MOVER_WARPS, pipeline.LOADER_WARPS],
         [pipeline.MOVER_REGISTERS, pipeline.LOADER_REGISTERS],
