@@ -5,12 +5,15 @@ start, decode steps after prompts of 128 tokens, and first tokens of `--prompts`
 random and the same in both. The greedy tokens of 64 prompts are compared: where they differ first, the two largest
 logits must be within the rounding of bfloat16.
 
-The engines run one after the other, or with `--beside` both at once, each on GPUs of its own. Prints a table and writes
-`vllm_plugin_<model>_<gpu>_x<ranks>.json` for each model. vLLM must be installed; its logs go to `--logs`.
+The engines run one after the other, or with `--beside` both at once, each on GPUs of its own. With `--together` all
+models' engines start at once on the same GPUs, and measure one after the other when all are ready. Prints a table and
+writes `vllm_plugin_<model>_<gpu>_x<ranks>.json` for each model. vLLM must be installed; its logs go to `--logs`.
 """
 
 import argparse
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 import datetime
 import importlib.metadata
 import json
@@ -21,12 +24,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import torch
 
 from benchmarks.cases import whole_models
-from benchmarks.cases.vllm_engine import SETTINGS
+from benchmarks.cases.vllm_engine import SETTINGS, cache_bytes
+from benchmarks.cases.vllm_plugin import PROMPT
 from benchmarks.measuring import freshness, report
 from benchmarks.tables import vllm_table
 
@@ -34,6 +39,25 @@ SIDES = ("stock", "plugin")
 ROUNDING = 2.0**-7  # of a logit, relative: a unit in the last place of bfloat16
 _PORTS = 21000, 500  # the first engine's, and between engines
 _running: list[subprocess.Popen] = []
+
+
+class Turns:
+    """Lets engines on the same GPUs measure one at a time, once all of them are ready or have ended.
+
+    The others are stopped meanwhile, since a host that waits for work polls, which takes time from one that launches.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self._started, self._measures = threading.Barrier(engines), threading.Lock()
+
+    @contextmanager
+    def of(self, engine: subprocess.Popen) -> Iterator[None]:
+        """Wait for the turn of `engine`."""
+        self._started.wait()
+        _signal(engine, signal.SIGSTOP)
+        with self._measures:
+            _signal(engine, signal.SIGCONT)
+            yield
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +69,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=_prompts, default="1x128,16x128,1x2048", help="default: %(default)s")
     parser.add_argument("--rounds", type=report.at_least(1), default=3, help="of each figure; default: %(default)s")
     parser.add_argument("--first", choices=SIDES, default="stock", help="which engine starts first, or on GPU 0 on")
-    parser.add_argument("--beside", action="store_true", help="both engines at once, on twice as many GPUs")
+    at_once = parser.add_mutually_exclusive_group()
+    at_once.add_argument("--beside", action="store_true", help="both engines at once, on twice as many GPUs")
+    at_once.add_argument("--together", action="store_true", help="start all engines at once, on the same GPUs")
     parser.add_argument("--engine-limit", type=float, default=400, help="seconds after which an engine starts no row")
     parser.add_argument("--time-limit", type=float, default=1800, help="seconds after which engines are ended")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON files")
@@ -78,11 +104,14 @@ def main(argv: list[str] | None = None) -> None:
     lanes = [[(model, side) for model in args.models for side in sides]]
     if args.beside:
         lanes = [[(model, side) for model in args.models] for side in sides]
+    elif args.together:
+        lanes = [[engine] for engine in lanes[0]]
+    turns = Turns(len(lanes)) if args.together else None
     results: dict[tuple[str, str], dict] = {}
 
     def work(lane: int) -> None:
         for model, side in lanes[lane]:
-            results[model, side] = run_engine(args, model, side, lane, end)
+            results[model, side] = run_engine(args, model, side, lane, end, turns)
             print(_line(model, side, results[model, side]), flush=True)
             if all((model, each) in results for each in SIDES):
                 finish(args, model, {each: results[model, each] for each in SIDES})
@@ -92,8 +121,13 @@ def main(argv: list[str] | None = None) -> None:
         list(pool.map(work, range(len(lanes))))
 
 
-def run_engine(args: argparse.Namespace, model: str, side: str, lane: int, end: float) -> dict:
-    """Start one engine on the GPUs of `lane`, wait for it and return its figures; {"failed": reason} without any."""
+def run_engine(
+    args: argparse.Namespace, model: str, side: str, lane: int, end: float, turns: Turns | None = None
+) -> dict:
+    """Start an engine on the GPUs of `lane`, or on the first if it has a turn, wait for it and return its figures.
+
+    Without any, returns {"failed": reason}.
+    """
     args.logs.mkdir(parents=True, exist_ok=True)
     log, began = args.logs / f"{model}_{side}.log", time.time()
     with tempfile.TemporaryDirectory(prefix=f"vllm-{side}-") as name:
@@ -102,22 +136,36 @@ def run_engine(args: argparse.Namespace, model: str, side: str, lane: int, end: 
         request = {"folder": str(folder / "model"), "out": str(folder / "out.json"), "began": began}
         request |= {key: getattr(args, key) for key in ("ranks", "batches", "prompts", "rounds")}
         request |= {"limit_s": min(args.engine_limit, end - began)}
-        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", **own_settings(folder, lane, args.ranks)}
+        request |= {"ready": str(folder / "ready"), "go": str(folder / "go")}
+        if turns:  # vLLM cannot measure what is free while another engine starts
+            rows = [*((batch, PROMPT) for batch in args.batches), *args.prompts]
+            request |= {"memory": 0.2, "cache": cache_bytes(rows, args.configs[model], args.ranks)}
+        own = own_settings(folder, lane, args.ranks)
+        environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", **own}
+        if turns:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(args.ranks)))
         environment["IRIS_TP_VLLM"] = str(int(side == "plugin"))
         line = [sys.executable, "-m", "benchmarks.cases.vllm_plugin", json.dumps(request)]
         with log.open("w") as file:
             child = subprocess.Popen(line, env=environment, stdout=file, stderr=file, start_new_session=True)
             _running.append(child)
             try:
-                child.wait(max(1.0, end - time.time()))
-            except subprocess.TimeoutExpired:
-                pass
+                _wait(child, end, folder / "ready")
+                with turns.of(child) if turns else nullcontext():
+                    (folder / "go").touch()
+                    _wait(child, end)
             finally:
                 _end(child)
                 _running.remove(child)
         out = folder / "out.json"
         figures = json.loads(out.read_text()) if out.exists() else {"failed": _reason(log, child.returncode)}
     return {**figures, "took_s": round(time.time() - began, 1)}
+
+
+def _wait(child: subprocess.Popen, end: float, ready: Path | None = None) -> None:
+    """Wait until `child` ends or the file `ready` exists, at most until `end`."""
+    while child.poll() is None and time.time() < end and not (ready and ready.exists()):
+        time.sleep(0.05)
 
 
 def own_settings(folder: Path, lane: int, ranks: int) -> dict[str, str]:
@@ -139,11 +187,13 @@ def _end_all(*_: object) -> None:
 
 
 def _end(child: subprocess.Popen) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)  # its ranks, too, which would keep the GPUs' memory
-    except ProcessLookupError:
-        pass
+    _signal(child, signal.SIGKILL)  # its ranks, too, which would keep the GPUs' memory
     child.wait()
+
+
+def _signal(child: subprocess.Popen, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
 
 
 def _reason(log: Path, code: int | None) -> str:
@@ -204,6 +254,7 @@ def finish(args: argparse.Namespace, model: str, sides: dict[str, dict]) -> None
         },
         "commit": freshness.commit(),
         "beside": args.beside,
+        "together": args.together,
         "rounds": args.rounds,
         **({"layers": args.layers} if args.layers else {}),
         "startup_s": {side: each["startup_s"] for side, each in sides.items()},

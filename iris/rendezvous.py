@@ -76,7 +76,7 @@ def gather(
                 raise look.absent(missing[0], "its process ended", len(missing) == 1)
         if time.monotonic() > end:
             late = f"it did not come within {limit_s:g} s (IRIS_TIMEOUT)"
-            stopped = [peer for peer, pid in known.items() if pid and _is_stopped(pid)]
+            stopped = [peer for peer, pid in known.items() if pid and is_stopped(pid)]
             if stopped:
                 raise look.absent(stopped[0], f"its process is stopped; {late}")
             if time.monotonic() > look.since + _STALE_S and 0 in missing:
@@ -167,7 +167,8 @@ def _lost_rank(text: bytes, missing: Sequence[int]) -> int | None:
     return next((rank for rank in missing if text == str(rank).encode()), None)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether the process is stopped, by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -212,7 +213,7 @@ def join_world(backend: str, limit_s: float) -> None:
             if gone and maker.is_alive():
                 raise Absent(gone[0], "its process ended")
             if time.monotonic() > end:
-                stopped = [peer for peer, pid in pids.items() if _is_stopped(pid)]
+                stopped = [peer for peer, pid in pids.items() if is_stopped(pid)]
                 raise Absent(
                     (stopped or [rank])[0], f"a process group was not made within {limit_s:g} s (IRIS_TIMEOUT)"
                 )

@@ -68,7 +68,7 @@ def measure_apart(
         request = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
         request |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
         if len(invariant) > 1:  # else vLLM sees how much memory is free, but not while another takes some
-            request["cache"] = _cache_bytes(rows, config, args.ranks)
+            request["cache"] = cache_bytes(rows, config, args.ranks)
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
         every = [{**request, "fused": fusing and not each, "invariant": each} for each in invariant]
         results = _children(every, Path(folder), args.vllm_limit)
@@ -78,7 +78,7 @@ def measure_apart(
     return results
 
 
-def _cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
+def cache_bytes(rows: Rows, config: Any, ranks: int) -> int:
     """Return the bytes of a rank's keys and values, with a fifth to spare."""
     heads = -(-config.num_key_value_heads // ranks)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.cases.vllm_engine import GRAPHED, STEPS, from_full_queue
+from benchmarks.cases.vllm_engine import GRAPHED, STEPS, from_full_queue, wait_for_turn
 
 GREEDY_PROMPTS, GREEDY_TOKENS = 64, 32
 PROMPT = 128  # tokens before a step that is timed
@@ -116,6 +116,7 @@ def measure(request: dict) -> None:
 
     keep()
     print(f"ready after {report['startup_s']} s", flush=True)
+    wait_for_turn(request)
     for batch in request["batches"]:
         if time.time() - began < request["limit_s"]:
             report["step_ms"][str(batch)] = engine.step(batch, request["rounds"])

@@ -28,7 +28,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, get_current_
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from . import ops, watch
+from . import experts, ops, watch
 from .limits import FEW_ROWS, HEAP_BYTES, ROWS, most_rows
 from .prepare import Preparation
 
@@ -45,6 +45,8 @@ class Installed:
     most_rows: int
     products: bool = True
     """False once a row-parallel layer has a bias: vLLM adds it on rank 0 only, so ranks' graphs differ."""
+    experts: bool = False
+    """True once a mixture of experts is replaced."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that compiled graphs depend on, the same on all ranks."""
@@ -106,6 +108,7 @@ def install() -> tuple[Installed, Preparation | None]:
     installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, row_limit), row_limit)
     _compare(installed, group.cpu_group)
     ops.serve(group.unique_name, ctx)
+    experts.define()
     if ctx.device.type == "cuda":
         watch.start(ctx, logger)
     compilation = config.compilation_config

@@ -99,22 +99,23 @@ def all_reduce_norm(
     return out, h
 
 
-def _define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+def define(name: str, schema: str, kernel: Callable, fake: Callable) -> None:
+    """Register `kernel` as an operator, whose last argument is a group; the kernel takes its context first instead."""
     _kernels[name] = kernel
     _OPERATORS.add(name + schema, lambda *args: _kernels[name](_context(args[-1]), *args[:-1]), fake)
 
 
-_define(
+define(
     "matmul_all_reduce", "(Tensor A, Tensor weight, str group) -> Tensor", matmul_all_reduce,
     lambda A, weight, group: A.new_empty(A.shape[0], weight.shape[0]),
 )  # fmt: skip
-_define(
+define(
     "matmul_all_reduce_norm",
     "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, str group) -> (Tensor, Tensor, Tensor)",
     matmul_all_reduce_norm,
     lambda A, weight, residual, norm_weight, group: (residual.new_empty(residual.shape), *_halves(residual)),
 )
-_define(
+define(
     "matmul_all_reduce_rms_norm",
     "(Tensor A, Tensor weight, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
     matmul_all_reduce_rms_norm,
@@ -123,8 +124,8 @@ _define(
         residual.new_empty(residual.shape),
     ),
 )
-_define("all_reduce", "(Tensor x, str group) -> Tensor", all_reduce, lambda x, group: x.new_empty(x.shape))
-_define(
+define("all_reduce", "(Tensor x, str group) -> Tensor", all_reduce, lambda x, group: x.new_empty(x.shape))
+define(
     "all_reduce_norm",
     "(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group) -> (Tensor, Tensor)",
     all_reduce_norm,

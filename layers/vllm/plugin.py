@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process before it builds a model.
 
-`register` puts a separate class in place of vLLM's `RowParallelLinear`, by vLLM's public hook for out-of-tree layers.
-The class computes what vLLM's does. Its constructor runs in the worker, where the configuration is known and not yet
+`register` puts classes in place of vLLM's `RowParallelLinear` and `FusedMoE`, by vLLM's public hook for out-of-tree
+layers. They compute what vLLM's do. Their constructors run in the worker, where the configuration is known and not yet
 copied for the compiler, so that is where the plug-in installs its compiler pass. On a warm start vLLM loads its
 compiled graphs and never runs the pass; the constructor still makes the context and writes the log line.
 """
@@ -26,10 +26,12 @@ def register() -> None:
     if os.environ.get("IRIS_TP_VLLM", "1") == "0":
         return
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoE
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    if RowParallelLinear.__name__ not in op_registry_oot:
-        RowParallelLinear.register_oot(_layer_class(RowParallelLinear))
+    for base, replaced in ((RowParallelLinear, _layer_class), (FusedMoE, _mixture_class)):
+        if isinstance(base, type) and base.__name__ not in op_registry_oot:  # FusedMoE is a function from 0.33 on
+            base.register_oot(replaced(base))
 
 
 def _layer_class(base: type) -> type:
@@ -49,6 +51,23 @@ def _layer_class(base: type) -> type:
             preparation.add(weight.data)
 
     return IrisRowParallelLinear
+
+
+def _mixture_class(base: type) -> type:
+    class IrisFusedMoE(base):  # type: ignore[misc, valid-type]
+        """vLLM's mixture of experts."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            installed, preparation = _of_process.get()
+            if preparation is None:
+                return
+            from . import experts
+
+            if experts.refusal(self) is None and preparation.add_experts(self.w13_weight, self.w2_weight, self.top_k):
+                installed.experts = True
+
+    return IrisFusedMoE
 
 
 class _OfProcess:
@@ -73,15 +92,16 @@ _of_process = _OfProcess()
 def _add_pass(installed: Installed) -> None:
     from vllm.config import get_current_vllm_config
 
-    settings = get_current_vllm_config().compilation_config.inductor_compile_config
-    settings[_PASS] = _pass_class()(installed, settings.get(_PASS))
+    compilation = get_current_vllm_config().compilation_config
+    settings = compilation.inductor_compile_config
+    settings[_PASS] = _pass_class(compilation.static_forward_context)(installed, settings.get(_PASS))
 
 
-def _pass_class() -> type:
+def _pass_class(layers: dict[str, Any]) -> type:
     from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
     from vllm.logger import init_logger
 
-    from . import ops, rewrite
+    from . import experts, ops, rewrite
 
     logger = init_logger("vllm.iris_tp")
 
@@ -93,7 +113,7 @@ def _pass_class() -> type:
 
         def uuid(self) -> str:
             """Return the key of Inductor's cache: the sources, the settings and the pass before."""
-            sources = InductorPass.hash_source(*map(_source, (rewrite, ops)))
+            sources = InductorPass.hash_source(*map(_source, (rewrite, ops, experts)))
             before = self.before.uuid() if self.before is not None else ""
             return json.dumps([sources, self.installed.settings(), before], sort_keys=True)
 
@@ -107,7 +127,8 @@ def _pass_class() -> type:
             if rows.end > installed.most_rows:
                 return
             few_rows = rows.end <= installed.few_rows
-            inserted = rewrite.rewrite(graph, installed.group, few_rows, installed.products)
+            served = installed.experts and experts.all_served(layers.values())
+            inserted = rewrite.rewrite(graph, installed.group, few_rows, installed.products, served)
             logger.debug("iris-tp: %s in rows %s", dict(inserted), rows)
 
     return IrisPass

@@ -7,18 +7,20 @@ operator waits for what is left. Imports no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from logging import Logger
 import os
 from typing import TYPE_CHECKING
 
+from iris.errors import IrisError
 from iris.launch import ahead
+from iris_ops.local.norm import add_rms_norm
 from iris_ops.local.skinny_matmul import skinny_matmul
 from iris_ops.planning.epilogues import GATE
 import torch
 import torch.distributed as dist
 
-from . import ops
+from . import experts, ops
 
 if TYPE_CHECKING:
     from iris.context import Iris
@@ -43,6 +45,7 @@ class Preparation:
         self._ctx, self._name, self._group, self._widths, self._log = ctx, name, group, widths, log
         self._few, self._many = sorted(few, reverse=True), sorted(many, reverse=True)
         self._shapes: set[torch.Size] = set()
+        self._mixtures: dict[tuple, bool] = {}  # by their shapes, whether the kernels run them
         self._known: set[str] = set()  # names of forms
         self._unloaded: list[ahead.Form] = []
         self._compilers: ahead.Compilers | None = None
@@ -52,11 +55,27 @@ class Preparation:
         if weight.shape in self._shapes:
             return
         self._shapes.add(weight.shape)
+        self._prepare(lambda few, many: self._calls(weight, few, many))
+
+    def add_experts(self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int) -> bool:
+        """Do the same for a mixture's weights [E, 2I, H] and [E, H, I]. Returns whether the kernels run it."""
+        shapes = gate_up.shape, down.shape, top_k
+        if shapes not in self._mixtures:
+            try:
+                self._prepare(lambda few, _: self._calls_of_experts(gate_up, down, top_k, few))
+            except IrisError as error:
+                self._log.info("iris-tp: mixtures of %d experts stay vLLM's (%s)", gate_up.shape[0], error)
+                self._mixtures[shapes] = False
+            else:
+                self._mixtures[shapes] = True
+        return self._mixtures[shapes]
+
+    def _prepare(self, calls: Callable[[Sequence[int], Sequence[int]], None]) -> None:
         with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
             if self._ctx.device.type == "cuda":
-                self._compile(ahead.recorded([self._ctx], lambda: self._calls(weight, self._few, self._many)))
+                self._compile(ahead.recorded([self._ctx], lambda: calls(self._few, self._many)))
             else:  # nothing to compile
-                self._calls(weight, self._few[:1], self._many[:1])
+                calls(self._few[:1], self._many[:1])
             self._ctx.barrier()
 
     def finish(self) -> None:
@@ -92,6 +111,13 @@ class Preparation:
                     skinny_matmul(scaled, _without_memory(weight, (width, weight.shape[0])), squares=squares, eps=_EPS)
                 gates = _without_memory(weight, (2 * weight.shape[1], weight.shape[0]))  # if this is a gated MLP's
                 skinny_matmul(scaled, gates, epilogue=GATE.name, squares=squares, eps=_EPS)
+
+    def _calls_of_experts(self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, few: Sequence[int]) -> None:
+        for rows in few:
+            x = torch.zeros(rows, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)
+            chosen = torch.zeros(rows, top_k, dtype=torch.int32, device=x.device)
+            total = experts.experts(self._ctx, x, gate_up, down, chosen, chosen.float())
+            add_rms_norm(total, x, x[0], _EPS)
 
     def _inputs(self, rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         A, residual = (torch.zeros(rows, n, dtype=weight.dtype, device=weight.device) for n in weight.shape[::-1])

@@ -7,6 +7,8 @@ its norms are still one node each. Every all-reduce of the tensor-parallel group
                                                           becomes a factor of the rows of the products that follow
     product -> all-reduce -> add and norm                 matmul_all_reduce_rms_norm, which leaves the whole norm
     product -> all-reduce                                 matmul_all_reduce
+    mixture -> all-reduce -> add and norm                 experts_all_reduce_rms_norm
+    mixture -> all-reduce                                 experts_all_reduce
     all-reduce -> add and norm                            all_reduce_norm
     all-reduce                                            all_reduce
 
@@ -35,6 +37,8 @@ aten = torch.ops.aten
 Node = Any  # an fx.Node; the declared type of its arguments is an uninformative union
 _DTYPE = torch.bfloat16  # float16 may have no room for h * weight, which is not divided yet
 _FLASHINFER = "vllm::flashinfer_trtllm_fused_allreduce_norm"
+_MIXTURE = "vllm::moe_forward"
+_WITH_NORM = {"matmul_all_reduce": "_rms_norm", "experts_all_reduce": "_rms_norm", "all_reduce": "_norm"}
 _PLAIN_NORM = 1  # FlashInfer's code of a norm without quantisation
 _TO_END = 2**63 - 1
 
@@ -59,13 +63,23 @@ class Site:
     nodes: tuple[Node, ...]
 
 
-def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) -> Counter[str]:
+@dataclass(frozen=True)
+class _Part:
+    """What runs together with a sum over ranks, by the operator `name`; `nodes` of vLLM's graph computed it."""
+
+    name: str
+    operands: tuple[Node, ...]
+    nodes: tuple[Node, ...] = ()
+
+
+def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True, experts: bool = False) -> Counter[str]:
     """Replace the matching nodes of `graph` in place, and return how many of each operator were inserted.
 
     Args:
         group: vLLM's name of the tensor-parallel group.
         few_rows: whether the graph's rows are so few that a norm's factor goes to the products that follow.
         products: False where ranks' products differ, as with a bias on rank 0 only: then only sums are replaced.
+        experts: whether mixtures of few rows are replaced, too.
     """
     inserted: Counter[str] = Counter()
     for node in list(graph.nodes):
@@ -76,23 +90,22 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True) 
         if product and few_rows and site.norm and all(map(_feeds_products, site.norm.normed)):
             _fuse_norm(graph, site, site.norm, product, group)
             inserted["matmul_all_reduce_norm"] += 1
-        elif product and site.norm:
-            target = torch.ops.iris_vllm.matmul_all_reduce_rms_norm.default
-            _with_norm(graph, site, site.norm, target, product, group)
-            graph.erase_node(site.source)
-            inserted["matmul_all_reduce_rms_norm"] += 1
-        elif product:
+            continue
+        part = _Part("matmul_all_reduce", product, (site.source,)) if product else None
+        if part is None and few_rows:
+            part = (_mixture(site.source) if experts else None) or _Part("all_reduce", (site.source,))
+        if part is None or (part.name == "all_reduce" and site.norm and _value(site.source).shape[1] > MAX_COLUMNS):
+            continue
+        name = part.name + _WITH_NORM[part.name] if site.norm else part.name
+        target = getattr(torch.ops.iris_vllm, name).default
+        if site.norm:
+            _with_norm(graph, site, site.norm, target, part.operands, group)
+        else:
             (old,) = site.nodes
-            _replace(graph, old, _call(graph, old, torch.ops.iris_vllm.matmul_all_reduce.default, *product, group))
-            graph.erase_node(site.source)
-            inserted["matmul_all_reduce"] += 1
-        elif few_rows and site.norm and _value(site.source).shape[1] <= MAX_COLUMNS:
-            _with_norm(graph, site, site.norm, torch.ops.iris_vllm.all_reduce_norm.default, (site.source,), group)
-            inserted["all_reduce_norm"] += 1
-        elif few_rows and site.norm is None:
-            (old,) = site.nodes
-            _replace(graph, old, _call(graph, old, torch.ops.iris_vllm.all_reduce.default, site.source, group))
-            inserted["all_reduce"] += 1
+            _replace(graph, old, _call(graph, old, target, *part.operands, group))
+        for node in part.nodes:
+            graph.erase_node(node)
+        inserted[name] += 1
     graph.eliminate_dead_code()
     return inserted
 
@@ -151,6 +164,24 @@ def _product(node: Node) -> tuple[Node, Node] | None:
     if not transposed or not isinstance(B.args[0], fx.Node) or _value(A).dtype != _value(B).dtype:
         return None
     return A, B.args[0]
+
+
+def _mixture(node: Node) -> _Part | None:
+    """Return the mixture whose result is `node`, if nothing else reads it and it takes nothing but rows and logits."""
+    call, nodes = node, (node,)
+    if node.target is operator.getitem:
+        (call, index), nodes = node.args, (node, node.args[0])
+        if index != 0 or "auto_functionalized" not in str(call.target) or _name(call.args[0]) != _MIXTURE:
+            return None
+        given = dict(call.kwargs)
+    elif node.op == "call_function" and _name(node.target) == _MIXTURE:
+        given = dict(zip((each.name for each in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    else:
+        return None
+    operands = tuple(given.pop(key, None) for key in ("hidden_states", "router_logits", "layer_name"))
+    if None in operands or any(given.values()) or any(len(each.users) > 1 for each in nodes):
+        return None
+    return _Part("experts_all_reduce", operands, nodes)
 
 
 def _feeds_products(node: Node) -> bool:

@@ -48,6 +48,23 @@ if not hasattr(torch.ops.vllm, "flashinfer_trtllm_fused_allreduce_norm"):
         " -> ()"
     )
     define("vllm", "flashinfer_trtllm_fused_allreduce_norm" + schema, lambda *_: None)
+if not hasattr(torch.ops.vllm, "moe_forward"):
+    schema = (
+        "(Tensor(a!) hidden_states, Tensor router_logits, Tensor? shared_experts_input, Tensor? input_ids, "
+        "str layer_name, int hidden_dim_unpadded) -> Tensor"
+    )
+    define("vllm", "moe_forward" + schema, lambda x, *_: x.relu() - x / 4)
+if not hasattr(torch.ops.iris_vllm, "experts_all_reduce"):
+    schema = "(Tensor x, Tensor logits, str layer_name, str group) -> Tensor"
+    define("iris_vllm", "experts_all_reduce" + schema, lambda x, *_: 2 * (x.relu() - x / 4))
+    schema = (
+        "(Tensor x, Tensor logits, str layer_name, Tensor residual, Tensor norm_weight, float eps, str group) "
+        "-> (Tensor, Tensor)"
+    )
+    define(
+        "iris_vllm", "experts_all_reduce_rms_norm" + schema,
+        lambda x, logits, name, *rest: add_norm(2 * (x.relu() - x / 4), *rest[:-1]),
+    )  # fmt: skip
 
 
 class Graph:
@@ -113,8 +130,23 @@ class Graph:
             node.meta["val"] = (None, *(torch.empty(M, N, dtype=torch.bfloat16) for _ in range(2)))
         return self.call(operator.getitem, node, 1), self.call(operator.getitem, node, 2)
 
-    def rewritten(self, few_rows: bool = True, products: bool = True) -> Counter[str]:
-        found = rewrite.rewrite(self.graph, GROUP, few_rows, products)
+    def mixture(self, x: fx.Node, shared: fx.Node | None = None) -> tuple[fx.Node, fx.Node]:
+        """Return the results of vLLM's operator, which may change its input: the mixture, and what `x` is after it."""
+        node = self.graph.call_function(
+            auto_functionalized,
+            (torch.ops.vllm.moe_forward.default,),
+            dict(
+                hidden_states=x, router_logits=x, shared_experts_input=shared, input_ids=None, layer_name="layers.0",
+                hidden_dim_unpadded=0,
+            ),
+        )  # fmt: skip
+        with self.mode:
+            node.meta["val"] = tuple(torch.empty_like(x.meta["val"]) for _ in range(2))
+        return self.call(operator.getitem, node, 0), self.call(operator.getitem, node, 1)
+
+    def rewritten(self, few_rows: bool = True, products: bool = True, experts: bool = True) -> Counter[str]:
+        self.graph.eliminate_dead_code()
+        found = rewrite.rewrite(self.graph, GROUP, few_rows, products, experts)
         self.graph.lint()
         return found
 
@@ -223,6 +255,31 @@ def test_sums_without_a_product() -> None:
     g.graph.output((normed, h))
     expected = g.run()
     assert g.rewritten() == {"all_reduce": 1, "all_reduce_norm": 1}
+    assert_same(g.run(), expected)
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_mixtures_run_with_their_sums(with_norm: bool) -> None:
+    g = Graph()
+    total = g.reduced(g.mixture(g.input("x", M, N))[0])
+    g.graph.output(g.norm(total, g.input("residual", M, N), g.input("weight", N)) if with_norm else total)
+    expected = g.run()
+    assert g.rewritten() == {"experts_all_reduce_rms_norm" if with_norm else "experts_all_reduce": 1}
+    assert len(g.targets()) == (3 if with_norm else 1)
+    assert_same(g.run(), expected)
+
+
+@pytest.mark.parametrize("case", ["refused", "many rows", "shared expert", "input read later", "read twice"])
+def test_other_mixtures_are_left(case: str) -> None:
+    g = Graph()
+    x = g.input("x", M, N)
+    mixture, after = g.mixture(x, x if case == "shared expert" else None)
+    total = g.reduced(mixture)
+    results = {"input read later": (total, after), "read twice": (total, mixture)}
+    g.graph.output(results.get(case, total))
+    expected = g.run()
+    found = g.rewritten(few_rows=case != "many rows", experts=case != "refused")
+    assert found == ({} if case == "many rows" else {"all_reduce": 1})
     assert_same(g.run(), expected)
 
 

@@ -69,6 +69,43 @@ CLASSES = [
         {"unique_name", "world_size", "cpu_group", "device_group"},
     ),
 ]
+# of mixtures, where a `FusedMoE` is a class; later versions keep their own
+MIXTURES = "model_executor/layers/fused_moe"
+MIXTURE_FUNCTIONS = [
+    ("runner/moe_runner.py", "get_layer_from_name", ["layer_name"]),
+    ("router/base_router.py", "select_experts", ["self", "hidden_states", "router_logits"]),
+    (
+        "runner/moe_runner.py",
+        "_moe_forward",
+        ["hidden_states", "router_logits", "shared_experts_input", "input_ids", "layer_name"],
+    ),
+]
+MIXTURE_CLASSES = [
+    (
+        "layer.py",
+        "FusedMoE",
+        {"runner", "router", "quant_method", "moe_config", "eplb_state", "apply_router_weight_on_input", "top_k"},
+    ),
+    ("runner/moe_runner.py", "MoERunner", {"gate", "router", "shared_experts", "shared_expert_gate"}),
+    ("unquantized_fused_moe_method.py", "UnquantizedFusedMoEMethod", {"unquantized_backend"}),
+    ("oracle/unquantized.py", "UnquantizedMoeBackend", {"TRITON"}),
+    ("activation.py", "MoEActivation", {"SILU"}),
+    (
+        "config.py",
+        "FusedMoEConfig",
+        {
+            "activation",
+            "is_act_and_mul",
+            "swiglu_limit",
+            "has_bias",
+            "is_lora_enabled",
+            "ep_size",
+            "dp_size",
+            "pcp_size",
+            "is_sequence_parallel",
+        },
+    ),
+]
 WORDS = [
     ("plugins/__init__.py", '"vllm.general_plugins"'),
     ("model_executor/custom_op.py", "op_registry_oot"),
@@ -115,6 +152,15 @@ def test_a_function_takes_what_the_plug_in_gives(file: str, name: str, first: li
 def test_a_class_has_what_the_plug_in_reads(file: str, name: str, members: set[str]) -> None:
     (matches,) = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.ClassDef) and n.name == name]
     assert members <= defined(matches), members - defined(matches)
+
+
+def test_mixtures_have_what_the_plug_in_uses() -> None:
+    if not any(isinstance(n, ast.ClassDef) and n.name == "FusedMoE" for n in ast.walk(parsed(f"{MIXTURES}/layer.py"))):
+        pytest.skip("FusedMoE is no class, so mixtures stay vLLM's")
+    for file, name, first in MIXTURE_FUNCTIONS:
+        test_a_function_takes_what_the_plug_in_gives(f"{MIXTURES}/{file}", name, first)
+    for file, name, members in MIXTURE_CLASSES:
+        test_a_class_has_what_the_plug_in_reads(f"{MIXTURES}/{file}", name, members)
 
 
 @pytest.mark.parametrize("file, text", WORDS)
