@@ -42,22 +42,27 @@ _running: list[subprocess.Popen] = []
 
 
 class Turns:
-    """Lets engines on the same GPUs measure one at a time, once all of them are ready or have ended.
+    """Lets engines on the same GPUs measure one after the other, once all of them are ready or have ended.
 
     The others are stopped meanwhile, since a host that waits for work polls, which takes time from one that launches.
     """
 
     def __init__(self, engines: int) -> None:
-        self._started, self._measures = threading.Barrier(engines), threading.Lock()
+        self._started = threading.Barrier(engines)
+        self._over = [threading.Event() for _ in range(engines)]
 
     @contextmanager
-    def of(self, engine: subprocess.Popen) -> Iterator[None]:
-        """Wait for the turn of `engine`."""
+    def of(self, engine: subprocess.Popen, number: int) -> Iterator[None]:
+        """Wait for the turn of `engine`, the one of this `number`."""
         self._started.wait()
         _signal(engine, signal.SIGSTOP)
-        with self._measures:
-            _signal(engine, signal.SIGCONT)
+        for earlier in self._over[:number]:
+            earlier.wait()
+        _signal(engine, signal.SIGCONT)
+        try:
             yield
+        finally:
+            self._over[number].set()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -151,7 +156,7 @@ def run_engine(
             _running.append(child)
             try:
                 _wait(child, end, folder / "ready")
-                with turns.of(child) if turns else nullcontext():
+                with turns.of(child, lane) if turns else nullcontext():
                     (folder / "go").touch()
                     _wait(child, end)
             finally:

@@ -4,7 +4,8 @@ Ours or vLLM's is decided by the number of rows, when vLLM compiles. It compiles
 plug-in adds two borders:
 
     1 to FEW_ROWS        norms become part of the all-reduce before and a factor of the products after
-    to `most_rows`       products with their all-reduce and norm, by the plan in one kernel, two or three
+    to `most_rows`       products with their all-reduce and norm, by the plan in one kernel, two or three; mixtures of
+                         experts with theirs
     above                the graph is not touched
 
 `most_rows` is at most the largest batch that vLLM captures in a CUDA graph, and keeps the symmetric heap within
@@ -80,6 +81,11 @@ def hidden_size(config: VllmConfig) -> int:
     return config.model_config.get_hidden_size()
 
 
+def has_mixtures(config: VllmConfig) -> bool:
+    """Return whether the model has mixtures of experts."""
+    return config.model_config is not None and config.model_config.get_num_experts() > 0
+
+
 def one_host(group: Any) -> bool:
     """Return whether all ranks of vLLM's group share this host. Collective."""
     from vllm.distributed.parallel_state import in_the_same_node_as
@@ -103,7 +109,7 @@ def install() -> tuple[Installed, Preparation | None]:
     hidden = hidden_size(config)
     with torch.device("cpu"):  # vLLM builds a model with its GPU as the default device
         ctx = iris.iris(heap_size=HEAP_BYTES, group=group.device_group)
-        row_limit = min(most_rows(group.world_size, hidden), graph_rows(config))
+        row_limit = min(most_rows(group.world_size, hidden, has_mixtures(config)), graph_rows(config))
         ctx.ccl.reserve_norm(row_limit, hidden, torch.bfloat16)
     installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, row_limit), row_limit)
     _compare(installed, group.cpu_group)

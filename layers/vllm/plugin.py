@@ -22,15 +22,16 @@ _PASS = "post_grad_custom_post_pass"
 
 
 def register() -> None:
-    """Register the row-parallel layer, unless IRIS_TP_VLLM is 0. May be called several times in a process."""
+    """Register the layers, unless IRIS_TP_VLLM is 0. May be called several times in a process."""
     if os.environ.get("IRIS_TP_VLLM", "1") == "0":
         return
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.layer import FusedMoE
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    for base, replaced in ((RowParallelLinear, _layer_class), (FusedMoE, _mixture_class)):
-        if isinstance(base, type) and base.__name__ not in op_registry_oot:  # FusedMoE is a function from 0.33 on
+    bases: tuple[Any, Any] = RowParallelLinear, FusedMoE
+    for base, replaced in zip(bases, (_layer_class, _mixture_class), strict=True):
+        if hasattr(base, "register_oot") and base.__name__ not in op_registry_oot:  # in 0.33, FusedMoE is a function
             base.register_oot(replaced(base))
 
 

@@ -62,7 +62,7 @@ class Preparation:
         shapes = gate_up.shape, down.shape, top_k
         if shapes not in self._mixtures:
             try:
-                self._prepare(lambda few, _: self._calls_of_experts(gate_up, down, top_k, few))
+                self._prepare(lambda few, many: self._calls_of_experts(gate_up, down, top_k, [*many, *few]))
             except IrisError as error:
                 self._log.info("iris-tp: mixtures of %d experts stay vLLM's (%s)", gate_up.shape[0], error)
                 self._mixtures[shapes] = False
@@ -112,8 +112,8 @@ class Preparation:
                 gates = _without_memory(weight, (2 * weight.shape[1], weight.shape[0]))  # if this is a gated MLP's
                 skinny_matmul(scaled, gates, epilogue=GATE.name, squares=squares, eps=_EPS)
 
-    def _calls_of_experts(self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, few: Sequence[int]) -> None:
-        for rows in few:
+    def _calls_of_experts(self, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, all_rows: Sequence[int]) -> None:
+        for rows in all_rows:
             x = torch.zeros(rows, gate_up.shape[2], dtype=gate_up.dtype, device=gate_up.device)
             chosen = torch.zeros(rows, top_k, dtype=torch.int32, device=x.device)
             total = experts.experts(self._ctx, x, gate_up, down, chosen, chosen.float())

@@ -79,7 +79,7 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True, 
         group: vLLM's name of the tensor-parallel group.
         few_rows: whether the graph's rows are so few that a norm's factor goes to the products that follow.
         products: False where ranks' products differ, as with a bias on rank 0 only: then only sums are replaced.
-        experts: whether mixtures of few rows are replaced, too.
+        experts: whether mixtures of experts are replaced, too.
     """
     inserted: Counter[str] = Counter()
     for node in list(graph.nodes):
@@ -92,8 +92,10 @@ def rewrite(graph: fx.Graph, group: str, few_rows: bool, products: bool = True, 
             inserted["matmul_all_reduce_norm"] += 1
             continue
         part = _Part("matmul_all_reduce", product, (site.source,)) if product else None
+        if part is None and experts:
+            part = _mixture(site.source)
         if part is None and few_rows:
-            part = (_mixture(site.source) if experts else None) or _Part("all_reduce", (site.source,))
+            part = _Part("all_reduce", (site.source,))
         if part is None or (part.name == "all_reduce" and site.norm and _value(site.source).shape[1] > MAX_COLUMNS):
             continue
         name = part.name + _WITH_NORM[part.name] if site.norm else part.name

@@ -46,10 +46,9 @@ def main() -> None:
                 _, scaled, squares = ops.matmul_all_reduce_norm(ctx, A, weight, residual, norm)
                 skinny_matmul(scaled, new(QKV // WORLD, HIDDEN), squares=squares, eps=EPS)
                 skinny_matmul(scaled, new(GATES // WORLD, HIDDEN), epilogue=GATE.name, squares=squares, eps=EPS)
-        if rows <= FEW_ROWS:
-            x, weights = new(rows, HIDDEN), new(rows, TOP_K).float()
-            total = experts.experts(ctx, x, gate_up, down, weights.to(torch.int32), weights)
-            add_rms_norm(total, x, x[0], EPS)
+        x, weights = new(rows, HIDDEN), new(rows, TOP_K).float()
+        total = experts.experts(ctx, x, gate_up, down, weights.to(torch.int32), weights)
+        add_rms_norm(total, x, x[0], EPS)
 
     prepared: dict[str, ahead.Form] = {}
     with mode, mock.patch.object(prepare, "_without_memory", lambda like, shape: like.new_empty(shape)):

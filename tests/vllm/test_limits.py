@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from iris.ccl.norm import staged_bytes
 from iris.machines import machine_named
+from iris_ops.planning.operations import DOWN_ALL_REDUCE
 from iris_ops.planning.plan import plan, workspace_size
 from iris_ops.planning.ways.sequential import SEQUENTIAL
 from iris_ops.problem import ALL_REDUCE, Request, requested_problem
@@ -15,6 +16,11 @@ BF16 = torch.bfloat16
 MODELS = {  # hidden size, inputs of the two row-parallel layers of all ranks together
     "8B": (4096, 4096, 14336), "14B": (5120, 5120, 13824), "32B": (5120, 8192, 25600), "70B": (8192, 8192, 28672),
     "small": (2048, 4096, 6144), "6144": (6144, 6144, 16384), "deepseek": (7168, 16384, 18432),
+}  # fmt: skip
+
+MIXTURES = {  # hidden size, experts, their width, chosen ones of a token
+    "qwen3-30b-a3b": (2048, 128, 768, 8), "qwen3-235b": (4096, 128, 1536, 8), "mixtral": (4096, 8, 14336, 2),
+    "160 experts": (6144, 160, 1536, 8),
 }  # fmt: skip
 
 
@@ -41,6 +47,19 @@ def test_all_plans_fit_the_heap(model: str, world: int, gpu: str) -> None:
     norm = staged_bytes(rows, hidden, BF16, world)
     total = sum(map(rounded, (4 * flags, staging, exchange, collective, norm)))
     assert total <= limits.HEAP_BYTES - (1 << 20), (rows, total)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("model", MIXTURES)
+def test_mixtures_fit_beside_the_other_plans(model: str, world: int) -> None:
+    hidden, count, width, top_k = MIXTURES[model]
+    machine, most = machine_named("NVIDIA H200", 132), limits.most_rows(world, hidden, mixtures=True)
+    exchanged = 2 * world * most * hidden * BF16.itemsize
+    for rows in (1, 16, limits.FEW_ROWS, most):
+        request = Request(DOWN_ALL_REDUCE, rows, hidden, width // world, world, BF16, experts=count, top_k=top_k)
+        problem = requested_problem(request)
+        sizes = workspace_size(problem, plan(problem, machine, explained=False), machine.num_programs)
+        assert sum(map(rounded, (sizes.staging, sizes.exchange))) <= rounded(exchanged), (rows, sizes)
 
 
 def test_small_models_get_more_rows() -> None:
