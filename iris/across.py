@@ -34,6 +34,7 @@ from .rendezvous import Absent, gather, gloo_watch
 from .same_host import identity
 
 _NOTE_S = 1.5  # for the store to answer
+_READ_S = 3.0  # for all members to read a note, before the process that may host the store ends
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
@@ -116,8 +117,8 @@ class Across:
         if self.lost is None:
             self.lost = self.rank, _first_line(error)
             _within(_NOTE_S, lambda: self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}"))
-            if self.rank == 0:  # its process may host the store, from which the others read the note
-                time.sleep(_NOTE_S)
+            if self.rank == 0:
+                self._await_readers(None)
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
         """Send a contiguous `tensor` to member `to`, which receives one of its shape and dtype."""
@@ -231,9 +232,14 @@ class Across:
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
-        if self.rank == 0:  # its process may host the store, from which the others read the note
-            time.sleep(_NOTE_S)
+        if self.rank == 0:
+            self._await_readers(self.lost[0])
         return error
+
+    def _await_readers(self, lost: int | None) -> None:
+        """Wait until the members but `lost` have read the note: this process may host the store."""
+        keys = [f"{self._name}/read/{each}" for each in range(1, self.size) if each != lost]
+        _within(_READ_S, lambda: self._store.wait(keys, timedelta(seconds=_READ_S)))
 
     def _error(self, what: str) -> PeerLostError:
         assert self.lost is not None
@@ -265,6 +271,7 @@ class Across:
             elif not own and reason == self._late and peer is not None:
                 awaited = self._awaited(peer)
             verdicts.append(self._note(self.rank if own else awaited, own or reason))
+            self._store.set(f"{self._name}/read/{self.rank}", "")
 
         _within(_NOTE_S + _CHAIN_S, agree)
         if own:
