@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from iris.errors import ShapeError
 from iris.machines import machine_of
 
-from .checks import check_bias, check_tensors
+from .checks import check_bias, check_depth, check_tensors
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .named import named
@@ -36,7 +35,7 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
     """Return the way that runs on `tensors`: the one of `config`, or its fallback. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
-        way, reported = way_named(planned.fallback_for(problem)), rank.once(_Reported).planned
+        way, reported = way_named(planned.fallback_for(problem)), rank.once(_reported)
         if planned.kernel not in reported:
             reported.add(planned.kernel)
             rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
@@ -50,14 +49,9 @@ def described(rank: Rank, call: Any) -> Problem:
     check_tensors(op, out, A, B, bias, scale, rank.device)
     problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)
     problem = rank.level.promise(problem, call.k_per_rank, bias is not None)
-    k_per_rank = call.k_per_rank
-    if k_per_rank and k_per_rank[rank.cur_rank] != problem.K:
-        raise ShapeError(
-            f"{op}: A is {tuple(A.shape)} on rank {rank.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
-            f" {k_per_rank[rank.cur_rank]} columns"
-        )
+    check_depth(op, A, call.k_per_rank, rank.cur_rank)
     check_bias(op, bias, B)
-    if call.epilogue is not None:
+    if call.epilogue:
         rmsnorm_epilogue.check(call.epilogue, out)
     return problem
 
@@ -65,9 +59,9 @@ def described(rank: Rank, call: Any) -> Problem:
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
     planned, epilogue = way_for(problem, config), problem.epilogue
+    fused = not epilogue.separate or epilogue in planned.fuses(problem, config)
     before: list[Step] = [ready]
-    fused = epilogue in planned.fuses(problem, config)
-    after = () if fused or not epilogue.separate else (finishing(epilogue),)
+    after = () if fused else (finishing(epilogue),)
     change = None
     if after and epilogue.matrices > 1:
         change = all_columns(problem)
@@ -90,6 +84,6 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     return *before, *launches, *after
 
 
-class _Reported:
-    def __init__(self, rank: Rank) -> None:
-        self.planned: set[str] = set()
+def _reported(rank: Rank) -> set[str]:
+    """Return the kernels whose fallback this rank's log has named: none yet."""
+    return set()

@@ -18,10 +18,9 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.operations import BY_NAME, GATED
+from .planning.operations import ALL_REDUCE, BY_NAME, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Ops(MixtureOps):
             ShapeError: also if a rank's part of K ends inside a leaf (`iris_ops/sum_tree.py`), with the parts that are
                 possible.
         """
-        return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
+        return self._calls.run(ALL_REDUCE, Operands(out, A, B, bias, scale), async_op, config, workspace, k_per_rank)
 
     @_KEYWORDS
     def matmul_all_reduce_norm(
@@ -123,8 +122,8 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        epilogue = residual, weight, scaled, squares
-        return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, k_per_rank)
+        tensors, epilogue = Operands(out, A, B, bias, scale), (residual, weight, scaled, squares)
+        return self._calls.run(NORM, tensors, False, config, workspace, k_per_rank, epilogue)
 
     @_KEYWORDS
     def all_gather_matmul(
@@ -148,7 +147,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(GATHER_MATMUL, (out, A, B, bias, scale), None, async_op, config, workspace)
+        return self._calls.run(GATHER_MATMUL, Operands(out, A, B, bias, scale), async_op, config, workspace)
 
     def all_gather_matmul_gated(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -171,7 +170,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(GATED, (out, A, B, bias, scale), None, False, config, workspace)
+        return self._calls.run(GATED, Operands(out, A, B, bias, scale), False, config, workspace)
 
     @_KEYWORDS
     def matmul_all_gather(
@@ -192,7 +191,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(MATMUL_GATHER, (out, A, B, bias, None), None, async_op, config, workspace)
+        return self._calls.run(MATMUL_GATHER, Operands(out, A, B, bias), async_op, config, workspace)
 
     @_KEYWORDS
     def matmul_reduce_scatter(
@@ -216,7 +215,8 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
+        tensors = Operands(out, A, B, bias, scale)
+        return self._calls.run(REDUCE_SCATTER, tensors, async_op, config, workspace, k_per_rank)
 
     @_KEYWORDS
     def plan(
@@ -293,5 +293,5 @@ class Ops(MixtureOps):
             if name not in BY_NAME:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return lambda out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None: (
-                self._calls.run(name, (out, A, B, bias, scale), None, async_op, config, workspace)
+                self._calls.run(name, Operands(out, A, B, bias, scale), async_op, config, workspace)
             )

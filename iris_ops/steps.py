@@ -22,7 +22,7 @@ import torch
 import triton
 
 from .config import FusedConfig
-from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES
 from .named import named
 from .operands import Operands
 from .planning.way import Way
@@ -45,7 +45,7 @@ class Run:
     tensors: Any = None  # Operands, or those of a mixture
     out: Any = None
     moving: Sequence[int] = ()
-    epilogue: Epilogue | None = None
+    epilogue: Sequence[torch.Tensor] = ()
     scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Kernel:
             out, A = (each.tensor_split(self.pieces)[self.piece] for each in (tensors.out, tensors.A))
             problem, tensors = replace(problem, M=out.shape[0]), tensors._replace(out=out, A=A)
         function, grid, args = named(way.launcher)(run.rank, run.workspace, problem, config, tensors)
-        norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused and run.epilogue else (), strict=False)
+        norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused else (), strict=False)
         if fields := dict(norm) | run.scales:
             args["epilogue"] = args["epilogue"]._replace(**fields)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -151,7 +151,7 @@ def finishing(epilogue: Any) -> Step:
 
     def step(run: Run) -> None:
         run.launches.append(None)
-        launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ()))
+        launch(epilogue, run.out, run.tensors.out, *run.epilogue)
 
     return step
 
