@@ -85,7 +85,10 @@ class Calls:
         return self._first(Call(op, tensors, async_op, config, workspace, k_per_rank, epilogue), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that `relaunch` cannot repeat. Raises a typed error for wrong arguments."""
+        """Run a call that `relaunch` cannot repeat: check it, make room, and launch its steps.
+
+        Raises a typed error for wrong arguments.
+        """
         ctx, op, tensors, operation = self.ctx, call.op, call.tensors, BY_NAME[call.op]
         with nullcontext() if operation.local else ctx.reporting_refusals(op, None):
             check_async(op, call.async_op)
@@ -108,11 +111,11 @@ class Calls:
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
         program = self.earlier.prepared(key, lambda: named(operation.steps)(ctx, problem, config, tensors), place)
 
-        def launch() -> relaunch.Launch | None:
+        def run_steps() -> relaunch.Launch | None:
             run = steps.Run(ctx, self.earlier.kernels, workspace, taken, taken.out, addresses, call.epilogue)
             return steps.run_all(program, run)
 
-        go = partial(self.earlier.launch, key, workspace, out, staged, launch)
+        go = partial(self.earlier.launch, key, workspace, out, staged, run_steps)
         if call.async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, *tensors)
         else:
@@ -125,9 +128,8 @@ class Calls:
 
     def facts(self, call: Call, prepared: Prepared) -> dict[str, Any]:
         """Return what ranks compare of a call with IRIS_DEBUG=1."""
-        workspace, operation = call.workspace, BY_NAME[call.op]
-        own = workspace is None or workspace is self.workspace
-        used = "the context's own" if own else f"at {self.ctx.heap.offset(workspace.sync)} of the heap"
+        operation, other = BY_NAME[call.op], None if call.workspace is self.workspace else call.workspace
+        used = f"at {self.ctx.heap.offset(other.sync)} of the heap" if other else "the context's own"
         facts = operation.facts(prepared.problem, prepared.config)
         facts |= {"async_op": call.async_op, "workspace": used}
         if operation.sums and not operation.mixes and call.config is None and call.k_per_rank is None:
@@ -139,16 +141,16 @@ class Calls:
 
     def prepare(self, call: Call) -> Prepared:
         """Check whatever does not depend on addresses, and choose."""
-        ctx, config, machine = self.ctx, call.config, machine_of(self.ctx.device)
-        problem = named(BY_NAME[call.op].described)(ctx, call)
-        if config is not None:
-            check_config(call.op, problem, config, machine)
-        chosen = config or self.plan(problem.by_mean(call.k_per_rank))
-        way = way_for(problem, chosen)
+        machine = machine_of(self.ctx.device)
+        problem = named(BY_NAME[call.op].described)(self.ctx, call)
+        if call.config is not None:
+            check_config(call.op, problem, call.config, machine)
+        config = call.config or self.plan(problem.by_mean(call.k_per_rank))
+        way = way_for(problem, config)
+        sizes = workspace_size(problem, config, machine.num_programs, way)
         names = *call.tensors.names, *EPILOGUE_NAMES[: len(call.epilogue)]
-        sizes = workspace_size(problem, chosen, machine.num_programs, way)
         spans = tuple(map(span, (*call.tensors.key[0], *call.epilogue)))
-        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, names, spans)
+        return Prepared(problem, config, way.writes_to_peers(problem), sizes, names, spans)
 
     def room(self, call: Call, prepared: Prepared) -> Workspace:
         """Return the call's workspace, with room for it."""
