@@ -2,8 +2,8 @@
 
 A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
 (`Prepared`: problem, plan and memory, and the steps) serves all calls whose key is the same but for the addresses. A
-call whose whole key is known is its launches alone. What differs between ops of products and of mixtures is in their
-`Operation`: how tensors are described, and the steps.
+call whose whole key is known only repeats its launches. What differs between ops of products and of mixtures is in
+their `Operation`: how tensors are described, and the steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Calls:
         workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
         epilogue: tuple[torch.Tensor, ...] = (),
     ) -> Workspace:  # fmt: skip
-        """Run a call (`Call`): by its launches alone if it is known, else from its checks on."""
+        """Run a call (`Call`): repeat its launches if it is known, else check, plan and launch it."""
         self.ctx.check()
         given, rest = tensors.key
         if type(k_per_rank) is list:
@@ -140,7 +140,7 @@ class Calls:
         return facts
 
     def prepare(self, call: Call) -> Prepared:
-        """Check whatever does not depend on addresses, and choose."""
+        """Check what does not depend on addresses, and choose the configuration."""
         machine = machine_of(self.ctx.device)
         problem = named(BY_NAME[call.op].described)(self.ctx, call)
         if call.config is not None:
@@ -165,12 +165,12 @@ class Calls:
         return self.workspace
 
     def check_workspace(self, op: str, workspace: object) -> None:
-        """Raise `ArgumentError` for a workspace of another context, or none at all."""
+        """Raise `ArgumentError` for a workspace of another context, and for an object that is no workspace."""
         if workspace is not None and (not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx):
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
     def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
-        """Return the problem of such a call in this context. `more`: other fields of `Request`."""
+        """Return the problem of a call with these sizes in this context. `more`: other fields of `Request`."""
         return requested_problem(Request(op, M, N, K, self.ctx.num_ranks, dtype, **more), self.ctx.level)
 
     def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:

@@ -1,8 +1,8 @@
-"""Turn a call's tensors into a problem, and a plan and those into steps. This is the last choice: steps launch what
-they name.
+"""Turn a call's tensors into a problem, and its plan into steps. This is the last choice: steps launch what they name.
 
-A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
-of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
+A plan knows shapes only. Which kernel can load a rank's tensors depends on their layout, too. For example, if rows do
+not begin at multiples of 16 bytes, the way's fallback runs, which sends the same values to the same places. The log
+says why, once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
 
 
 def described(rank: Rank, call: Any) -> Problem:
-    """Return the problem of a call of a product. Raises a typed error for tensors that make none."""
+    """Return the problem of a product's call. Raises a typed error for tensors that describe none."""
     op, (out, A, B, bias, scale) = call.op, call.tensors
     check_tensors(op, out, A, B, bias, scale, rank.device)
     problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)

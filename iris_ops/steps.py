@@ -59,7 +59,7 @@ class Run:
         self.launches.append(relaunch.launch(self.kernels, self.rank.device, kernel, grid, args, moving, **options))
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function that launches something else, and returns a true value where it did."""
+        """Call a function that launches something else and returns a true value if it did."""
         function()
         self.launches.append(relaunch.Launch(lambda: bool(function())))
 
@@ -123,7 +123,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Several:
-    """The launches of a way that comes with torch's product, as a graph once the call has come several times."""
+    """The launches of a way with torch's product, which become a CUDA graph once the call has been repeated."""
 
     way: Way
     problem: Problem
@@ -136,12 +136,12 @@ class Several:
 
 
 def all_columns(problem: Problem) -> Callable[[Operands], Operands]:
-    """Return the change that gives a product all columns, to memory of their own, which an epilogue then joins."""
+    """Return the change by which a product stores all its columns in new memory, where an epilogue joins them."""
     return lambda tensors: tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
 
 
 def part_of_nothing(tensors: Operands) -> Operands:
-    """Take one element in all, gathered by columns, as by rows (`problem.describe`): this rank has no row."""
+    """Return operands without rows, because all ranks gather a result of a single element by rows (`matching_form`)."""
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
