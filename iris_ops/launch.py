@@ -8,6 +8,7 @@ says why, once.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from iris.machines import machine_of
@@ -20,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing, ready
+from .steps import Kernel, Several, Step, all_columns, changed, finished, part_of_nothing, ready
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -61,14 +62,14 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     planned, epilogue = way_for(problem, config), problem.epilogue
     fused = not epilogue.separate or epilogue in planned.fuses(problem, config)
     before: list[Step] = [ready]
-    after = () if fused else (finishing(epilogue),)
+    after = () if fused else (partial(finished, epilogue),)
     change = None
     if after and epilogue.matrices > 1:
-        change = all_columns(problem)
+        change = partial(all_columns, problem)
     elif problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
         change = part_of_nothing
     if change:
-        before, tensors = [ready, changed(change)], change(tensors)
+        before, tensors = [ready, partial(changed, change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)

@@ -2,7 +2,7 @@
 
     ready, changed    operands as kernels take them
     Kernel, Several   one launch, or what comes with torch's product
-    finishing         an epilogue in a separate kernel
+    finished          an epilogue in a separate kernel
 
 A format of weights has its own steps before the product (`WeightFormat.operands`), and a mixture one for all of its
 launches. A step adds to `Run.launches` how to repeat it, and None if only the whole call can be repeated.
@@ -25,6 +25,7 @@ from .config import FusedConfig
 from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES
 from .named import named
 from .operands import Operands
+from .planning.epilogues import Epilogue
 from .planning.way import Way
 from .problem import Problem
 
@@ -74,14 +75,10 @@ def ready(run: Run) -> None:
     run.tensors = run.tensors.ready()
 
 
-def changed(change: Callable[[Operands], Operands]) -> Step:
-    """Return the step that replaces operands which kernels cannot take as they are."""
-
-    def step(run: Run) -> None:
-        run.launches.append(None)
-        run.tensors = change(run.tensors)
-
-    return step
+def changed(change: Callable[[Operands], Operands], run: Run) -> None:
+    """Replace operands that kernels cannot take as they are."""
+    run.launches.append(None)
+    run.tensors = change(run.tensors)
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,9 @@ class Several:
         run.call(run.workspace.graphs.of(again))
 
 
-def all_columns(problem: Problem) -> Callable[[Operands], Operands]:
-    """Return the change by which a product stores all its columns in new memory, where an epilogue joins them."""
-    return lambda tensors: tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
+def all_columns(problem: Problem, tensors: Operands) -> Operands:
+    """Return operands by which a product stores all its columns in new memory, from where an epilogue joins them."""
+    return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
 
 
 def part_of_nothing(tensors: Operands) -> Operands:
@@ -145,15 +142,10 @@ def part_of_nothing(tensors: Operands) -> Operands:
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def finishing(epilogue: Any) -> Step:
-    """Return the step that launches an epilogue of `planning/epilogues.py` in a separate kernel."""
-    launch = named(epilogue.separate)
-
-    def step(run: Run) -> None:
-        run.launches.append(None)
-        launch(epilogue, run.out, run.tensors.out, *run.epilogue)
-
-    return step
+def finished(epilogue: Epilogue, run: Run) -> None:
+    """Launch an epilogue in a separate kernel."""
+    run.launches.append(None)
+    named(epilogue.separate)(epilogue, run.out, run.tensors.out, *run.epilogue)
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:
