@@ -147,7 +147,7 @@ class Across:
         self._run(None, what, lambda: self.group._allgather_base(out, tensor, options))
 
     def measure(self, device: torch.device) -> Rate:
-        """Measure an all-reduce from `device`, small and large, and return what the slowest member reaches."""
+        """Time a small and a large all-reduce of tensors on `device`; return the rate of the slowest member."""
 
         def fastest(nbytes: int) -> float:
             memory, times = torch.zeros(nbytes // 4, dtype=torch.float32, device=device), []

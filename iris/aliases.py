@@ -1,6 +1,7 @@
 """Accept names of code written for ROCm/iris as ours: keywords of calls, and fields of configurations.
 
-`docs/guides/coming-from-iris.md` lists all of them. A name without a meaning here is warned of once, with that page.
+`docs/guides/coming-from-iris.md` lists all of them. A name without a meaning here causes one warning, which names that
+page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator: the call takes each of these keywords for the parameter that it names."""
+    """Return a decorator: the function also takes each of these keywords, whose value names one of its parameters."""
 
     def taking(call: Callable[P, T]) -> Callable[P, T]:
         @wraps(call)
@@ -38,11 +39,12 @@ def keywords(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def fields(ours: dict[str, str], unused: dict[str, str], assignable: bool = False) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of dataclasses: fields `ours` under either name, and `unused` ones, each with its reason.
+    """Return a decorator of dataclasses, which then take the fields `ours` under either name, and `unused` fields.
 
-    The first `unused` field that a class is given is named in a `UserWarning`. It keeps its value, for kernels of the
-    user's own, and is None if it was not given; it has no part in comparisons. `assignable`: fields of a frozen class
-    may be set all the same, to any value that its constructor would take.
+    `unused` has the reason why each of these fields has no effect. The first one that a class is given is named in a
+    `UserWarning`. An unused field keeps its value, for kernels of the user's own, and is None if it was not given. It
+    has no part in comparisons. `assignable`: fields of a frozen class may be set all the same, to any value that its
+    constructor would take.
     """
 
     def taking(cls: type[T]) -> type[T]:

@@ -47,7 +47,7 @@ class AllRanks:
 
 
 class AllHosts:
-    """All ranks of all hosts of `ctx`, which was made with `across`. What it lacks is an attribute of `ctx`."""
+    """All ranks of all hosts of `ctx`, which was made with `across`. Other attributes are those of `ctx`."""
 
     across = None  # nothing beyond these ranks
 

@@ -214,7 +214,7 @@ class Connections:
         return error
 
     def loss(self, peer: int, what: str, reason: str = "") -> PeerLostError:
-        """Return the error of a lost peer, after notifying the others, for this rank may end by it, too."""
+        """Return the error of a lost peer, after notifying the others, because this rank may end by that error, too."""
         self.lost = peer
         reason = reason or f"it did not come within {self.timeout_s:g} s (IRIS_TIMEOUT)"
         self.post(LOST, (peer, reason))

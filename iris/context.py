@@ -63,7 +63,7 @@ def iris(
         across: with a context on each of several hosts, the group of this rank's counterparts on all of them, such as
             mesh["hosts"] with `group=mesh["tp"]`; `ctx.ops` then adds over the ranks of all hosts
             (docs/guides/several-hosts.md).
-        copy_engine: None, for code written for ROCm/iris.
+        copy_engine: must be None; accepted for code written for ROCm/iris.
 
     Returns:
         The context.

@@ -1,4 +1,4 @@
-"""What ranks request of a context, compared before anything is allocated: all go on, or all raise the same."""
+"""What ranks request of a context, compared before anything is allocated: all ranks continue, or all raise an error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rates(device: torch.device) -> tuple[tuple[str, str], IrisError | None]:
 
 
 def agree(requests: list[Request]) -> None:
-    """Raise on every rank alike when one of them cannot go on or two contradict each other."""
+    """Raise an error on every rank if one rank cannot continue, or if two requests contradict each other."""
     for error in filter(None, (request.refusal for request in requests)):
         raise error
     fields = ("heap_size", "heap_size"), ("allocator", "allocator"), ("invariant", "invariant")

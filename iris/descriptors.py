@@ -8,7 +8,7 @@ import resource
 
 
 def lacking(least: int) -> str:
-    """Return why this process cannot open `least` more files; nothing where it can."""
+    """Return the reason why this process cannot open `least` more files; "" if it can."""
     opened: list[int] = []
     try:
         while len(opened) < least:

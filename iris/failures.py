@@ -48,7 +48,7 @@ def bad_expert_message(waiter: int, experts: int, seen: int) -> str:
 
 
 def outside_heap_message(waiter: int, rank: int, address: int, named: int) -> str:
-    """Return the message for an access of `rank` at an `address` outside the heaps; `named`: the two ranks of it."""
+    """Return the message for an access of `rank` at an `address` outside the heaps; `named`: its two ranks."""
     own, other = (part - (part >> 31 << 32) for part in (named & 0xFFFFFFFF, named >> 32 & 0xFFFFFFFF))
     return (
         f"{waits.WAITERS[waiter]}: a kernel on rank {rank} named rank {own} as the caller and rank {other} as peer; "

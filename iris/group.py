@@ -246,7 +246,7 @@ def _unpack(
 
 
 def resolve(group: Any, limit_s: float = platform.DEFAULT_TIMEOUT_S) -> dist.ProcessGroup | None:
-    """Return the process group for a user's `group`, or of the launcher's environment; None is a world of one."""
+    """Return the process group for a user's `group`, or of the launcher's environment; None means a world of one."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group"):  # DeviceMesh

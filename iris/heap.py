@@ -41,7 +41,7 @@ class Allocation:
     nbytes: int
     what: str
     filled: int
-    """How many of the bytes are this rank's tensor: fewer where the block is as long as the largest rank's needs."""
+    """The bytes of this rank's tensor. They are fewer than the block has if another rank's tensor is larger."""
 
     def __str__(self) -> str:
         return f"{self.what} ({self.nbytes} bytes at offset {self.offset})"
@@ -181,7 +181,7 @@ class Heap:
         return sorted(blocks, key=lambda block: (block.library, block.number))
 
     def offset(self, tensor: torch.Tensor) -> int:
-        """Return the byte at which `tensor` begins, from the heap's first; negative if it has no one place."""
+        """Return the offset in the heap, in bytes, at which `tensor` begins; negative if its layout has no address."""
         return _first_byte(tensor) - self.base if tensor.layout is torch.strided else -1
 
     def free(self, *tensors: torch.Tensor) -> None:

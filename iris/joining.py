@@ -32,7 +32,7 @@ def connect(group: dist.ProcessGroup, ctx: Rank) -> Across:
 def join(across: Members, ranks: Ranks, ctx: Rank) -> tuple[Across, Rate] | None:
     """Return this rank's group across hosts and its rate; None without one. Collective.
 
-    Raises `ArgumentError` on every rank unless `across` joins ranks of the same number, of contexts of the same size.
+    Raises `ArgumentError` on every rank unless `across` joins ranks with the same number in contexts of the same size.
     """
     group = ranks.together("the group across hosts", lambda: None if across is None else resolve(across))
     has_group = [other_group is not None for other_group in ranks.all_gather(None if group is None else True)]

@@ -54,9 +54,10 @@ _LAUNCHERS = _OPEN_MPI, _MVAPICH, _SLURM, _PMI
 
 
 def adopt() -> bool:
-    """Return whether a launcher describes a world, whose variables are then torchrun's; False for a world of one.
+    """Translate a launcher's variables into torchrun's; return whether there is a launcher, else this is a world of
+    one.
 
-    Raises `PlatformError` that names the variables found where they do not describe one.
+    Raises `PlatformError`, which names the variables that it found, if they describe no complete world.
     """
     if _set(("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun()

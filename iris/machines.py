@@ -112,7 +112,7 @@ class Machine:
         return LinkRates(self.num_programs, **scaled, resident=resident, name=self.name, source=self.source)
 
     def product_tflops(self, itemsize: int) -> float:
-        """Return the rate of our kernels' products by the bytes of an operand, of the whole chip at large tiles."""
+        """Return the TFLOP/s of our kernels on the whole chip with large tiles, for operands of `itemsize` bytes."""
         if itemsize == 4 and self.fp32_tflops:
             return self.fp32_tflops
         return self.tflops * _SHARES[itemsize]

@@ -3,8 +3,8 @@
 NCCL's kernels wait without a limit, and torch's own watchdog ends the process. So a thread looks at each operation in
 the order of their start. One that fails, or does not end in time, is reported, and those after it are not watched.
 
-torch calls an operation completed where it has failed, too. Only the GPU knows: an event after the operation has not
-come then. An operation that did end is followed by its event at once.
+torch also calls an operation completed if it has failed. Only the GPU shows the difference: an event recorded after
+the operation occurs at once if the operation has ended, and does not occur if it has failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pending:
     def join(self) -> None:
         """Wait until all operations have ended, or one of them was reported.
 
-        Returns even where the report does not end, as the device may still run work of others that waits.
+        Returns in bounded time even if a report does not return: the device may still run other work, which waits.
         """
         with self._changed:
             while self._works:

@@ -84,7 +84,7 @@ class Candidate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All that was looked at for a problem: candidates, the fastest first, and why other ways cannot serve."""
+    """All that was compared for a problem: the candidates, the fastest first, and the reasons against other ways."""
 
     candidates: Sequence[Candidate]
     rejected: Sequence[tuple[Any, str]]

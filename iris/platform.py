@@ -67,7 +67,7 @@ def keep_addresses_whole() -> None:
     """Disable Triton's buffer instructions, for all kernels that this process compiles for AMD from now on.
 
     They address a tensor by its beginning and an offset of 32 bits. For a tensor in less than 2 GiB of memory Triton
-    assumes that any offset is that small, also the distance to a peer's heap, of which 32 bits would remain.
+    assumes that every offset fits. The distance to a peer's heap does not: the instruction would drop its upper bits.
     """
     os.environ[_ENV_BUFFER_OPS] = "0"
 
@@ -90,8 +90,8 @@ def name() -> str:
 def sharing_gpus() -> bool:
     """Return whether several ranks may have the same GPU (environment variable IRIS_SHARE_GPUS).
 
-    To develop and to test with fewer GPUs than ranks. The driver gives the ranks' processes a GPU in turn, some
-    milliseconds each, so a kernel that waits for a peer waits for its turn: right, but slow.
+    This is for development and tests with fewer GPUs than ranks. The driver runs the ranks' processes in turn, for some
+    milliseconds each. A kernel that waits for a peer waits until that peer runs, so results are right but slow.
     """
     text = os.environ.get(ENV_SHARE_GPUS) or "0"
     if text not in ("0", "1"):
@@ -126,7 +126,7 @@ def backend() -> str:
 
 @functools.cache
 def num_programs(dev: torch.device) -> int:
-    """Return how many programs run at once, one a multiprocessor; the interpreter runs one after the other."""
+    """Return how many programs run at once, one on each multiprocessor; the interpreter runs them one by one."""
     if dev.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(dev).multi_processor_count

@@ -53,7 +53,8 @@ class Rank(Promising):
 
     `hosts`: the processes of all ranks and their exchanges. `heap`: the memory of this rank's tensors and workspaces.
     `side`: the stream of calls with `async_op=True`. `agreement`: with IRIS_DEBUG=1, compares the ranks' calls.
-    `recording`: whether fused kernels record events (`tracing.py`). `level`: the promise of bits.
+    `recording`: whether fused kernels record events (`tracing.py`). `level`: for which results equal bits are
+    promised.
     `across`: the rank's counterparts on other hosts, where the context was made with them.
     """
 
@@ -188,8 +189,8 @@ class Rank(Promising):
     def report_refusal(self, call: str, members: Sequence[int] | None, error: IrisError) -> None:
         """Keep the `error` by which this rank refuses a `call`, for the message of heaps that differ afterwards.
 
-        With IRIS_DEBUG=1 this rank also sends it to the ranks that compare the call. They raise, too, where they would
-        use what an earlier or a later call of this rank sends.
+        With IRIS_DEBUG=1 this rank also sends it to the ranks that compare the call. They raise, too, in place of
+        using what an earlier or a later call of this rank sends.
         """
         self._refused = str(error)
         if self.agreement is not None:
@@ -236,7 +237,7 @@ class Rank(Promising):
 
         Ranks make the same calls in the same order, which two threads of a rank would not. So a context belongs to one
         thread, at first to the one that made it, and calls from any other raise `ThreadError`. The thread's current GPU
-        becomes the context's, for torch gives each new thread the first one.
+        becomes the context's, because torch starts each new thread on the first GPU.
         """
         if self._closed:
             self._refuse()

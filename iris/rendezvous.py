@@ -53,7 +53,8 @@ def gather(
 ) -> list[dict]:
     """Return the entries of all ranks in the `store` under `name`, this one's `own`. Collective. Raises `Absent`.
 
-    `pids`: of the ranks, where they are known; by default their entries have them; `broken`: whether a rank has ended.
+    `pids`: the ranks' process ids, if they are known; by default the entries hold them. `broken`: whether a rank has
+    ended.
     """
     look, here = _Look(store, name, rank, size, own), identity()
     end = time.monotonic() + limit_s

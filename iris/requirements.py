@@ -39,7 +39,7 @@ def check_triton() -> None:
 
 
 def namesake() -> str:
-    """Return a warning of the other package called `iris`, SciTools', where it is installed; else "".
+    """Return a warning if SciTools' package, which is also called `iris`, is installed; else "".
 
     pip puts both into one folder, and the one that is installed last replaces files of the other.
     """

@@ -1,4 +1,4 @@
-"""`do_bench`: how long a call of all ranks takes on this one."""
+"""`do_bench`: how long a call that all ranks make takes on this rank."""
 
 from __future__ import annotations
 

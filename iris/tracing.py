@@ -4,7 +4,8 @@
     ctx.ops.matmul_reduce_scatter(out, A, B)
     ctx.tracing.export("trace.json", merge=True)  # for chrome://tracing or ui.perfetto.dev
 
-Own kernels record by `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)` (`iris/device/tracing.py`).
+Your own kernels record if they call `DeviceContext.initialize(ctx_ptr, rank, world_size, tracing=True)`
+(`iris/device/tracing.py`).
 
 Each GPU has a separate clock. Rank 0 measures the other clocks against its own by messages to and fro: a peer reads
 its clock half-way, so the shortest of many round trips gives the difference within half of that trip. It is measured

@@ -2,8 +2,8 @@
 
 A model calls its layers with the same shapes over and over, often at the same addresses. What the first call finds out
 (`Prepared`: problem, plan and memory, and the steps) serves all calls whose key is the same but for the addresses. A
-call whose whole key is known is its launches alone. What differs between ops of products and of mixtures is in their
-`Operation`: how tensors are described, and the steps.
+call whose whole key is known only repeats its launches. What differs between ops of products and of mixtures is in
+their `Operation`: how tensors are described, and the steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 from . import steps
 from .checks import check_places, warn_of_overflow
 from .config import FusedConfig
-from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, WRITTEN, Epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, WRITTEN
 from .named import named
-from .operands import Operands
 from .planning.operations import BY_NAME
 from .planning.plan import check_config, plan, way_for, workspace_size
 from .planning.way import Sizes
@@ -38,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows."""
+    """The arguments of a call. `epilogue`: residual, weight, scaled and squares of a norm that follows, or nothing."""
 
     op: str
     tensors: Any  # Operands, GateUp or Down
-    epilogue: Epilogue | None = None
     async_op: bool = False
     config: FusedConfig | None = None
     workspace: Workspace | None = None
     k_per_rank: Sequence[int] | None = None
+    epilogue: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,78 +69,67 @@ class Calls:
         self.earlier = relaunch.Calls()
 
     def run(
-        self, op: str, tensors: Any, epilogue: Epilogue | None = None, async_op: bool = False,
-        config: FusedConfig | None = None, workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
+        self, op: str, tensors: Any, async_op: bool = False, config: FusedConfig | None = None,
+        workspace: Workspace | None = None, k_per_rank: Sequence[int] | None = None,
+        epilogue: tuple[torch.Tensor, ...] = (),
     ) -> Workspace:  # fmt: skip
-        """Run a call (`Call`): by its launches alone if it is known, else from its checks on.
-
-        `tensors`: a tuple in the order of `Operands`, which a call that is known does not need, or those of a mixture.
-        """
+        """Run a call (`Call`): repeat its launches if it is known, else check, plan and launch it."""
         self.ctx.check()
+        given, rest = tensors.key
+        if type(k_per_rank) is list:
+            k_per_rank = tuple(k_per_rank)  # a key is hashed
         own = self.workspace if workspace is None else workspace
-        if type(tensors) is tuple:
-            if type(k_per_rank) is list:
-                k_per_rank = tuple(k_per_rank)  # a key is hashed
-            given, rest = tensors if epilogue is None else (*tensors, *epilogue), k_per_rank
-        else:
-            given, rest = tensors.key
-        key = relaunch.key_of(given, (op, config, rest), own)
-        if async_op is False and (used := self.earlier.repeat(key, self.ctx, tensors[0])):
+        key = relaunch.key_of((*given, *epilogue), (op, config, k_per_rank, rest), own)
+        if async_op is False and (used := self.earlier.repeat(key, self.ctx, tensors.out)):
             return used
-        named_tensors = Operands._make(tensors) if type(tensors) is tuple else tensors
-        return self._first(Call(op, named_tensors, epilogue, async_op, config, workspace, k_per_rank), key)
+        return self._first(Call(op, tensors, async_op, config, workspace, k_per_rank, epilogue), key)
 
     def _first(self, call: Call, key: relaunch.Key | None) -> Workspace:
-        """Run a call that `relaunch` cannot repeat."""
-        ctx, tensors, operation = self.ctx, call.tensors, BY_NAME[call.op]
-        prepared, addresses = self._checked(call, key)
-        problem, config, out = prepared.problem, prepared.config, tensors.out
-        direct = not prepared.writes_to_peers or ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0])
+        """Run a call that `relaunch` cannot repeat: check it, make room, and launch its steps.
+
+        Raises a typed error for wrong arguments.
+        """
+        ctx, op, tensors, operation = self.ctx, call.op, call.tensors, BY_NAME[call.op]
+        with nullcontext() if operation.local else ctx.reporting_refusals(op, None):
+            check_async(op, call.async_op)
+            prepared = self.earlier.prepared(key, lambda: self.prepare(call))
+            self.check_workspace(op, call.workspace)
+            addresses = key.addresses if key else (0,) * len(prepared.names)
+            check_places(op, prepared.names, addresses, prepared.spans, WRITTEN)
+            if ctx.agreement is not None and operation.values:
+                named(operation.values)(ctx, call, prepared.problem)
         if ctx.agreement is not None and not operation.local:
-            ctx.compare(call.op, **self.facts(call, prepared))
+            ctx.compare(op, **self.facts(call, prepared))
         workspace = self.room(call, prepared)
+        problem, config, out = prepared.problem, prepared.config, tensors.out
         if problem.empty:
             return workspace
-        staged = None if direct else workspace.results(out.nbytes).view(out.dtype).view(out.shape)
+        staged, taken = None, tensors  # peers write `out` on the heap only; elsewhere it is copied from the workspace
+        if prepared.writes_to_peers and not ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0]):
+            staged = workspace.results(out.nbytes).view(out.dtype).view(out.shape)
+            taken = tensors._replace(out=staged)
         place = tuple(each % relaunch.ALIGNMENT for each in addresses)
         program = self.earlier.prepared(key, lambda: named(operation.steps)(ctx, problem, config, tensors), place)
-        taken = tensors if staged is None else tensors._replace(out=staged)
 
-        def launch() -> relaunch.Launch | None:
+        def run_steps() -> relaunch.Launch | None:
             run = steps.Run(ctx, self.earlier.kernels, workspace, taken, taken.out, addresses, call.epilogue)
             return steps.run_all(program, run)
 
-        go = partial(self.earlier.launch, key, workspace, out, staged, launch)
+        go = partial(self.earlier.launch, key, workspace, out, staged, run_steps)
         if call.async_op and ctx.device.type == "cuda":
             workspace._done = ctx.side.run(go, *tensors)
         else:
             ctx.side.join()
             go()
             if ctx.agreement is not None and not operation.mixes:
-                warn_of_overflow(ctx, call.op, out, tensors.A, tensors.B)
+                warn_of_overflow(ctx, op, out, tensors.A, tensors.B)
         ctx.check()
         return workspace
 
-    def _checked(self, call: Call, key: relaunch.Key | None) -> tuple[Prepared, tuple[int, ...]]:
-        """Return what is known of such calls, and the tensors' addresses. Raises a typed error for wrong arguments."""
-        ctx, op, operation = self.ctx, call.op, BY_NAME[call.op]
-        with nullcontext() if operation.local else ctx.reporting_refusals(op, None):
-            check_async(op, call.async_op)
-            prepared = self.earlier.prepared(key, lambda: self.prepare(call))
-            self.check_workspace(op, call.workspace)
-            addresses = key.addresses if key else (0,) * len(prepared.names)
-            written = ("out",) if call.epilogue is None else WRITTEN
-            check_places(op, prepared.names, addresses, prepared.spans, written)
-            if ctx.agreement is not None and operation.values:
-                named(operation.values)(ctx, call, prepared.problem)
-        return prepared, addresses
-
     def facts(self, call: Call, prepared: Prepared) -> dict[str, Any]:
         """Return what ranks compare of a call with IRIS_DEBUG=1."""
-        workspace, operation = call.workspace, BY_NAME[call.op]
-        used = "the context's own"
-        if workspace is not None and workspace is not self.workspace:
-            used = f"at {self.ctx.heap.offset(workspace.sync)} of the heap"
+        operation, other = BY_NAME[call.op], None if call.workspace is self.workspace else call.workspace
+        used = f"at {self.ctx.heap.offset(other.sync)} of the heap" if other else "the context's own"
         facts = operation.facts(prepared.problem, prepared.config)
         facts |= {"async_op": call.async_op, "workspace": used}
         if operation.sums and not operation.mixes and call.config is None and call.k_per_rank is None:
@@ -152,23 +140,22 @@ class Calls:
         return facts
 
     def prepare(self, call: Call) -> Prepared:
-        """Check whatever does not depend on addresses, and choose."""
-        ctx, config, machine = self.ctx, call.config, machine_of(self.ctx.device)
-        problem = named(BY_NAME[call.op].described)(ctx, call)
-        if config is not None:
-            check_config(call.op, problem, config, machine)
-        chosen = config or self.plan(problem.by_mean(call.k_per_rank))
-        way = way_for(problem, chosen)
-        tensors = call.tensors.by_name | dict(zip(EPILOGUE_NAMES, call.epilogue or (), strict=False))
-        sizes = workspace_size(problem, chosen, machine.num_programs, way)
-        spans = tuple(map(span, tensors.values()))
-        return Prepared(problem, chosen, way.writes_to_peers(problem), sizes, tuple(tensors), spans)
+        """Check what does not depend on addresses, and choose the configuration."""
+        machine = machine_of(self.ctx.device)
+        problem = named(BY_NAME[call.op].described)(self.ctx, call)
+        if call.config is not None:
+            check_config(call.op, problem, call.config, machine)
+        config = call.config or self.plan(problem.by_mean(call.k_per_rank))
+        way = way_for(problem, config)
+        sizes = workspace_size(problem, config, machine.num_programs, way)
+        names = *call.tensors.names, *EPILOGUE_NAMES[: len(call.epilogue)]
+        spans = tuple(map(span, (*call.tensors.key[0], *call.epilogue)))
+        return Prepared(problem, config, way.writes_to_peers(problem), sizes, names, spans)
 
     def room(self, call: Call, prepared: Prepared) -> Workspace:
         """Return the call's workspace, with room for it."""
         workspace = call.workspace or self.own_workspace()
-        if not prepared.problem.empty:
-            workspace.reserve(*prepared.sizes)
+        workspace.reserve(*prepared.sizes)
         return workspace
 
     def own_workspace(self) -> Workspace:
@@ -178,12 +165,12 @@ class Calls:
         return self.workspace
 
     def check_workspace(self, op: str, workspace: object) -> None:
-        """Raise `ArgumentError` for a workspace of another context, or none at all."""
+        """Raise `ArgumentError` for a workspace of another context, and for an object that is no workspace."""
         if workspace is not None and (not isinstance(workspace, Workspace) or workspace.ctx is not self.ctx):
             raise ArgumentError(f"{op}: workspace is {workspace!r}; expected one that an op of this context returned")
 
     def requested(self, op: str, M: int, N: int, K: int, dtype: torch.dtype, **more: Any) -> Problem:
-        """Return the problem of such a call in this context. `more`: other fields of `Request`."""
+        """Return the problem of a call with these sizes in this context. `more`: other fields of `Request`."""
         return requested_problem(Request(op, M, N, K, self.ctx.num_ranks, dtype, **more), self.ctx.level)
 
     def plan(self, problem: Problem, explained: bool = False, algorithm: str | None = None) -> FusedConfig:

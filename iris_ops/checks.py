@@ -101,7 +101,7 @@ def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> Non
 
 
 def check_places(
-    op: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int], written: Sequence[str] = ("out",)
+    op: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int], written: Sequence[str]
 ) -> None:
     """Raise `ArgumentError` for a tensor without memory, and where a written one shares bytes with another.
 
@@ -146,4 +146,13 @@ def check_bias(op: str, bias: torch.Tensor | None, B: torch.Tensor) -> None:
         raise ShapeError(
             f"{op}: bias has {bias.shape[0]} elements; expected {B.shape[1]}, the columns of B. A bias of one element "
             f"a row is added after the op: out += bias[:, None] ({PAGE})"
+        )
+
+
+def check_depth(op: str, A: torch.Tensor, k_per_rank: Sequence[int] | None, rank: int) -> None:
+    """Raise `ShapeError` where a rank's A has other columns than `k_per_rank` gives it."""
+    if k_per_rank and k_per_rank[rank] != A.shape[1]:
+        raise ShapeError(
+            f"{op}: A is {tuple(A.shape)} on rank {rank}, whose k_per_rank is {k_per_rank}; expected"
+            f" {k_per_rank[rank]} columns"
         )

@@ -1,4 +1,4 @@
-"""`FusedConfig`, the decision how a problem is computed, and `Prediction`, the time it should take."""
+"""`FusedConfig`, which says how a problem is computed, and `Prediction`, the time that this should take."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ a mesh (hosts, tp). Between hosts sums travel in the dtype of `out`.
 
 Waits for other hosts end by IRIS_TIMEOUT because the host watches them. CUDA graphs capture these ops where the group
 across hosts is NCCL's; after a replay, `ctx.across.watch()` lets the host watch that one. Other ops stay inside a host:
-`ctx.ops.inside` has them, and no other name does, for a sum over one host where all were meant would be silently wrong.
+only `ctx.ops.inside` has them, because a sum over one host in place of all hosts would be silently wrong.
 """
 
 from __future__ import annotations

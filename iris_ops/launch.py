@@ -1,19 +1,19 @@
-"""Turn a call's tensors into a problem, and a plan and those into steps. This is the last choice: steps launch what
-they name.
+"""Turn a call's tensors into a problem, and its plan into steps. This is the last choice: steps launch what they name.
 
-A plan knows shapes. Which kernel loads a rank's tensors depends on their layout too. Where rows begin between vectors
-of 16 bytes, for one, the way's fallback runs, which sends the same values to the same places. The log says why, once.
+A plan knows shapes only. Which kernel can load a rank's tensors depends on their layout, too. For example, if rows do
+not begin at multiples of 16 bytes, the way's fallback runs, which sends the same values to the same places. The log
+says why, once.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from iris.errors import ShapeError
 from iris.machines import machine_of
 
-from .checks import check_bias, check_tensors
+from .checks import check_bias, check_depth, check_tensors
 from .config import FusedConfig
 from .kernels import rmsnorm_epilogue
 from .named import named
@@ -21,7 +21,7 @@ from .operands import Operands
 from .planning.plan import way_for, way_named
 from .planning.way import Way
 from .problem import MATMUL_GATHER, Problem, describe
-from .steps import Kernel, Several, Step, all_columns, changed, finishing, part_of_nothing, ready
+from .steps import Kernel, Several, Step, all_columns, changed, finished, part_of_nothing, ready
 
 if TYPE_CHECKING:
     from iris.rank import Rank
@@ -36,7 +36,7 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
     """Return the way that runs on `tensors`: the one of `config`, or its fallback. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
-        way, reported = way_named(planned.fallback_for(problem)), rank.once(_Reported).planned
+        way, reported = way_named(planned.fallback_for(problem)), rank.once(_reported)
         if planned.kernel not in reported:
             reported.add(planned.kernel)
             rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
@@ -45,19 +45,14 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
 
 
 def described(rank: Rank, call: Any) -> Problem:
-    """Return the problem of a call of a product. Raises a typed error for tensors that make none."""
+    """Return the problem of a product's call. Raises a typed error for tensors that describe none."""
     op, (out, A, B, bias, scale) = call.op, call.tensors
     check_tensors(op, out, A, B, bias, scale, rank.device)
     problem = describe(op, out, A, B, rank.cur_rank, rank.num_ranks, scale)
     problem = rank.level.promise(problem, call.k_per_rank, bias is not None)
-    k_per_rank = call.k_per_rank
-    if k_per_rank and k_per_rank[rank.cur_rank] != problem.K:
-        raise ShapeError(
-            f"{op}: A is {tuple(A.shape)} on rank {rank.cur_rank}, whose k_per_rank is {k_per_rank}; expected"
-            f" {k_per_rank[rank.cur_rank]} columns"
-        )
+    check_depth(op, A, call.k_per_rank, rank.cur_rank)
     check_bias(op, bias, B)
-    if call.epilogue is not None:
+    if call.epilogue:
         rmsnorm_epilogue.check(call.epilogue, out)
     return problem
 
@@ -65,16 +60,16 @@ def described(rank: Rank, call: Any) -> Problem:
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operands) -> tuple[Step, ...]:
     """Return the steps of a call."""
     planned, epilogue = way_for(problem, config), problem.epilogue
+    fused = not epilogue.separate or epilogue in planned.fuses(problem, config)
     before: list[Step] = [ready]
-    fused = epilogue in planned.fuses(problem, config)
-    after = () if fused or not epilogue.separate else (finishing(epilogue),)
+    after = () if fused else (partial(finished, epilogue),)
     change = None
     if after and epilogue.matrices > 1:
-        change = all_columns(problem)
+        change = partial(all_columns, problem)
     elif problem.op == MATMUL_GATHER and problem.form == "rows" and tensors.B.shape[1] < problem.N:
         change = part_of_nothing
     if change:
-        before, tensors = [ready, changed(change)], change(tensors)
+        before, tensors = [ready, partial(changed, change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
         way, chosen = loading(rank, problem, config, tensors)
@@ -90,6 +85,6 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
     return *before, *launches, *after
 
 
-class _Reported:
-    def __init__(self, rank: Rank) -> None:
-        self.planned: set[str] = set()
+def _reported(rank: Rank) -> set[str]:
+    """Return the kernels whose fallback this rank's log has named: none yet."""
+    return set()

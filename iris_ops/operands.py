@@ -20,8 +20,14 @@ class Operands(NamedTuple):
     scale: torch.Tensor | None = None
 
     @property
-    def by_name(self) -> dict[str, torch.Tensor | None]:
-        return self._asdict()
+    def key(self) -> tuple[tuple, tuple]:
+        """Return what decides the call, its tensors and the rest."""
+        return self, ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the tensors of `key`."""
+        return self._fields
 
     @property
     def is_ready(self) -> bool:

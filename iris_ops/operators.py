@@ -17,9 +17,9 @@ from torch.compiler import config
 class Operators:
     """The operators of one namespace. Registrations last as long as this object.
 
-    torch keeps compiled graphs on disk. Their code spells out the arguments of an operator, but their key is without
-    its schema, so code of another version would be called with arguments that are no more. A digest of all schemas
-    therefore joins `torch.compiler.config.cache_key_tag`.
+    torch keeps compiled graphs on disk. Their code spells out the arguments of an operator, but the key of a graph does
+    not contain the schema. So a graph of another version could pass arguments that no longer exist. A digest of all
+    schemas therefore joins `torch.compiler.config.cache_key_tag`.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -31,8 +31,8 @@ class Operators:
         """Register `kernel` as the operator of `schema`, and return the operator.
 
         `fake`: takes the same arguments, as tensors without data, and returns empty tensors of the results' shapes.
-        `exact_strides`: whether compilers keep the strides of tensors. One that lays out a transposed weight anew
-        copies it in every step.
+        `exact_strides`: whether compilers keep the strides of tensors. A compiler that changes the strides of
+        a transposed weight copies the weight in every step.
         """
         name = schema.partition("(")[0]
         self._library.define(schema, tags=(torch.Tag.needs_exact_strides,) if exact_strides else ())

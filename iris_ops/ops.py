@@ -1,8 +1,9 @@
 """`ctx.ops`: problem -> plan -> workspace -> launch.
 
-A call checks its tensors, looks up what was prepared for their shapes, and launches one kernel, or what an algorithm
-with torch's product takes in its place: no word between the hosts, no host synchronisation, and no allocation after the
-first call of a problem, but for the graph that several launches become when they come again (`iris/launch/graphs.py`).
+A call checks its tensors, looks up what was prepared for their shapes, and launches one kernel; an algorithm with
+torch's product launches several. After the first call of a problem, the ranks exchange nothing on the host, the host
+waits for no device, and nothing is allocated, except the CUDA graph that several launches become when they are repeated
+(`iris/launch/graphs.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from .config import FusedConfig
 from .moe.ops import MixtureOps
 from .operands import Operands
 from .outputs import NewOutputs
-from .planning.operations import BY_NAME, GATED
+from .planning.operations import ALL_REDUCE, BY_NAME, GATED, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .planning.plan import unaligned
 from .planning.weights import named_format
-from .problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, NORM, REDUCE_SCATTER
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Ops(MixtureOps):
         bias: is added once. Either all ranks pass one or none does; ranks that differ in it return different sums
             without an error, unless IRIS_DEBUG=1 compares them.
         async_op: whether the call runs on a side stream; `workspace.wait()` makes the current stream wait for it.
-        config: a `FusedConfig`, the same on all ranks; None chooses one by shapes. Ranks whose K, or in a gather N,
-            differ must pass one.
+        config: a `FusedConfig`, the same on all ranks; None chooses one by shapes. If ranks differ in K, or in a
+            gather in N, they must pass one.
         workspace: the result of an earlier call.
 
     Raises:
@@ -81,8 +81,8 @@ class Ops(MixtureOps):
                 stored weight; with fp8 and MXFP4, A's magnitudes must then be 0 or from 2**-61 to 2**63. With one
                 float32 scale a column and `torch.float8_e4m3fn`, more rows are rounded to fp8, if the GPU multiplies
                 those. Otherwise each call converts B to A's dtype.
-            k_per_rank: each rank's K, if they differ, by which all choose alike. Ranks that choose by their own K alone
-                may run different exchanges: then a call ends in a time-out, or its result is wrong.
+            k_per_rank: each rank's K, if they differ, so that all ranks plan alike. Ranks that plan by their own K
+                alone may choose different exchanges: then a call ends in a time-out, or its result is wrong.
 
         Returns:
             The workspace of the call.
@@ -91,7 +91,7 @@ class Ops(MixtureOps):
             ShapeError: also if a rank's part of K ends inside a leaf (`iris_ops/sum_tree.py`), with the parts that are
                 possible.
         """
-        return self._calls.run(ALL_REDUCE, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
+        return self._calls.run(ALL_REDUCE, Operands(out, A, B, bias, scale), async_op, config, workspace, k_per_rank)
 
     @_KEYWORDS
     def matmul_all_reduce_norm(
@@ -103,8 +103,8 @@ class Ops(MixtureOps):
         """Compute `out = residual + sum over ranks of A @ B + bias`, and the first half of an RMSNorm of its rows.
 
         The norm is `scaled * rsqrt(squares.sum(0) / N + eps)[:, None]`; a product of `scaled` may apply that factor to
-        its own rows instead. All tensors are contiguous, and those that are written overlap no other. Few rows take one
-        kernel.
+        its own rows instead. All tensors are contiguous, and those that are written overlap no other. For few rows
+        this is one kernel.
 
         Args:
             out: [M, N].
@@ -123,8 +123,8 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        epilogue = residual, weight, scaled, squares
-        return self._calls.run(NORM, (out, A, B, bias, scale), epilogue, False, config, workspace, k_per_rank)
+        tensors, epilogue = Operands(out, A, B, bias, scale), (residual, weight, scaled, squares)
+        return self._calls.run(NORM, tensors, False, config, workspace, k_per_rank, epilogue)
 
     @_KEYWORDS
     def all_gather_matmul(
@@ -148,7 +148,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(GATHER_MATMUL, (out, A, B, bias, scale), None, async_op, config, workspace)
+        return self._calls.run(GATHER_MATMUL, Operands(out, A, B, bias, scale), async_op, config, workspace)
 
     def all_gather_matmul_gated(
         self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None,
@@ -171,7 +171,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(GATED, (out, A, B, bias, scale), None, False, config, workspace)
+        return self._calls.run(GATED, Operands(out, A, B, bias, scale), False, config, workspace)
 
     @_KEYWORDS
     def matmul_all_gather(
@@ -192,7 +192,7 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(MATMUL_GATHER, (out, A, B, bias, None), None, async_op, config, workspace)
+        return self._calls.run(MATMUL_GATHER, Operands(out, A, B, bias), async_op, config, workspace)
 
     @_KEYWORDS
     def matmul_reduce_scatter(
@@ -216,7 +216,8 @@ class Ops(MixtureOps):
         Returns:
             The workspace of the call.
         """
-        return self._calls.run(REDUCE_SCATTER, (out, A, B, bias, scale), None, async_op, config, workspace, k_per_rank)
+        tensors = Operands(out, A, B, bias, scale)
+        return self._calls.run(REDUCE_SCATTER, tensors, async_op, config, workspace, k_per_rank)
 
     @_KEYWORDS
     def plan(
@@ -293,5 +294,5 @@ class Ops(MixtureOps):
             if name not in BY_NAME:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return lambda out, A, B, bias=None, async_op=False, config=None, workspace=None, scale=None: (
-                self._calls.run(name, (out, A, B, bias, scale), None, async_op, config, workspace)
+                self._calls.run(name, Operands(out, A, B, bias, scale), async_op, config, workspace)
             )

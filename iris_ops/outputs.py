@@ -1,7 +1,8 @@
 """New tensors for results: on the heap where peers write them, so that nothing is copied.
 
-The plan decides whether peers write a result; it is computed once for calls of the same sizes. The first call of a
-larger result has all ranks reserve room: for outputs, and for one to copy from, on a rank that finds no room.
+The plan decides whether peers write a result; it is computed once for calls of the same sizes. At the first call with a
+larger result, all ranks reserve memory: for outputs, and for the results of a rank that finds no room there, which it
+copies to ordinary memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_CALLS = 4096  # calls of which is known whether peers write their results
 
 
 class NewOutputs(Outputs):
-    """`ctx.ops.outputs`: what layers have their results from.
+    """`ctx.ops.outputs`: the allocator of layers' results.
 
     `calls`: those of the same context, with the memory that they share.
     """

@@ -119,7 +119,7 @@ class Problem:
         return "" if self.operation.widens else self.weights.converted(self, machine)
 
     def by_mean(self, k_per_rank: Sequence[int] | None) -> Problem:
-        """Return the problem by which all ranks plan alike though each has its own K: that of their mean."""
+        """Return the problem with the mean of all ranks' K, so that ranks with different K plan alike."""
         if k_per_rank is None or self.sums.k_per_rank or len(set(k_per_rank)) == 1:
             return self
         return replace(self, K=-(-sum(k_per_rank) // self.world_size))
@@ -276,7 +276,7 @@ def describe(
     op: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, rank: int, world_size: int,
     scale: torch.Tensor | None = None,
 ) -> Problem:  # fmt: skip
-    """Return the problem that the shapes say. Raises `ShapeError` where no form of `op` fits them."""
+    """Return the problem that the shapes describe. Raises `ShapeError` if no form of `op` fits them."""
     operation, weights = operations.BY_NAME[op], format_of(B, scale)
     stored = weights.depth(B.shape[0], A.shape[1]), B.shape[1]
     shapes = Shapes(tuple(A.shape), stored, tuple(out.shape), lambda size: part_of(size, world_size, rank))

@@ -2,7 +2,7 @@
 
     ready, changed    operands as kernels take them
     Kernel, Several   one launch, or what comes with torch's product
-    finishing         an epilogue in a separate kernel
+    finished          an epilogue in a separate kernel
 
 A format of weights has its own steps before the product (`WeightFormat.operands`), and a mixture one for all of its
 launches. A step adds to `Run.launches` how to repeat it, and None if only the whole call can be repeated.
@@ -22,9 +22,10 @@ import torch
 import triton
 
 from .config import FusedConfig
-from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES, Epilogue
+from .kernels.rmsnorm_epilogue import EPILOGUE_NAMES
 from .named import named
 from .operands import Operands
+from .planning.epilogues import Epilogue
 from .planning.way import Way
 from .problem import Problem
 
@@ -45,7 +46,7 @@ class Run:
     tensors: Any = None  # Operands, or those of a mixture
     out: Any = None
     moving: Sequence[int] = ()
-    epilogue: Epilogue | None = None
+    epilogue: Sequence[torch.Tensor] = ()
     scales: dict[str, torch.Tensor | int | None] = field(default_factory=dict)
     launches: list[relaunch.Launch | None] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Run:
         self.launches.append(relaunch.launch(self.kernels, self.rank.device, kernel, grid, args, moving, **options))
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function that launches something else, and returns a true value where it did."""
+        """Call a function that launches something else and returns a true value if it did."""
         function()
         self.launches.append(relaunch.Launch(lambda: bool(function())))
 
@@ -74,14 +75,10 @@ def ready(run: Run) -> None:
     run.tensors = run.tensors.ready()
 
 
-def changed(change: Callable[[Operands], Operands]) -> Step:
-    """Return the step that replaces operands which kernels cannot take as they are."""
-
-    def step(run: Run) -> None:
-        run.launches.append(None)
-        run.tensors = change(run.tensors)
-
-    return step
+def changed(change: Callable[[Operands], Operands], run: Run) -> None:
+    """Replace operands that kernels cannot take as they are."""
+    run.launches.append(None)
+    run.tensors = change(run.tensors)
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Kernel:
             out, A = (each.tensor_split(self.pieces)[self.piece] for each in (tensors.out, tensors.A))
             problem, tensors = replace(problem, M=out.shape[0]), tensors._replace(out=out, A=A)
         function, grid, args = named(way.launcher)(run.rank, run.workspace, problem, config, tensors)
-        norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused and run.epilogue else (), strict=False)
+        norm = zip(EPILOGUE_NAMES, run.epilogue if self.fused else (), strict=False)
         if fields := dict(norm) | run.scales:
             args["epilogue"] = args["epilogue"]._replace(**fields)
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -123,7 +120,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Several:
-    """The launches of a way that comes with torch's product, as a graph once the call has come several times."""
+    """The launches of a way with torch's product, which become a CUDA graph once the call has been repeated."""
 
     way: Way
     problem: Problem
@@ -135,25 +132,20 @@ class Several:
         run.call(run.workspace.graphs.of(again))
 
 
-def all_columns(problem: Problem) -> Callable[[Operands], Operands]:
-    """Return the change that gives a product all columns, to memory of their own, which an epilogue then joins."""
-    return lambda tensors: tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
+def all_columns(problem: Problem, tensors: Operands) -> Operands:
+    """Return operands by which a product stores all its columns in new memory, from where an epilogue joins them."""
+    return tensors._replace(out=tensors.out.new_empty(problem.M, problem.N))
 
 
 def part_of_nothing(tensors: Operands) -> Operands:
-    """Take one element in all, gathered by columns, as by rows (`problem.describe`): this rank has no row."""
+    """Return operands without rows, because all ranks gather a result of a single element by rows (`matching_form`)."""
     return tensors._replace(A=tensors.A[:0], B=tensors.A.t(), bias=None)
 
 
-def finishing(epilogue: Any) -> Step:
-    """Return the step that launches an epilogue of `planning/epilogues.py` in a separate kernel."""
-    launch = named(epilogue.separate)
-
-    def step(run: Run) -> None:
-        run.launches.append(None)
-        launch(epilogue, run.out, run.tensors.out, *(run.epilogue or ()))
-
-    return step
+def finished(epilogue: Epilogue, run: Run) -> None:
+    """Launch an epilogue in a separate kernel."""
+    run.launches.append(None)
+    named(epilogue.separate)(epilogue, run.out, run.tensors.out, *run.epilogue)
 
 
 def run_all(steps: Sequence[Step], run: Run) -> relaunch.Launch | None:

@@ -147,10 +147,10 @@ def roots(leaves: int, span: Span) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=4096)
 def joins(leaves: int, parts: tuple[Span, ...]) -> tuple[int, ...]:
-    """Return how many of those before it each of `parts` is added to, the last one first, as the right one of two.
+    """Return, for each of `parts`, with how many earlier sums it is joined, the latest of them first.
 
-    `parts`: subtrees that follow each other, of a tree, all of them. What is not added to anything
-    yet waits, as a stack; the last part leaves one sum.
+    `parts`: the subtrees into which a tree is cut, in order. Sums that wait for a later part form a stack. A part is
+    the right one of the two that are added, and the last part leaves one sum on the stack.
     """
     counts, waiting = [], 0
     for part in parts:

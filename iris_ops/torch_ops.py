@@ -6,21 +6,24 @@
     torch.ops.iris_ops.gather_rows(rows, group) -> Tensor
     torch.ops.iris_ops.sum_over_ranks(part, group) -> Tensor
 
-The same schema for all ops of `operations.TABLE` but one, which returns (out, scaled, squares), see
-`rmsnorm_epilogue.py`; and two without a product, `ctx.ccl.all_gather` and `ctx.ccl.all_reduce`. Products without an
-exchange register theirs in `local/`. `size` is the shape of this rank's result, `group` the name of the context
-(`ctx.group_name`). An
-operator is functional: its result is a new tensor, and nothing that the caller sees is mutated. `mean_part` is for
-ranks whose parts differ in size. An op plans by the sizes that it sees; ranks that saw different ones could choose
-different tiles and wait for signals that are never sent. So they all plan by this size in place of K (in
-`all_gather_matmul` and its epilogues of N, the columns of B). `scale`: of a B in another format, which all take but
-`matmul_all_gather`. `k_per_rank`: each rank's K, of sums by `sum_tree.py`; then no `mean_part` is looked at.
+All ops of `operations.TABLE` have the same schema, except the one that returns (out, scaled, squares), see
+`rmsnorm_epilogue.py`. The last two operators have no product: they are `ctx.ccl.all_gather` and `ctx.ccl.all_reduce`.
+Products without an exchange are registered in `local/`. An operator is functional: its result is a new tensor, and
+nothing that the caller sees is mutated. Its arguments, besides those of the op:
+
+    size          the shape of this rank's result
+    group         the name of the context (`ctx.group_name`)
+    mean_part     for ranks whose parts differ in size: all plan by this size in place of K (in `all_gather_matmul` and
+                  its epilogues in place of N, the columns of B). Ranks that planned by different sizes could choose
+                  different tiles, and wait for signals that are never sent
+    scale         the scales of a quantised B, which all ops but `matmul_all_gather` take
+    k_per_rank    each rank's K, for sums by `sum_tree.py`; `mean_part` then has no effect
 
 Every rank must run the same operators in the same order, which the ranks' compilers do for the same model.
 
-`product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`, which costs the host 0.6 us more
-than calling that from the layer; through torch's dispatcher it would be 3 us, by `torch.library.custom_op` 33 us. No
-operator has a gradient; requesting one raises an error.
+`product` is what layers call, compiled or not. Eager code goes straight to `ctx.ops`. That costs the host 0.6 us
+more than a call of `ctx.ops` in the layer; through torch's dispatcher it would cost 3 us, by `torch.library.custom_op`
+33 us. No operator has a gradient; requesting one raises an error.
 """
 
 from __future__ import annotations

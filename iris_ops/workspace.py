@@ -76,7 +76,8 @@ class Workspace:
     def results(self, nbytes: int) -> torch.Tensor:
         """Return memory in place of an `out` that peers write and that does not lie on the heap.
 
-        Ranks do not meet where it grows: kernels compare where it lies, as they do of any `out`, before they write.
+        Ranks do not wait for each other if it grows: before kernels write, they compare where it lies, as for any
+        `out`.
         """
         if not self._results or nbytes > self._results[-1].nbytes:
             self._results.append(self._new_room(nbytes, torch.uint8))
@@ -102,7 +103,7 @@ class Workspace:
         return views
 
     def rendezvous(self) -> None:
-        """Wait for all ranks in the current stream, by a barrier apart from those that the user has in flight."""
+        """Wait for all ranks in the current stream, by a barrier that is independent of the user's barriers."""
         self.barrier(tuple(range(self.ctx.num_ranks)))
         self.ctx.check()
 

@@ -1,7 +1,7 @@
 """`ctx.ccl`: checks, a plan, memory, one kernel.
 
-A call with tensors at addresses that were seen before takes a shortcut around all of it, one that is like an earlier
-call in all but its addresses around most (`iris/launch/relaunch.py`).
+A call that repeats an earlier one at the same addresses skips all of these steps and launches the kernel. A call that
+differs from an earlier one in its addresses only skips most of them (`iris/launch/relaunch.py`).
 """
 
 from __future__ import annotations

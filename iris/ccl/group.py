@@ -1,8 +1,8 @@
 """The ranks of a collective: those of the context, or some of them, counted in the group's order.
 
 Kernels know a group by its context tensor, in which the members are all ranks there are. Its workspaces lie on the
-heap like everything else: they are where all ranks have them if every rank makes the same calls in the same order,
-each in its own group, as the groups along a dimension of a mesh do.
+heap, at the same offsets on all ranks. That requires that every rank of the context makes the same calls in the same
+order, each in its own group, as the groups along a dimension of a mesh do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Group:
         return tuple(self._group or range(self.size))
 
     def reserve(self, nbytes: int) -> torch.Tensor:
-        """Return the bytes at the same heap offset on every member, as the next `barrier` finds."""
+        """Return memory at the same heap offset on every member, which the next `barrier` checks."""
         return self.ctx.heap.reserve((nbytes,), torch.uint8)
 
     def barrier(self) -> None:
@@ -61,7 +61,10 @@ def _of_members(context: torch.Tensor, rank: int, members: list[int], names: tor
 
 
 def group_of(ctx: Rank, group: Any) -> Group:
-    """Raise `ArgumentError` for what is no process group of ranks of the context, this one among them."""
+    """Return the `Group` of a process group.
+
+    Raises `ArgumentError` unless all of its ranks are in the context, and this rank is one of them.
+    """
     if group is None:
         return Group(ctx)
     if isinstance(group, (list, tuple)):

@@ -1,7 +1,7 @@
 """Collectives over the ranks of several hosts: ours inside a host, torch.distributed's across.
 
-Ranks are counted host by host. Rank r of a host exchanges with rank r of the others, so each network link carries what
-its rank has.
+Ranks are counted host by host. Rank r of a host exchanges with rank r of the others, so each network link carries one
+rank's data.
 """
 
 from __future__ import annotations

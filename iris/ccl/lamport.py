@@ -5,8 +5,9 @@ others' staging memory, then takes those that came from each of them: one hop, w
 GATHER, the rank that has summed a part sends the sums in a second hop.
 
 No wait is circular: a program makes all its sends before its first wait, and those of the second hop before its last
-waits. Between two ranks a program sends one unit, then another before it takes each. What it takes in a turn, the
-peer's program of the same number sent in an earlier one. So sums and stores go on while values are under way.
+waits. Between two ranks a program first sends one unit. Then, in each turn, it sends the next unit and takes the one
+before, which the peer's program of the same number sent in an earlier turn. So sums and stores go on while values are
+under way.
 """
 
 from __future__ import annotations

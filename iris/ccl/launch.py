@@ -93,7 +93,7 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
 
 
 def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
-    """Return how Triton compiles the kernel; with few enough registers where programs share a multiprocessor."""
+    """Return Triton's options for the kernel. They limit the registers if programs share a multiprocessor."""
     result = {"num_warps": plan.num_warps}
     if plan.programs > machine.num_programs:
         result["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)

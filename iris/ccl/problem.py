@@ -82,7 +82,7 @@ def bits(t: torch.Tensor, summed: bool) -> torch.Tensor:
 
 
 def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
-    """Return how `t` lies in memory; as one row where that can be and `columns` does not keep it from it."""
+    """Return how `t` lies in memory: as one row if it is contiguous, unless `columns` asks for its own rows."""
     if t.is_contiguous() and not columns:
         return Rows(1, t.numel(), t.numel(), 1)
     if t.ndim == 1:
@@ -98,7 +98,7 @@ def rows_of(op: str, name: str, t: torch.Tensor, columns: bool = False) -> Rows:
 
 
 def describe(op: str, out: torch.Tensor, inp: torch.Tensor, rank: int, world_size: int) -> Problem:
-    """Return the problem that the shapes say. Raises `ShapeError` where they fit none."""
+    """Return the problem that the shapes describe. Raises `ShapeError` if they fit none."""
     w, part, cols = world_size, 0, 0
     inp_shape, out_shape = tuple(inp.shape), tuple(out.shape)
     if op == ALL_REDUCE:

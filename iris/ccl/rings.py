@@ -62,7 +62,7 @@ def cut_of_sum(n: int, dtype: torch.dtype) -> Cut:
 class WordBuffer:
     """`tensor` as whole words that lie one after the other: where it is, or else in separate memory.
 
-    `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.words`.
+    `fill` copies it there, before it is sent; `empty` copies it back, once it was taken. Made by `Rings.buffer`.
     """
 
     def __init__(self, rings: Rings, tensor: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class Rings:
         return MOST_SLOTS // self.world
 
     def reserve(self, slots: int) -> None:
-        """Make room for as many slots in each ring. The same on all ranks of the group, which may meet."""
+        """Make room for so many slots in each ring, the same on all ranks, which may wait for each other."""
         slots = 1 << (max(slots, _LEAST_SLOTS) - 1).bit_length()
         if slots <= self.slots:
             return
@@ -145,7 +145,7 @@ class Rings:
             self._ctx.forget_launches()
 
     def untaken(self) -> list[tuple[int, int, int]]:
-        """Return (sender, receiver, slots) of messages that nobody took, when all ranks have met and nothing runs."""
+        """Return (sender, receiver, slots) of messages that no rank has received; call it after a barrier."""
         area = self._workspace.areas.get(f"counts of {self._name}")
         if area is None:
             return []
@@ -168,9 +168,10 @@ class Rings:
     def sum(
         self, waiter: str, dtype: torch.dtype, sends: Sequence[Message], own: int = 0, n: int = 0, out: int = 0
     ) -> None:
-        """Give elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
+        """Send elements of `dtype` to ranks that sum them, at most one message to each, in one launch.
 
-        If `n`, also takes as many of each rank, adds its own, which begin at `own`, and stores the sums from `out` on.
+        If `n`, also receive `n` elements from each rank, add this rank's own at address `own`, and store the sums at
+        address `out`.
         """
         group = self._workspace.group
         sent: list[tuple] = []

@@ -2,8 +2,8 @@
 
 They are messages of a group (`transfer.py`), in separate rings that grow to the largest call: from the root to
 every other rank, or to the root from every other rank, which sums them for a reduce. Each is one launch, but for
-tensors that are larger than a ring may become, and for those that go in two steps (`two_steps.py`). No rank waits for
-more than it takes: a root that sends goes on.
+tensors that are larger than a ring may become, and for those that go in two steps (`two_steps.py`). A rank waits only
+for what it receives: a root that sends continues.
 """
 
 from __future__ import annotations

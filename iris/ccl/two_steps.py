@@ -9,9 +9,9 @@ So the root sends or takes the tensor once, and no other rank sends or takes mor
 pass one on, the next is on its way to them. Sums have the same bits as in one step, for an owner adds in rank order,
 and rounds once.
 
-No wait is circular. A launch takes what its peers send in launches of the same piece or earlier ones, and a sender
-waits only for room: for what was taken in the same place of the round before, of which takers tell in their
-next launch. A tensor goes in one round if a ring may become large enough.
+No wait is circular. A launch takes what its peers send in launches of the same piece or of earlier ones. A sender waits
+only for room in a ring: until the receiver has taken the message that was in the same slots in the previous round,
+which the receiver reports in its next launch. A tensor goes in one round if a ring may become large enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tensor as the kernels see it: elements in row-major order, cut into parts, which are moved in units of BLOCK.
 
-Where element number `index` stands follows from the number alone, so that ranks whose tensors have different strides
-still speak of the same elements. `LAYOUT` says how:
+The place of element number `index` follows from the number alone, so ranks whose tensors have different strides still
+mean the same elements. `LAYOUT` says how:
 
     FLAT     one after the other
     ROWS     rows of `cols` elements, each row and each column a stride apart

@@ -18,7 +18,7 @@ WHOLE = ("one_shot", "atomic", "spinlock")
 
 
 class Collective(Way):
-    """A variant and a protocol, with what they accept and what they take."""
+    """A variant and a protocol: what they accept, and how long they take."""
 
     variant: str
     protocol: str
@@ -35,7 +35,7 @@ class Collective(Way):
         return Times(exchange_us, machine.launch_us + exchange_us)
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
-        """Return the microseconds among two ranks and more, beside the launch."""
+        """Return the microseconds among two or more ranks, without the launch."""
         raise NotImplementedError
 
     def sent(self, problem: Problem) -> float:
@@ -46,7 +46,7 @@ class Collective(Way):
         return (w - 1) * (nbytes if problem.op == ALL_GATHER else nbytes / w)
 
     def hops(self, problem: Problem) -> int:
-        """Return how often data travels before the result is there."""
+        """Return the number of transfers in a row until the result is complete."""
         return 2 if problem.op == ALL_REDUCE and self.variant != "one_shot" else 1
 
 
@@ -123,7 +123,7 @@ WAYS: tuple[Collective, ...] = (OneShotLamport(), TwoShotLamport(), TwoShotFlags
 
 
 def allowed(problem: Problem, config: Config) -> tuple[Collective, ...]:
-    """Return the ways that a user's config leaves."""
+    """Return the ways that a user's config allows."""
     return tuple(way for way in WAYS if excluded(way, problem, config) is None)
 
 

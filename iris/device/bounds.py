@@ -1,8 +1,8 @@
 """Check that accesses to peers stay in the heaps: always in the interpreter, with IRIS_DEBUG=1 on GPUs.
 
 A pointer becomes a peer's by the difference of two heap bases. With the wrong rank for the caller's own, or with a
-pointer outside the heap, the sum is the address of something else. There a process of the host corrupts its memory and
-ends later, elsewhere, by SIGSEGV; a GPU overwrites other tensors or faults.
+pointer outside the heap, the sum is the address of something else. On the host, a store there corrupts the memory of
+the process, which ends later, elsewhere, by SIGSEGV. On a GPU it overwrites other tensors or faults.
 
 On the host a table has the heaps of all open contexts. On a GPU `heap_bases` points into the context tensor, whose
 header, before the bases, has the bytes of a heap. Elements outside are masked out there, and the first program that
@@ -37,7 +37,7 @@ METHOD_CALLED = tl.constexpr(
 
 @triton.constexpr_function
 def is_pointer(value):
-    """Return whether `value` is no function: a port of ROCm/iris passes the method `heap_bases` itself."""
+    """Return whether `value` is a pointer: code written for ROCm/iris may pass the method `heap_bases` itself."""
     return not callable(value) and not hasattr(value, "__func__")  # interpreted, and compiled
 
 
@@ -45,7 +45,7 @@ _heaps: dict[int, tuple[int, int]] = {}  # [base] = bytes, rank; of all open con
 
 
 def add(bases: list[int], span: int) -> None:
-    """Enter the heaps of a context, each of `span` bytes. A heap that they overlap is gone: its memory was unmapped."""
+    """Enter the heaps of a context, each of `span` bytes. Remove heaps at the same addresses: they were unmapped."""
     for old, (length, _) in list(_heaps.items()):
         if any(old < base + span and base < old + length for base in bases):
             del _heaps[old]

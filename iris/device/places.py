@@ -1,8 +1,8 @@
 """Publish where a result lies on each rank, so that peers can store into it.
 
-Everything on the heap lies at the same offset on all ranks, but for what the library hands out for results: each rank
-does that as tensors come and go, in its own time (`iris/memory/outputs.py`). So kernels store at the place that a peer
-published for its `out`. A difference between results that users allocated is an error, and ends the rank's waits.
+Everything on the heap lies at the same offset on all ranks, except the results that the library allocates: each rank
+allocates and frees those by itself (`iris/memory/outputs.py`). So kernels store at the place that a peer published for
+its `out`. A difference between results that users allocated is an error, and ends the rank's waits.
 
 There are two tables. Collectives index theirs by rank; the ops index theirs by the offset from the receiver's rank to
 the sender's. The offset is known when a kernel is compiled, and takes no register.

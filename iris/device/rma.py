@@ -245,7 +245,7 @@ def copy(
         dst_ptr: an address in the caller's own heap; the bytes at that place on `to_rank` are written.
         from_rank: the rank whose memory is read.
         to_rank: the rank whose memory is written.
-        cur_rank: the caller, any of them or none.
+        cur_rank: the caller. It may be either of the two ranks, or a third one.
         heap_bases: `Iris.get_heap_bases()`, or a device context's `heap_bases()`.
         mask: which elements take part; None for all.
         other: as in `tl.load`.

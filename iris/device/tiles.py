@@ -13,8 +13,8 @@ two halves of the reductions: a program that computes its next tile between them
 on its way. `space` comes from `ctx.ccl.tile_space(tiles, elements, dtype)`: memory for `tiles` tiles of `elements`
 elements. A tile's `number` selects the part of it that the tile uses, the same on all ranks. In one call of a kernel,
 each rank uses the same numbers, each once and at least one, in the same functions, by the same programs in the same
-order. All programs of the grid open and close, and the grid is at most as large as the chip, as of every kernel that
-waits.
+order. Every program of the grid opens and closes. As for every kernel that waits, the grid has at most as many programs
+as the GPU has multiprocessors.
 
 In Gluon the functions are the same. Blocks bring their layouts and have no fewer elements than a program has threads;
 `ctx` is an `iris.DeviceContext`, for the number of ranks must be known when the kernel is compiled.
@@ -27,8 +27,8 @@ past the time-out the sum is meaningless, and the next call on the host raises `
 No wait is circular: a program sends a tile before it waits for the same tile of its peers, which they send before they
 wait for it; and all earlier work, `send` and `sum` too, came in the same order on every rank. Two halves are enough: a
 rank that sends in call e + 2 has ended e + 1, for which it took values from every peer, or in two shots a sum of all
-ranks' values. Each had then ended call e, with all it took. So a rank takes a few elements even of tiles whose
-sum belongs to another rank.
+ranks' values. Each peer had then ended call e and taken all values of it. For this proof a rank takes a few elements
+even of tiles whose sum belongs to another rank.
 """
 
 import triton

@@ -113,7 +113,8 @@ def healthy(ctx):
 def deadline(ctx, patience: tl.constexpr = 1):
     """Return the time at which a wait that begins now has lasted `patience` times the context's time-out.
 
-    Twice where peers wait before they send: then the peer that they wait for is reported, not they.
+    `patience` is 2 if the sender itself has to wait first. The sender's wait then fails first, and the error names the
+    rank that the sender waited for, not the sender.
     """
     return arch.clock() + patience * tl.load(ctx.ctx_ptr + 4)
 
@@ -147,7 +148,7 @@ def keeps_waiting(ctx, missing, late, polls):
 
 @device_function
 def report(ctx, waiter: tl.constexpr, expected, peer, seen, kind: tl.constexpr = LOST):
-    """Write the record that the host raises from, after a failed wait, if it is this program that marked the rank."""
+    """Write the record of a failed wait, from which the host raises, if this program marked the status word."""
     _report(ctx.ctx_ptr, ctx.rank, waiter, expected, peer, seen, kind)
 
 

@@ -1,10 +1,10 @@
 """Launch repeated calls of several kernels as one CUDA graph each.
 
 A launch, an event or a copy costs the host microseconds, and an op that overlaps a library's products with copies is a
-dozen of them. Such a call, once repeated, is captured into a separate graph. An eager call is a replay from then on,
-in the current stream. It may alternate between the two: all counters live on the device, and each way begins after all
-work of the current stream and ends with all its lanes joined. So a rank need not know which way its peers go, and a
-capture concerns this rank alone. Where the user captures, the launches go into the user's graph one by one.
+dozen of them. Such a call, once repeated, is captured into a separate graph. From then on, an eager call replays it in
+the current stream. Launches and replays may alternate: all counters live on the device, and both begin after all work
+of the current stream and end with all lanes joined. So a rank need not know which of the two its peers do, and a
+capture concerns this rank alone. While the user captures, the launches go into the user's graph one by one.
 
 What a graph refers to must outlive it. The tensors of a call do, for it is repeated only with tensors at the same
 addresses. cuBLAS's workspace (32 MiB on an H200, another for products with a bias) is torch's: kept by handle and
@@ -128,7 +128,7 @@ class Capturer:
         self._first: torch.cuda.CUDAGraph | None = None  # as long as it lives, so does the pool
 
     def capture(self, again: Callable[[], bool]) -> torch.cuda.CUDAGraph | None:
-        """Return a graph of what `again` launches; None if it cannot repeat, or if this thread's memory is another."""
+        """Return a graph of what `again` launches; None if it cannot repeat, or if the thread uses another pool."""
         if self._stream is None:
             self._stream, self._pool = _own_stream(self._device), torch.cuda.graph_pool_handle()
         torch.cuda.current_blas_handle()  # a thread's first allocates more than a capture may

@@ -71,10 +71,10 @@ class Calls:
         self._moves: dict[tuple, Callable] = {}
 
     def repeat(self, key: Key | None, rank: Any, out: torch.Tensor | None = None) -> Any:
-        """Launch a known call again and return its workspace; None where it must be made as a new one.
+        """Launch a known call again and return its workspace; return None for a call that must run in full.
 
-        It must if it is not known, if ranks compare their calls, or if somebody listens to launches. `rank`: the
-        `Rank` that calls. `out`: the result of a call whose kernels may write elsewhere.
+        That is a call that is not known, any call while ranks compare their calls, and a call while a tool listens to
+        launches. `rank`: the `Rank` that calls. `out`: the result of a call whose kernels may write elsewhere.
         """
         known = self.known.get(key)
         if known is None or rank.agreement is not None:
@@ -107,7 +107,7 @@ class Calls:
         self, key: Key | None, workspace: object, out: torch.Tensor, staged: torch.Tensor | None,
         launch: Callable[[], Launch | None],
     ) -> None:  # fmt: skip
-        """Launch a call as one that differs in its addresses only was launched, else by `launch`; remember it.
+        """Launch a call and remember it: by the launch of a call that differs in its addresses only, else by `launch`.
 
         `staged`: where kernels write the result in place of `out`, to which it is copied.
         """
@@ -122,13 +122,15 @@ class Calls:
             self.keep(key, (again, staged, workspace), launched, direct)
 
     def moved(self, key: Key | None, *place: object) -> Callable[[], bool] | None:
-        """Return the launch of a remembered call that differs in its addresses only, moved to this call's; or None."""
+        """Return a remembered launch that differs in its addresses only, moved to the addresses of `key`; or None."""
         move = self._moves.get((*key[1:], place)) if key else None
         return move(key.addresses) if key and move else None
 
     def keep(self, key: Key | None, call: Any, launch: Launch | None = None, *place: object) -> None:
-        """Remember a call: a function that launches it again and returns whether it did, the memory from which results
-        go to the caller's `out`, or None, and the workspace. `place`: what its launch depends on beside its key.
+        """Remember what `repeat` needs of a call, and its launch. `place`: what the launch depends on besides the key.
+
+        `call` has a function that launches the call again and returns whether it did, the memory from which the result
+        is copied to the caller's `out`, or None, and the workspace.
         """
         if key is None or _record is not None:
             return

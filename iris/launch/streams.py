@@ -68,7 +68,7 @@ def current(device: torch.device) -> torch.cuda.Stream | None:
 class Lane:
     """A stream in which part of an op overlaps the current one. On CPUs, which have none, all parts run in order.
 
-    Of high priority: its short kernels come before the programs that a long one has still to start.
+    It has high priority: its short kernels start before the remaining programs of a long kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Lane:
 
     @contextmanager
     def instead_of(self, stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream | None]:
-        """Launch the block's work in this lane, and what follows in `stream`, the current one, again."""
+        """Launch the work of the block in this lane. After the block, `stream` is the current one again."""
         if self.stream is None or stream is None:
             yield None
             return

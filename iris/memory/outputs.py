@@ -108,7 +108,11 @@ class Outputs:
         return next((size for size in sizes if parts * size + ALIGNMENT <= most), 0)
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a new tensor on the heap; None without room, or where torch's graph trees or nobody would free it."""
+        """Return a new tensor on the heap, or None.
+
+        None if there is no room, for small tensors on GPUs, in a capture without a `GraphOutputs`, and inside torch's
+        graph trees, which keep outputs in a pool of their own.
+        """
         nbytes = math.prod(size) * dtype.itemsize
         if nbytes == 0 or self._on_gpu and nbytes <= _SMALL:
             return None

@@ -37,7 +37,7 @@ class Pool(Protocol):
         """Return a digest of which tensor lies where."""
 
     def close(self) -> None:
-        """Free the memory in which no tensor lies, if the pool knows."""
+        """Free the memory in which no tensor lies, if the pool keeps track of that."""
 
 
 def pool_of(heap: Heap, device: torch.device) -> Pool:

@@ -33,9 +33,9 @@ class GateUp(NamedTuple):
         return (self.out, self.A, self.B, *parts_of(self.where), self.bias, self.scale), rest
 
     @property
-    def by_name(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors of `key` by their names."""
-        return dict(zip(("out", "A", "B", *names_of(self.where), "bias", "scale"), self.key[0], strict=True))
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the tensors of `key`."""
+        return "out", "A", "B", *names_of(self.where), "bias", "scale"
 
     @property
     def is_ready(self) -> bool:
@@ -66,10 +66,9 @@ class Down(NamedTuple):
         return given, ()
 
     @property
-    def by_name(self) -> dict[str, torch.Tensor | None]:
-        """Return the tensors of `key` by their names."""
-        names = "out", "A", "B", *names_of(self.where), "weights", "bias", "shared", "scale"
-        return dict(zip(names, self.key[0], strict=True))
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the tensors of `key`."""
+        return "out", "A", "B", *names_of(self.where), "weights", "bias", "shared", "scale"
 
     @property
     def is_ready(self) -> bool:

@@ -70,8 +70,8 @@ class MixtureOps:
         Args:
             logits: [T, E] of the router in bfloat16, float16 or float32, rows contiguous.
             top_k: the number of experts of a token.
-            scoring: how logits become weights, an `iris_ops.Scoring`. By default a softmax, of which the chosen weights
-                are divided by their sum.
+            scoring: how logits become weights, an `iris_ops.Scoring`. By default a softmax; the chosen weights are then
+                divided by their sum.
             bias: [E], added to the scores for the choice alone.
             dtype: the dtype of the weights.
             sort: whether the tokens are sorted by expert, as `moe_route` does.

@@ -23,7 +23,7 @@ from .scoring import Scoring, from_text
 
 
 class Choice(NamedTuple):
-    """The experts of each token with their weights, and the tokens by expert as in `Routing`, where they are many."""
+    """The experts of each token with their weights, and, for many tokens, the tokens by expert as in `Routing`."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 def choose_experts(
     ctx: Context, logits: torch.Tensor, top_k: int, scoring: Scoring, bias: torch.Tensor | None, wide: bool
 ) -> Choice:
-    """Return what `ctx.ops.moe_choose` returns. Tokens are sorted where the experts' products read them in order."""
+    """Return what `ctx.ops.moe_choose` returns. Tokens are sorted if the experts' products read them in that order."""
     if is_recording():
         return Choice(*torch.ops.iris_ops.moe_choose(logits, bias, top_k, scoring.text, wide, ctx.group_name))
     sort = need_sorting(logits.shape[0] * top_k, logits.shape[1])

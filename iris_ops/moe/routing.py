@@ -1,9 +1,9 @@
 """Sort rows by expert on the device: `Routing`, by a stable counting sort.
 
-A program places the pairs (token, number of its expert) of one block after all pairs of lower experts, and after
-those of the same expert in earlier blocks. Up to some thousand pairs, each program counts them all by itself: one
-launch, and no program waits for another. More pairs are counted by a kernel ahead, block by block. torch's sort and
-search take five launches.
+A program takes the pairs (token, number of its expert) of one block. It places each after all pairs of experts with
+lower numbers, and after those of the same expert in earlier blocks. Up to some thousand pairs, each program counts them
+all by itself: one launch, and no program waits for another. More pairs are counted by a kernel ahead, block by block.
+torch's sort and search take five launches.
 """
 
 from __future__ import annotations

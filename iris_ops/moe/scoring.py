@@ -66,7 +66,7 @@ class Scoring:
 
     @property
     def text(self) -> str:
-        """Return the scoring as a text for operators, which `from_text` reads."""
+        """Return the scoring as a string, which operators take and `from_text` reads."""
         return " ".join(map(repr, astuple(self)))
 
 

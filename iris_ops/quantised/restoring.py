@@ -112,5 +112,5 @@ def _stream_launches(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor)
 def fixed_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weight, whose product in a fixed order is that of any weight; `out` is left alone."""
+    """Return the restored weight, which the caller multiplies in a fixed order; `out` is not written."""
     return restored(weight, scale, x.shape[1], x.dtype)

@@ -1,1 +1,1 @@
-"""Torch's product with a collective after it, or with copy engines beside it."""
+"""Torch's product with a collective after it, or overlapped with copy engines."""

@@ -5,21 +5,21 @@
 
 No multiprocessor moves data, so products run as they would alone, and each hides the copies for the next one. In step i
 every rank sends its rows to the rank i before it, so all links of a step are different ones, and rank r multiplies in
-the order r, r + 1, r + 2 ... in which rows arrive. Behind its rows a rank sends, by a copy too, a flag: how many
-barriers it has come through, which is the same number on all ranks and never comes again.
+the order r, r + 1, r + 2 ... in which rows arrive. After its rows a rank sends a flag, also by a copy: the number of
+barriers that it has passed, which is the same on all ranks and never repeats.
 
 With `warp_specialised` all rows are multiplied by one kernel, `kernels/hopper/gather_matmul.py`, which waits for the
-flags itself. Else torch multiplies, after small kernels that wait, in a separate stream so that no copy waits for
-one. A rank's rows that are few go with the next one's then: a product reads all of B however few rows it has. So do as
-many ranks' as the configuration says: a product has a last wave that most multiprocessors sit out, and where the own
-rows' product hides all copies one step is enough. All ranks make the same copies; the products are each rank's own
-affair.
+flags itself. Else torch multiplies, after small kernels that wait, in a separate stream so that no copy waits for one.
+If a rank has few rows, torch then multiplies them with the next rank's, because a product reads all of B however few
+rows it has. The configuration may join more ranks (`ranks_together`): most multiprocessors are idle in the last wave of
+a product, and if the product of a rank's own rows hides all copies, one further product is enough. All ranks make the
+same copies, and each rank joins products by itself.
 
 Counts and clock are the device's, so a captured call can be replayed. Why no row is overwritten too early: a rank
 copies after the barrier only, which a peer reaches after its products of earlier calls, in stream order. Why none is
 read too early: flags come after rows, in the order of the copies' stream. A rank whose barrier has failed sends an old
-flag, so its copies, which came too soon for a peer, are an error in the peer's next call; a peer so late that it still
-multiplies those rows in the call before does not learn of it.
+flag, so its copies, which came too early for a peer, cause an error in the peer's next call. A peer so late that it
+still multiplies those rows in the previous call does not notice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def arrived_kernel(
     ctx_ptr, flags, passed, begin, end, part_rows, M, WORLD_SIZE: tl.constexpr, WAITER: tl.constexpr
 ):  # fmt: skip
-    """Wait for the rows of the ranks from `begin` to `end`, counted from this rank on, but of those that have none."""
+    """Wait for the rows of the ranks from `begin` to `end`, counted from this rank on, except ranks without rows."""
     ctx = own_context(ctx_ptr, WORLD_SIZE)
     expected = tl.load(passed)
     for i in range(begin, end):
@@ -61,7 +61,7 @@ def arrived_kernel(
 
 
 def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
-    """Return a function that launches all of it on tensors at these addresses, in the current stream and beside it."""
+    """Return a function that launches the call on tensors at these addresses, in the current stream and in lanes."""
     out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)

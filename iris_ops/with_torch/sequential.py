@@ -4,7 +4,7 @@ Nothing overlaps here, and each half is the fastest there is. With some hundred 
 ours than an overlap would hide, because its programs share operands between multiprocessors. As in the other
 algorithms, what travels is rounded once to the tensors' dtype, and sums are kept in fp32 in rank order.
 
-Weights with scales have the product of their format. The model reckons with torch's.
+Weights with scales have the product of their format. The model assumes the time of torch's product.
 """
 
 from __future__ import annotations
