@@ -56,7 +56,7 @@ class Overlapped(Way):
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
-        if problem.op == GATHER_MATMUL:
+        if problem.op == GATHER_MATMUL and machine.name != INTERPRETER:
             link /= apart_share(gathered_part(problem)[1])
         hidden, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
         if problem.op == REDUCE_SCATTER:
