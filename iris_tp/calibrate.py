@@ -206,8 +206,6 @@ class Stage:
         n = call.nbytes // 2
         x, width = self._random(n), call.ranks if call.op == "all_gather" else 1
         out, group = self.ctx.empty(width * n, dtype=x.dtype), self.pair if call.pairs else None
-        if call.pairs and self.team.rank // 2 * 2 + 1 == self.team.world:
-            return lambda _: out.copy_(x)  # of an odd number of ranks the last has no partner
         op = getattr(self.ctx.ccl, call.op)
 
         def collective(_: int) -> torch.Tensor:

@@ -132,9 +132,9 @@ def small(world: int) -> dict[str, Call]:
     machine = machine_of(torch.device("cpu"))
     fused = [rate_cases._fused(machine, op, 4 * world, 32, 16, w, torch.float32) for op in OPS for w in (1, world)]
     calls: list[Call] = [
+        Collective("all_reduce", 256, Config(all_reduce_variant="two_shot"), world, pairs=True),
         *fused, Copy(1 << 16), TorchProduct(32, 16, 48),
         *(Collective(op, 256, Config(), world) for op in ("all_reduce", "all_gather")),
-        Collective("all_reduce", 256, Config(all_reduce_variant="two_shot"), world, pairs=True),
     ]  # fmt: skip
     return {str(number): call for number, call in enumerate(calls)}
 

@@ -22,9 +22,9 @@ from .waves import gemm_tiles, programs_of
 _LEAF_US = 0.1
 # Of a tile's product, the part over which the tile before may be pushed: then there is its signal.
 _SPREAD = 0.8
-# Where the width of `out` is no multiple of as many elements, warp-specialised programs store it one by one: the time
-# of 128 x 128 elements, and the rate of their stores to peers over the link's.
-_WHOLE_STORES, _STORED_APART_US, _STORED_APART = 16, 12.0, 0.07
+# Where a width is no multiple of as many elements, the compiler knows of no aligned rows, and kernels store elements
+# one by one: the time of 128 x 128 of them, and the rate of such stores to peers over the link's.
+_WHOLE_STORES, _STORED_APART_US, _STORED_APART = 16, 6.0, 0.06
 # The most elements whose transfer a product hides; a product of rounded rows hides less.
 _MOST_UNHIDDEN, _MOST_ROUNDED = 1 << 22, 1 << 20
 
@@ -94,16 +94,19 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     return min(int(wave_us), int(tile_us(problem, config, machine)))
 
 
-def apart_us(problem: Problem, config: FusedConfig) -> float:
-    """Return what a warp-specialised program takes to store a tile whose rows it must store by single elements."""
-    if apart_share(problem) == 1:
-        return 0.0
-    return _STORED_APART_US * config.block_m * config.block_n / (128 * 128)
+def apart_us(problem: Problem, config: FusedConfig, stores: int, always: int = 0) -> float:
+    """Return what a program takes for `stores` of a tile into `out` where it must store its rows by single elements.
+
+    `always`: how many of them it makes so elsewhere, too.
+    """
+    if apart_share(problem.gemm[1] // problem.epilogue.matrices) == 1:
+        stores = always
+    return stores * _STORED_APART_US * config.block_m * config.block_n / (128 * 128)
 
 
-def apart_share(problem: Problem) -> float:
-    """Return the rate of pushes to peers over the link's: 1, or less where elements are stored one by one."""
-    return _STORED_APART if problem.gemm[1] // problem.epilogue.matrices % _WHOLE_STORES else 1.0
+def apart_share(width: int) -> float:
+    """Return the rate of pushes to peers over the link's: 1, or less where rows of this width go element by element."""
+    return _STORED_APART if width % _WHOLE_STORES else 1.0
 
 
 def unhidden(problem: Problem, most: int | None = None) -> str | None:

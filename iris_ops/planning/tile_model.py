@@ -16,6 +16,7 @@ from ..problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, 
 from .hopper_tiles import HOPPER
 from .needs import PLAIN
 from .tiles import SpecialisedTiles, Tiles
+from .torch_model import both_us
 from .waves import L2_BYTES, cut_tiles, gemm_tiles, programs_of, shared_tiles
 
 # The tiles of warp-specialised kernels, by the name of their architecture (`Machine.architecture`).
@@ -24,9 +25,9 @@ SPECIALISED_TILES = {"hopper": HOPPER}
 GPU_TILES: Tiles = {
     (128, 256, 64, 8): (3, 1.0),
     (128, 128, 64, 8): (4, 0.86),
-    (64, 256, 64, 8): (4, 0.79),
+    (64, 256, 64, 8): (4, 0.85),
     (64, 128, 64, 4): (4, 0.60),
-    (64, 64, 128, 4): (4, 0.40),
+    (64, 64, 128, 4): (4, 0.48),
     (32, 64, 128, 4): (4, 0.22),
     (16, 64, 128, 4): (5, 0.12),
     (16, 128, 128, 4): (4, 0.14),
@@ -66,14 +67,19 @@ FP32_TILES: Tiles = {
 }
 # Of tiles of few rows, by bytes of an operand.
 EXCHANGED_TILES = {1: BYTE_TILES, 2: LAMPORT_TILES, 4: FP32_TILES}
-_ONE_WAVE = 4  # of tiles, with none before: of its product and its stream the shorter one is not hidden wholly
-_COOLEST_US = 125.0  # of products, which are a fourteenth faster than those of 500
+# As the chip comes to its power limit: what products take more, over those of 500 us, by which tiles' shares are meant;
+# from when on it warms, and until when.
+_WARMED, _MEANT_US, _COOLEST_US, _WARMEST_US = 0.05, 500.0, 125.0, 2000.0
+_ENOUGH = 0.7  # of the programs, how many draw the memory's full rate; few of Lamport kernels do (above)
 # What is left of the rate where rows do not begin at whole vectors: of tiles of 128 x 256, of smaller ones.
 _POINTERS = 0.15, 0.38
 # What all programs of an H200 load from L2, GB/s in whole lines: by descriptors, and by the copies of portable Lamport
 # kernels.
 _L2_GBS, _COPIED_GBS = 14000.0, 11500.0
 _LINE_BYTES, _SECTOR_BYTES = 128, 32
+# What a step loads more, in lines, of rows that begin within lines, but at sectors: they touch another line, yet no
+# sector more.
+_ANOTHER_LINE = 0.5
 # Of a whole tile's time, what the last wave takes less, the fewer of the programs have a tile: clocks and L2 are free.
 _FASTER_ALONE = 0.4
 # What one program stores or loads of the parts of tiles, GB/s.
@@ -82,8 +88,8 @@ _PARTS_GBS = 28.0
 _JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
 _JOIN_ALONE_US = 25.0
 # The same in gathers of fewer blocks of rows than this, as part of a tile's time: programs on one column of tiles drift
-# apart and read B anew.
-_FEW_BLOCKS, _JOIN_FEW_BLOCKS = 8, 0.37
+# apart and read B anew. And the part of the programs below which as many shared tiles save nothing.
+_FEW_BLOCKS, _JOIN_FEW_BLOCKS, _FEW_SHARED = 8, 0.37, 0.3
 # In gathers, of a tile of 128 x 128 the time of what is shared, by the part of the programs that it fills: least, most
 # and slope; and until its parts are joined.
 _SHARED_LEAST, _SHARED_MOST, _SHARED_SLOPE, _SHARED_FROM, _SHARED_JOIN_US = 0.1, 0.95, 2.6, 0.2, 4.0
@@ -128,6 +134,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         if pair and bn == 128 and tiles > programs:
             part = _SHARED_LEAST + _SHARED_SLOPE * max(0.0, shared / programs - _SHARED_FROM)
             compute = (tiles // programs + min(part, _SHARED_MOST)) * whole_us + _SHARED_JOIN_US
+        elif pair and bn == 256 and shared < _FEW_SHARED * programs < tiles:
+            compute = (tiles // programs + 1) * whole_us
         elif pair and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
             compute += _JOIN_FEW_BLOCKS * whole_us - join
     elif cut:
@@ -145,16 +153,11 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         again = min(problem.world_size, -(-m // bm))  # one rank's rows after the other's
     stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
-    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else 0.9 * programs
-    stream *= max(1.0, enough / max(1, min(tiles, programs)))
-    # as the chip comes to its power limit, below which two waves of tiles leave it
-    cool = config.warp_specialised and problem.op == ALL_REDUCE and tiles <= 2 * programs and not shared
-    coolest = _COOLEST_US if cool else 500.0
-    warmth = log(min(max(compute, coolest), 2000.0) / 500.0) / log(4.0)
-    compute = max(compute * (1 + 0.07 * warmth), _from_l2_us(problem, config, machine, tiles))
-    if config.warp_specialised and problem.op == ALL_REDUCE and bm == 128 and tiles <= programs:
-        return (compute**_ONE_WAVE + stream**_ONE_WAVE) ** (1 / _ONE_WAVE)
-    return max(compute, stream)
+    enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else _ENOUGH * programs
+    stream *= max(1.0, enough / max(1, min(max(tiles, sharers), programs)))
+    warmth = log(min(max(compute, _COOLEST_US), _WARMEST_US) / _MEANT_US)
+    compute = max(compute * (1 + _WARMED * warmth), _from_l2_us(problem, config, machine, tiles))
+    return both_us(compute, stream)
 
 
 def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
@@ -169,15 +172,16 @@ def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
 def _from_l2_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
     """Return the microseconds in which `tiles` tiles load their operands from L2, in whole lines.
 
-    Where rows begin within sectors, a step of each takes one line more.
+    Where rows begin within sectors, a step of each takes one line more; within lines, part of one.
     """
     if problem.weights is not PLAIN or not machine.name.startswith("NVIDIA"):
         return 0.0
     lines = max(1, config.depth(problem.itemsize) * problem.itemsize // _LINE_BYTES)
-    begun = (lines + 1) / lines if problem.K * problem.itemsize % _SECTOR_BYTES else 1.0
+    begins = problem.K * problem.itemsize
+    more = 1.0 if begins % _SECTOR_BYTES else _ANOTHER_LINE if begins % _LINE_BYTES else 0.0
     copied = config.lamport and not config.warp_specialised
     rate = (_COPIED_GBS if copied else _L2_GBS) * machine.num_programs / 132 * 1e3
-    return tiles * (config.block_m + config.block_n) * problem.gemm[2] * problem.itemsize * begun / rate
+    return tiles * (config.block_m + config.block_n) * problem.gemm[2] * problem.itemsize * (1 + more / lines) / rate
 
 
 def tile_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:

@@ -24,15 +24,17 @@ _TILES = {
 # cuBLAS' tiles on Hopper come in multiples of 8 rows: the rows from which one fits, and the share in between.
 _LEAST_FITTED, _FITTED = 160, 0.95
 _MOST_FITTED = 8  # blocks of rows, of more those of round numbers fit well enough
-# Parts along K: what joining them takes, and the rate at which they are stored and loaded in float32, GB/s.
-_JOIN_US, _PARTS_GBS = 1.2, 11000.0
-# The rate over the machine's, which is that of a millisecond's product: the chip slows as it comes to its power limit.
-_FASTEST, _SLOWEST = (150.0, 1.105), (1500.0, 0.93)
+# Of a tile of 128 x 256, what it takes beside its product: until its first operands are there, and to store it.
+_BESIDE_US = 2.5
+# What joining parts along K takes, beside storing and loading them in float32 at the memory's rate.
+_JOIN_US = 1.2
+# The rate over the machine's: the chip slows as it comes to its power limit.
+_FASTEST, _SLOWEST = (20.0, 1.27), (7000.0, 0.95)
 _SHORTEST_SPLIT = 512
-_NEITHER_HIDDEN = 8  # of a product and its stream of operands, the higher the more the longer one hides the other
+_NEITHER_HIDDEN = 5  # of a product and its stream of operands, the higher the more the longer one hides the other
 # Of the memory's rate, what a stream of weights gets; and where its tiles, of so many columns, leave a tenth of the
 # multiprocessors without one.
-_STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.82, 64, 0.9
+_STREAMED, _STREAMED_NARROW, _STREAM_COLUMNS, _WIDE = 0.95, 0.89, 64, 0.9
 _HIDDEN = 0.2  # of a launch, where no other product of the call waits for its end
 
 
@@ -56,17 +58,14 @@ def expected_in_turn(
     wide = ceil(n / _STREAM_COLUMNS) >= _WIDE * machine.num_programs
     rate = (_STREAMED if wide else _STREAMED_NARROW) * machine.hbm_gbs * 1e3
     streams = ((m * k + k * n + m * n) * 2 / rate for m in rows)
-    alone = len(rows) == 1
-    product_us = [
-        _both_us(us * warm, stream, alone) + machine.launch_us for us, stream in zip(waves, streams, strict=True)
-    ]
+    product_us = [both_us(us * warm, stream) + machine.launch_us for us, stream in zip(waves, streams, strict=True)]
     return [weights.library_us(us, m, k, machine) for us, m in zip(product_us, rows, strict=True)]
 
 
-def _both_us(compute: float, stream: float, alone: bool) -> float:
-    """Return the microseconds of a product and its stream of operands; one product alone hides neither wholly."""
+def both_us(compute: float, stream: float) -> float:
+    """Return the microseconds of a product and its stream of operands, of which the longer hides most of the other."""
     longer = max(compute, stream)
-    if not alone or not longer:
+    if not longer:
         return longer
     return longer * (1 + (min(compute, stream) / longer) ** _NEITHER_HIDDEN) ** (1 / _NEITHER_HIDDEN)
 
@@ -81,8 +80,8 @@ def _waves_us(m: int, n: int, k: int, machine: Machine, most_splits: int) -> flo
             if splits > 1 and k < splits * _SHORTEST_SPLIT or splits > 2 and units > machine.num_programs:
                 continue  # in three and more only where programs would be without a tile
             rate = (machine.library_tflops or machine.tflops) * share / machine.num_programs * 1e6
-            tile_us = 2.0 * bm * bn * k / splits / rate
-            join_us = _JOIN_US + splits * m * n * 8 / (_PARTS_GBS * 1e3) if splits > 1 else 0.0
+            tile_us = 2.0 * bm * bn * k / splits / rate + _BESIDE_US * bm * bn / (128 * 256)
+            join_us = _JOIN_US + splits * m * n * 8 / (machine.hbm_gbs * 1e3) if splits > 1 else 0.0
             waves.append(ceil(units / machine.num_programs) * tile_us + join_us)
     return min(waves)
 

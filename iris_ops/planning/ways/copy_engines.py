@@ -24,6 +24,8 @@ HOPPER_GATHER_FIRST, COPY_GATHER = "hopper.gather_matmul", "with_torch.copy_gath
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
 _BARRIER_US = 1.5
 _COPY_US = 8.0
+# What torch's products take beside copies, over what they take alone.
+_BESIDE_COPIES = 1.03
 # Rows from which on a product is worth reading B for.
 _LEAST_ROWS = 512
 
@@ -61,7 +63,7 @@ class Brought(Way):
         # rows come late, or when those before them are multiplied; then all that is left is, one tile at least
         tile = tile_us(problem, config, machine)
         late = max((i * copy + max(gemm * (w - i) / w, tile) for i in range(1, w)), default=0.0)
-        return (w - 1) * copy, entry + max(gemm, late) + apart_us(problem, config)
+        return (w - 1) * copy, entry + max(gemm, late) + apart_us(problem, config, 2)
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         """Return the gathered rows: one element at least, so that they have a place."""
@@ -138,7 +140,7 @@ def _copied_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple
     for rank in range(w):
         steps = [rows_of(problem, rank, step) for step in steps_of(problem, config)]
         rows = [part_of(problem.M, w, rank), *(end - begin for step in steps for begin, end in step)]
-        products = library_us_in_turn(rows, problem, machine)
+        products = [_BESIDE_COPIES * us for us in library_us_in_turn(rows, problem, machine)]
         us, sent, done = barrier + products[0], barrier, 1
         for step, there in zip(steps_of(problem, config), steps, strict=True):
             sent += len(step) * copy

@@ -11,7 +11,7 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, REDUCE_SCATTER, Problem
 from ..candidates import specialised
 from ..needs import PLAIN
-from ..overlap_model import leaf_ends, specialised_refused, unhidden
+from ..overlap_model import apart_us, leaf_ends, specialised_refused, unhidden
 from ..sums import ANY_ORDER, RANKS_ALIKE, ROWS_ALIKE
 from ..tile_model import tile_us
 from ..waves import gemm_tiles, programs_of
@@ -115,7 +115,7 @@ class LamportPair(LamportTwoShot):
         area = config.block_m * config.block_n / (64 * 128)
         # the last wave sends as much as each, full or not: programs without a tile there do not hold back their values
         alone = _PAIR_ALONE_US if waves == 1 else 0.0
-        return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone
+        return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone + apart_us(problem, config, 1)
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         return exchanged(problem, config) if problem.tree else super().workspace(problem, config, programs)

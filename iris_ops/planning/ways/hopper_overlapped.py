@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from iris.machines import Machine
 
 from ...config import FusedConfig
-from ...problem import ALL_REDUCE, MATMUL_GATHER, SUMS, Problem
+from ...problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, SUMS, Problem
 from ..candidates import pushed
 from ..needs import PLAIN
 from ..overlap_model import apart_share, apart_us, hops, push_us, specialised_refused, staggered
@@ -63,11 +63,11 @@ class HopperReduce(Way):
             programs, steps = programs_of(config, machine.num_programs), max(1, -(-problem.gemm[2] // config.block_k))
             turn = skew_steps(problem, config, programs, tile) * tile / steps  # over which programs end
             last = turn / 2 + max(everyone - turn, 0.1 * everyone)
-            last += apart_us(problem, config)
-            link /= apart_share(problem)
+            link /= apart_share(problem.gemm[1])
         else:
             last = _LAST_SUM_US * area
             last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
+        last += apart_us(problem, config, 1 if problem.op == REDUCE_SCATTER else problem.world_size)
         # where the link is full, a push of all programs takes this long, and then the link waits for the next
         push = push_us(problem, config, machine, machine.num_programs)
         steady = link + _BETWEEN_US * max(0.0, link / push - 1)

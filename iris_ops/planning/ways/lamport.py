@@ -12,7 +12,7 @@ from .. import interpreted
 from ..candidates import fitting, movers, narrow, tiled
 from ..epilogues import NORM, Epilogue
 from ..needs import PLAIN
-from ..overlap_model import hops, unhidden
+from ..overlap_model import apart_us, hops, unhidden
 from ..tile_model import EXCHANGED_TILES
 from ..waves import gemm_tiles, programs_of
 from ..way import Sizes, Way
@@ -69,13 +69,13 @@ class Lamport(Way):
         """Return (link, total): values travel after the product; the last wave hides those of the waves before."""
         # in one shot of an all-reduce every rank gets everything
         shots = 2 if config.algorithm == "two_shot" else 1
+        waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
         nbytes = problem.link_bytes * (problem.world_size / 2 if problem.op == ALL_REDUCE and shots == 1 else 1)
         keeps_own = _keeps_own(problem, config, machine)
         rate = TWICE if shots == 2 else PAIR if keeps_own and problem.world_size == 2 else _LAMPORT[problem.op]
         link = nbytes / (machine.link_gbs * rate * 1e3)
         if problem.op in (ALL_REDUCE, REDUCE_SCATTER) and config.block_m >= 64:  # else there is little to hide
             # sums, which are the second shot, begin after all products
-            waves = max(1, -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs)))
             hidden = 1 - 1 / waves
             if problem.op == ALL_REDUCE and waves > 2:  # many values slow the products after them
                 hidden = _HIDDEN_BY_MORE
@@ -87,6 +87,9 @@ class Lamport(Way):
             rest += _HIGH_US
         if keeps_own:
             rest -= _OWN_PART_US
+        if problem.op == MATMUL_GATHER:  # columns of peers go to places whose alignment the compiler does not know
+            others = problem.world_size - 1
+            rest += waves * apart_us(problem, config, 1 + others, others if problem.form == "cols" else 0)
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:

@@ -11,11 +11,11 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, SUMS, Problem, owned_part
 from .. import interpreted, tritonblas
 from ..candidates import fitting, movers, splits, tiled
-from ..overlap_model import hops, push_us, staggered, tile_bytes
+from ..overlap_model import apart_share, hops, push_us, staggered, tile_bytes
 from ..tile_model import specialised_tiles
 from ..waves import early_tiles, gemm_tiles, programs_of
 from ..way import Sizes, Way
-from ..workspace_size import parts, staged
+from ..workspace_size import gathered_part, parts, staged
 
 REDUCE, GATHER, GATHER_FIRST = "matmul_reduce", "matmul_gather", "gather_matmul"
 # Hops that nothing hides: the entry, then what the last tiles wait for.
@@ -56,6 +56,8 @@ class Overlapped(Way):
 
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
+        if problem.op == GATHER_MATMUL and machine.name != INTERPRETER:
+            link /= apart_share(gathered_part(problem)[1])
         hidden, exposed = _HOPS[problem.op], _EXPOSED[problem.op]
         if problem.op == REDUCE_SCATTER:
             hidden += 0.5 * (problem.world_size - 2)

@@ -24,6 +24,8 @@ from ..weights import SCALED_AT_END
 SEQUENTIAL = "with_torch.sequential"
 # Microseconds from one kernel to the next that reads what it wrote.
 _BETWEEN_US = 2.3
+# What a collective takes longer whose number of elements is no multiple of so many: it moves one element at a time.
+_VECTORS, _MOVED_APART = 16, 3.0
 
 
 class Sequential(Way):
@@ -75,8 +77,10 @@ class Sequential(Way):
 
 def _sequential_us(problem: Problem, config: FusedConfig, machine: Machine) -> tuple[float, float, float]:
     """Return the microseconds of the product, of the collective, and of both."""
-    gemm = library_us(problem, machine)
-    moved = collectives.plan(_collective(problem), Config(), machine.links).expected_us
+    gemm, moving = library_us(problem, machine), _collective(problem)
+    moved = collectives.plan(moving, Config(), machine.links).expected_us
+    if moving.n % _VECTORS:
+        moved *= _MOVED_APART
     return gemm, moved, gemm + moved + _BETWEEN_US
 
 
