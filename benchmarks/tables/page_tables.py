@@ -75,17 +75,28 @@ def summary(_folder: str) -> str:
 
 
 def numbers(_folder: str) -> str:
-    """Return three figures with the best rival of each: an op, a collective, and a model's decode step."""
+    """Return figures with the best rival of each: an op, a collective, and decode steps of our engine and of vLLM's."""
     op_run, op_row = _first("ops_{gpu}_x2", op="ar", M=2048, N=8192, K=2048)
     ccl_run, ccl_row = _first("ccl_{gpu}_x2", op="all_reduce", bytes=4 << 20)
     model_run, model_row = latest_rows("llama-3-8b", 2)[0]
     results = results_by_key(model_row)
     steps = {results[key]["name"]: ms_of(results[key], "step") for key in ("ours", "nccl", "vllm") if key in results}
+    (vllm_run,) = newest("vllm_plugin_qwen3-30b-a3b_{gpu}_x2")
+    vllm_run |= {"world": vllm_run["gpus"], "dtype": "bfloat16"}
+    in_vllm = {
+        side: vllm_run["step_ms"][key]["1"]["step"] for side, key in (("ours", "plugin"), ("stock vLLM", "stock"))
+    }
     rows = []
     for what, run, times, unit in (
         ("`matmul_all_reduce`, 2048 x 8192 x 2048", op_run, timed(op_row), "µs"),
         ("`all_reduce` of 4 MiB", ccl_run, timed(ccl_row), "µs"),
         ("Llama-3-8B, one decode step, batch 1", model_run, steps, "ms"),
+        (
+            "Qwen3-30B-A3B in vLLM with our plug-in, one decode step, batch 1",
+            vllm_run,
+            in_vllm,
+            "ms",
+        ),
     ):
         ours = times.pop("ours")
         best = min(times, key=times.__getitem__)
@@ -96,7 +107,7 @@ def numbers(_folder: str) -> str:
         " Every contender runs in a CUDA graph, with NVLink multicast off."
     )
     head = ["what", "GPUs", "iris-tp", "best rival", "speedup"]
-    return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run], text)}"
+    return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run, vllm_run], text)}"
 
 
 def _first(pattern: str, **fields: Any) -> tuple[Run, dict[str, Any]]:
