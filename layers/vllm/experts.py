@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 def refusal(layer: Any) -> str | None:
     """Return why vLLM keeps a mixture `layer`, a `FusedMoE`, or None where the operators here compute the same."""
+    try:
+        return _refusal(layer)
+    except (AttributeError, ImportError) as error:
+        return f"another version of vLLM: {error}"
+
+
+def _refusal(layer: Any) -> str | None:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 

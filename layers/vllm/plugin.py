@@ -26,16 +26,26 @@ def register() -> None:
     if os.environ.get("IRIS_TP_VLLM", "1") == "0":
         return
     from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.fused_moe.layer import FusedMoE
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    bases: tuple[Any, Any] = RowParallelLinear, FusedMoE
-    for base, replaced in zip(bases, (_layer_class, _mixture_class), strict=True):
-        if hasattr(base, "register_oot") and base.__name__ not in op_registry_oot:  # in 0.33, FusedMoE is a function
+    for base, replaced in ((RowParallelLinear, _served_layer), (mixture_class(), _served_mixture)):
+        if base is not None and base.__name__ not in op_registry_oot:
             base.register_oot(replaced(base))
 
 
-def _layer_class(base: type) -> type:
+def mixture_class() -> Any:
+    """Return vLLM's class of mixtures, or None for a version in which a plug-in cannot replace it, as in 0.33."""
+    try:
+        from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+        from vllm.model_executor.layers.fused_moe.runner import moe_runner
+        from vllm.utils import torch_utils
+    except ImportError:
+        return None
+    used = (FusedMoE, "register_oot"), (moe_runner, "get_layer_from_name"), (torch_utils, "LayerNameType")
+    return FusedMoE if all(hasattr(*each) for each in used) else None
+
+
+def _served_layer(base: type) -> type:
     class IrisRowParallelLinear(base):  # type: ignore[misc, valid-type]
         """vLLM's row-parallel layer; the first one in a process installs the compiler pass."""
 
@@ -54,7 +64,7 @@ def _layer_class(base: type) -> type:
     return IrisRowParallelLinear
 
 
-def _mixture_class(base: type) -> type:
+def _served_mixture(base: type) -> type:
     class IrisFusedMoE(base):  # type: ignore[misc, valid-type]
         """vLLM's mixture of experts."""
 
