@@ -78,3 +78,6 @@ def test_modules():
     for name in ("x", "host", "mem"):
         with pytest.raises(AttributeError, match=f"iris.{name} is ROCm/iris's; expected"):
             getattr(iris, name)
+    for name in ("host", "mem", "triggered", "tracing.events"):  # Python's own error, as the page documents
+        with pytest.raises(ModuleNotFoundError, match=f"No module named 'iris.{name}'"):
+            importlib.import_module(f"iris.{name}")

@@ -53,6 +53,22 @@ def test_messages_between_two_ranks_and_round_a_ring(world_size, dtype):
     run_ranks(world_size, _rounds, dtype)
 
 
+def _sent_first(ctx):
+    rank, n, size = ctx.cur_rank, ctx.num_ranks, 200_000
+    ctx.ccl.init_p2p(size, torch.float32)
+    received = torch.empty(size, device=ctx.device)
+    for turn in range(3):
+        ctx.ccl.send(_values(rank, size, dtype=torch.float32, turn=turn).to(ctx.device), (rank + 1) % n)
+        ctx.ccl.recv(received, (rank - 1) % n)
+        assert torch.equal(received.cpu(), _values((rank - 1) % n, size, dtype=torch.float32, turn=turn))
+    ctx.barrier()
+
+
+@pytest.mark.parametrize("world_size", SEVERAL)
+def test_all_ranks_may_send_first_what_fits_into_the_buffer(world_size):
+    run_ranks(world_size, _sent_first)
+
+
 def _batches(ctx, group=None, ranks=None):
     """Every rank to every rank, itself too, twice each, of sizes and dtypes that differ; listed in other orders."""
     ranks = ranks or tuple(range(ctx.num_ranks))
