@@ -122,12 +122,14 @@ class LamportForm:
     of sums (None: by ranks).
 
     ONE_TILE: each program has one; then there are no loops, and of "all" this rank's own tile stays in registers.
+    UNIT: the columns that the ranks divide are given in units of so many.
     """
 
     EXCHANGE: str
     BY_COLS: bool
     ONE_TILE: bool
     SUMS: TreeSums | None = None
+    UNIT: int = 1
 
 
 class Gathered(NamedTuple):

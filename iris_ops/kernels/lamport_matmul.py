@@ -18,6 +18,7 @@ first send while the last still stream. Larger results take the kernels of `matm
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -162,7 +163,7 @@ def lamport_matmul_kernel(
     a, b, epilogue, out, lamport, tree, sync, ctx_ptr, M, N, K, strides, whole, part_rows, stagger, first_leaf,
     first_root, tile: tl.constexpr, form: tl.constexpr, world: tl.constexpr,
 ):  # fmt: skip
-    # M, N: of this rank's product. `whole`: rows, or columns, that are divided into the ranks' parts.
+    # M, N: of this rank's product. `whole`: rows, or units of columns, that are divided into the ranks' parts.
     # tree, first_leaf, first_root: of sums in a tree (`sum_orders.TreeOrder`), else None.
     # lamport: two buffers, each as `lamport_steps.py` says; sync: [epoch, finished]
     arch.follow()
@@ -242,7 +243,7 @@ def lamport_matmul_kernel(
         for turn in range(count):
             tile_m, tile_n = by_columns(tl.program_id(0) + turn * tl.num_programs(0), num_m)
             if EXCHANGE == "gather":
-                gathered = C.until(M if form.BY_COLS else whole, whole if form.BY_COLS else N)
+                gathered = C.until(M if form.BY_COLS else whole, whole * form.UNIT if form.BY_COLS else N)
                 exchange.take_parts(gathered, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, form.BY_COLS)
             else:
                 _finish_tile(exchange, order, kept, epilogue, C, tile_m, tile_n, tile, EXCHANGE == "owners", A.FOLDED)
@@ -273,11 +274,12 @@ def launcher(rank: Rank, workspace: Workspace, problem: Problem, config: FusedCo
     gather, by_cols = problem.op == MATMUL_GATHER, problem.form == "cols"
     tiles = tiles_of(*(exchanged_part(problem, config) if gather else (problem.M, problem.N)), config)
     exchange = "owners" if config.algorithm == "two_shot" else _EXCHANGES[problem.op]
+    unit = math.gcd(problem.N, 16) if by_cols else 1  # so that the compiler knows how the columns divide
     args |= dict(
         **dict.fromkeys(("tree", "first_leaf", "first_root")),
-        whole=problem.N if by_cols else problem.M,
+        whole=problem.N // unit if by_cols else problem.M,
         stagger=platform.ticks(config.stagger_us * 1e-6),
-        form=LamportForm(exchange, by_cols, tiles == grid[0]),
+        form=LamportForm(exchange, by_cols, tiles == grid[0], UNIT=unit),
         **product_arguments(out, A, B, bias, config),
     )
     return lamport_matmul_kernel, grid, args
