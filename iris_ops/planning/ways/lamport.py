@@ -87,7 +87,7 @@ class Lamport(Way):
             rest += _HIGH_US
         if keeps_own:
             rest -= _OWN_PART_US
-        if problem.op == MATMUL_GATHER:  # columns of peers go to places whose alignment the compiler does not know
+        if problem.op == MATMUL_GATHER:  # columns of peers go to places that were stored one by one when measured
             others = problem.world_size - 1
             rest += waves * apart_us(problem, config, 1 + others, others if problem.form == "cols" else 0)
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
