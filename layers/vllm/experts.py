@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from iris.context import Iris
 
 
+def mixture_class() -> Any:
+    """Return vLLM's class of mixtures, or None for a version in which a plug-in cannot replace it, as in 0.33."""
+    try:
+        from vllm.model_executor.layers.fused_moe.layer import FusedMoE
+        from vllm.model_executor.layers.fused_moe.runner import moe_runner
+        from vllm.utils import torch_utils
+    except ImportError:
+        return None
+    used = (FusedMoE, "register_oot"), (moe_runner, "get_layer_from_name"), (torch_utils, "LayerNameType")
+    return FusedMoE if all(hasattr(*each) for each in used) else None
+
+
 def refusal(layer: Any) -> str | None:
     """Return why vLLM keeps a mixture `layer`, a `FusedMoE`, or None where the operators here compute the same."""
     try:

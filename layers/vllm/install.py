@@ -31,7 +31,6 @@ from vllm.logger import init_logger
 
 from . import experts, ops, watch
 from .limits import FEW_ROWS, HEAP_BYTES, ROWS, most_rows
-from .plugin import mixture_class
 from .prepare import Preparation
 
 logger = init_logger("vllm.iris_tp")
@@ -115,7 +114,7 @@ def install() -> tuple[Installed, Preparation | None]:
     installed = Installed(group.unique_name, group.world_size, min(FEW_ROWS, row_limit), row_limit)
     _compare(installed, group.cpu_group)
     ops.serve(group.unique_name, ctx)
-    if mixture_class() is not None:
+    if experts.mixture_class() is not None:
         experts.define()
     if ctx.device.type == "cuda":
         watch.start(ctx, logger)

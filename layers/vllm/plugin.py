@@ -28,21 +28,11 @@ def register() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.linear import RowParallelLinear
 
+    from .experts import mixture_class
+
     for base, replaced in ((RowParallelLinear, _served_layer), (mixture_class(), _served_mixture)):
         if base is not None and base.__name__ not in op_registry_oot:
             base.register_oot(replaced(base))
-
-
-def mixture_class() -> Any:
-    """Return vLLM's class of mixtures, or None for a version in which a plug-in cannot replace it, as in 0.33."""
-    try:
-        from vllm.model_executor.layers.fused_moe.layer import FusedMoE
-        from vllm.model_executor.layers.fused_moe.runner import moe_runner
-        from vllm.utils import torch_utils
-    except ImportError:
-        return None
-    used = (FusedMoE, "register_oot"), (moe_runner, "get_layer_from_name"), (torch_utils, "LayerNameType")
-    return FusedMoE if all(hasattr(*each) for each in used) else None
 
 
 def _served_layer(base: type) -> type:
