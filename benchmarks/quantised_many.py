@@ -87,12 +87,10 @@ def variants(m: int, world: int) -> dict[str, tuple]:
     for tile in tiles:
         for form in (*codes, *others) if m == 2048 else codes[:1] if m in (40, 256) else codes:
             named[f"{form} local {tile}"] = (form, widened(tile, "local"), "local")
-            if world == 2 and m <= (512 if tile == "256x128" else 2048):
+            if world == 2 and m <= 2048 and tile != "256x128":
                 named[f"{form} pair {tile}"] = (form, widened(tile, "pair"))
             if m > 256:
                 named[f"{form} reduce {tile}"] = (form, widened(tile, "reduce"))
-    if m == 512:
-        named["bf16 pair 128x256"] = ("bf16", HOPPER(128, 256, 64, num_warps=8, num_stages=3, algorithm="one_shot"))
     if m > 512:
         named |= {form: (form, None) for form in ("fp8", "fp8_block", *codes)}
         named |= {f"{form} local": (form, None, "local") for form in ("fp8", "fp8_block", "int4")}

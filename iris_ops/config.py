@@ -184,14 +184,10 @@ class FusedConfig:
         return 2 * self.block_k if itemsize == 1 else self.block_k
 
     @property
-    def places(self) -> int:
-        """Return for how many finished tiles a warp-specialised program has room."""
-        return 2 if self.algorithm == "one_shot" and self.block_m * self.block_n <= 1 << 14 else 1
-
-    @property
     def finished(self) -> int:
         """Return the elements of the finished tiles that a warp-specialised program has room for."""
-        return self.places * self.block_m * self.block_n
+        places = 2 if self.algorithm == "one_shot" else 1  # (`lamport_pair.py`)
+        return places * self.block_m * self.block_n
 
     @property
     def lamport(self) -> bool:

@@ -21,7 +21,6 @@ both wait, stand in the same order on both. So again the first is under way, wit
 """
 
 from dataclasses import replace
-import math
 from typing import TYPE_CHECKING
 
 from iris import platform
@@ -67,8 +66,8 @@ if TYPE_CHECKING:
     from ...workspace import Workspace
     from ..launching import Launch
 
-# A thread of the mover warps loads a peer's tile before it adds the first part, or of a larger one so many elements.
-_MOST_LOADED, _LOADED = 128, 64
+# Finished tiles that a program has room for: one is sent while the one before waits for the peer's.
+PLACES = 2
 # Each thread of the mover warps has a separate value.
 _MOVER_THREADS = gl.constexpr(32 * MOVER_WARPS)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [MOVER_WARPS], [0]))
@@ -99,7 +98,6 @@ class Pair:
     LEAVES: gl.constexpr
     MOVE: gl.constexpr
     WAITER: gl.constexpr
-    LOADED: gl.constexpr
 
     @triton.constexpr_function
     def __init__(
@@ -111,9 +109,6 @@ class Pair:
         self.part_rows, self.ld, self.epoch, self.spread = part_rows, known(ld), epoch, spread
         self.LEAVES, self.WAITER = known(LEAVES), known(WAITER)
         self.MOVE = gl.constexpr(getattr(MOVE, "value", MOVE))
-        warps, parts = math.prod(self.MOVE.value.warps_per_cta), shared.PARTS.value
-        each = shared.BLOCK_M.value * shared.BLOCK_N.value // (32 * warps)
-        self.LOADED = gl.constexpr(parts if each <= _MOST_LOADED else max(2, parts * _LOADED // each))
 
     # In what follows: of the tile at (`row`, `col`) the rows that are among `rows` from `first` on.
 
@@ -143,9 +138,9 @@ class Pair:
 
     @gluon.jit
     def look(self, row, col, first, rows, exists):
-        """Load what has arrived so far of the first parts of a peer's tile, which may not exist."""
+        """Load what has arrived so far of all parts of a peer's tile, which may not exist."""
         values = ()
-        for part in gl.static_range(self.LOADED):
+        for part in gl.static_range(self.shared.PARTS):
             place, mask = self.value_places(self.theirs, part, row, col, first, rows)
             values = values + (arch.load_fresh(place, mask & exists),)
         return values
@@ -164,11 +159,7 @@ class Pair:
                 if waited:  # then what was loaded of the next part is old, too
                     place, mask = self.value_places(self.theirs, part + 1, row, col, first, rows)
                     following = arch.load_fresh(place, mask & (part + 1 < shared.PARTS))
-                last = values[:1]
-                if self.LOADED < shared.PARTS:
-                    place, mask = self.value_places(self.theirs, part + self.LOADED, row, col, first, rows)
-                    last = (arch.load_fresh(place, mask & (part + self.LOADED < shared.PARTS)),)
-                values = (following,) + values[2:] + last
+                values = (following,) + values[2:] + values[:1]
             total += rows_of(shared, done, part, self.MOVE).to(gl.float32)
             r, c, inside = self.rows_among(part, row, col, first, rows)
             if self.bias is not None:
@@ -181,22 +172,18 @@ class Pair:
 
 @gluon.jit
 def _swap_tiles(pair):
-    """Run the mover warps of an all-reduce: send each tile, then receive the one before it.
-
-    With room for one finished tile, each is received before the next one is awaited.
-    """
-    BEHIND: gl.constexpr = pair.shared.PLACES - 1
+    """Run the mover warps of an all-reduce: send each tile before receiving the one before it."""
     ctx, shared, tiles, M, N = pair.ctx, pair.shared, pair.work.tiles, pair.C.rows, pair.C.cols
     peer = 1 - ctx.rank
     programs = gl.num_programs(0)
     count = gl.cdiv(gl.maximum(tiles.num_m * tiles.num_n - gl.program_id(0), 0), programs)
-    for i in range(count + BEHIND):
+    for i in range(count + 1):
         # carried from tile to tile they would not be known to be multiples of a block
-        before_row, before_col, _bias = tiles.place(gl.program_id(0) + gl.maximum(i - BEHIND, 0) * programs)
+        before_row, before_col, _bias = tiles.place(gl.program_id(0) + gl.maximum(i - 1, 0) * programs)
         if i < count:
             await_tile(shared, i)
-        if BEHIND > 0:  # now: the later the more has come, but loads wait behind stores to peers
-            values = pair.look(before_row, before_col, 0, M, i >= BEHIND)
+        # now: the later the more has come, but loads wait behind stores to peers
+        values = pair.look(before_row, before_col, 0, M, i > 0)
         if i < count:
             row, col, _bias = tiles.place(gl.program_id(0) + i * programs)
             tile_m, tile_n = row // tiles.BLOCK_M, col // tiles.BLOCK_N
@@ -205,12 +192,10 @@ def _swap_tiles(pair):
             push = gl.where(i + 1 < count, pair.spread, 0)  # nothing is loaded after the last
             pair.send(i, row, col, 0, M, push)
             ctx.tracing.record_event_end(span)
-        if i >= BEHIND:
-            if BEHIND == 0:
-                values = pair.look(before_row, before_col, 0, M, True)
+        if i > 0:
             tile_m, tile_n = before_row // tiles.BLOCK_M, before_col // tiles.BLOCK_N
             span = ctx.tracing.record_event_start(SUM, -1, pair.C.data, tile_m, tile_n, nbytes=0)
-            pair.add(i - BEHIND, values, before_row, before_col, 0, M)
+            pair.add(i - 1, values, before_row, before_col, 0, M)
             ctx.tracing.record_event_end(span)
 
 
@@ -355,7 +340,7 @@ def launcher(
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     stagger = platform.ticks(config.stagger_us * 1e-6)
     args |= dict(stagger=stagger, **_leaves(problem, rank.cur_rank))
-    args["pipeline"] = replace(args["pipeline"], PLACES=config.places)
+    args["pipeline"] = replace(args["pipeline"], PLACES=PLACES)
     return lamport_pair_kernel, grid, args
 
 
@@ -365,5 +350,5 @@ def scatter_launcher(
     grid, args = lamport_specialised_arguments(rank, workspace, problem, config, tensors)
     group = columns_together(problem, config, grid[0])
     args |= dict(group=group, **_leaves(problem, rank.cur_rank))
-    args["pipeline"] = replace(args["pipeline"], PLACES=config.places)
+    args["pipeline"] = replace(args["pipeline"], PLACES=PLACES)
     return lamport_pair_scatter_kernel, grid, args
