@@ -11,7 +11,7 @@ writes `vllm_plugin_<model>_<gpu>_x<ranks>.json` for each model. vLLM must be in
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 import datetime
@@ -47,22 +47,25 @@ class Turns:
     The others are stopped meanwhile, since a host that waits for work polls, which takes time from one that launches.
     """
 
-    def __init__(self, engines: int) -> None:
-        self._started = threading.Barrier(engines)
+    def __init__(self, engines: int, end: float) -> None:
+        self._started, self._end = threading.Barrier(engines), end
         self._over = [threading.Event() for _ in range(engines)]
 
     @contextmanager
     def of(self, engine: subprocess.Popen, number: int) -> Iterator[None]:
         """Wait for the turn of `engine`, the one of this `number`."""
-        self._started.wait()
-        _signal(engine, signal.SIGSTOP)
-        for earlier in self._over[:number]:
-            earlier.wait()
-        _signal(engine, signal.SIGCONT)
         try:
+            self._started.wait(self._left())
+            _signal(engine, signal.SIGSTOP)
+            for earlier in self._over[:number]:
+                earlier.wait(self._left())
+            _signal(engine, signal.SIGCONT)
             yield
         finally:
             self._over[number].set()
+
+    def _left(self) -> float:
+        return max(1.0, self._end - time.time())
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         lanes = [[(model, side) for model in args.models] for side in sides]
     elif args.together:
         lanes = [[engine] for engine in lanes[0]]
-    turns = Turns(len(lanes)) if args.together else None
+    turns = Turns(len(lanes), end) if args.together else None
     results: dict[tuple[str, str], dict] = {}
 
     def work(lane: int) -> None:
@@ -145,10 +148,9 @@ def run_engine(
         if turns:  # vLLM cannot measure what is free while another engine starts
             rows = [*((batch, PROMPT) for batch in args.batches), *args.prompts]
             request |= {"memory": 0.2, "cache": cache_bytes(rows, args.configs[model], args.ranks)}
-        own = own_settings(folder, lane, args.ranks)
+        first_gpu = 0 if turns else lane * args.ranks
+        own = own_settings(folder, range(first_gpu, first_gpu + args.ranks), _PORTS[0] + lane * _PORTS[1])
         environment = {**os.environ, **SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", **own}
-        if turns:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(args.ranks)))
         environment["IRIS_TP_VLLM"] = str(int(side == "plugin"))
         line = [sys.executable, "-m", "benchmarks.cases.vllm_plugin", json.dumps(request)]
         with log.open("w") as file:
@@ -173,13 +175,12 @@ def _wait(child: subprocess.Popen, end: float, ready: Path | None = None) -> Non
         time.sleep(0.05)
 
 
-def own_settings(folder: Path, lane: int, ranks: int) -> dict[str, str]:
+def own_settings(folder: Path, gpus: Sequence[int], port: int) -> dict[str, str]:
     """Return the settings that keep an engine apart from others: GPUs, ports, and caches that begin empty."""
-    gpus = range(lane * ranks, (lane + 1) * ranks)
     paths = {"VLLM_CACHE_ROOT": "vllm", "TRITON_HOME": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-        "VLLM_PORT": str(_PORTS[0] + lane * _PORTS[1]),
+        "VLLM_PORT": str(port),
         "VLLM_HOST_IP": "127.0.0.1",
         **{name: str(folder / path) for name, path in paths.items()},
     }

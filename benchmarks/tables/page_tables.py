@@ -81,22 +81,16 @@ def numbers(_folder: str) -> str:
     model_run, model_row = latest_rows("llama-3-8b", 2)[0]
     results = results_by_key(model_row)
     steps = {results[key]["name"]: ms_of(results[key], "step") for key in ("ours", "nccl", "vllm") if key in results}
-    (vllm_run,) = newest("vllm_plugin_qwen3-30b-a3b_{gpu}_x2")
-    vllm_run |= {"world": vllm_run["gpus"], "dtype": "bfloat16"}
-    in_vllm = {
-        side: vllm_run["step_ms"][key]["1"]["step"] for side, key in (("ours", "plugin"), ("stock vLLM", "stock"))
-    }
+    vllm_run = newest("vllm_plugin_qwen3-30b-a3b_{gpu}_x2")[0]
+    vllm_run = vllm_run | {"world": vllm_run["gpus"], "dtype": "bfloat16"}
+    plugin, stock = (vllm_run["step_ms"][side]["1"]["step"] for side in ("plugin", "stock"))
+    in_vllm = {"ours": plugin, "stock vLLM": stock}
     rows = []
     for what, run, times, unit in (
         ("`matmul_all_reduce`, 2048 x 8192 x 2048", op_run, timed(op_row), "µs"),
         ("`all_reduce` of 4 MiB", ccl_run, timed(ccl_row), "µs"),
         ("Llama-3-8B, one decode step, batch 1", model_run, steps, "ms"),
-        (
-            "Qwen3-30B-A3B in vLLM with our plug-in, one decode step, batch 1",
-            vllm_run,
-            in_vllm,
-            "ms",
-        ),
+        ("Qwen3-30B-A3B in vLLM with our plug-in, one decode step, batch 1", vllm_run, in_vllm, "ms"),
     ):
         ours = times.pop("ours")
         best = min(times, key=times.__getitem__)

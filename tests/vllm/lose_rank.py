@@ -48,8 +48,8 @@ class Loaded:
 
         folder.mkdir()
         self.ready, self.log = folder / "ready", folder / "log"
-        environment = {**os.environ, **own_settings(folder, lane, RANKS), "IRIS_TIMEOUT": str(TIMEOUT_S)}
-        environment["VLLM_PORT"] = str(port)
+        gpus = range(lane * RANKS, (lane + 1) * RANKS)
+        environment = {**os.environ, **own_settings(folder, gpus, port), "IRIS_TIMEOUT": str(TIMEOUT_S)}
         line = [sys.executable, "-m", "tests.vllm.lose_rank", "generate", str(model), str(self.ready)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log, start_new_session=True)
