@@ -22,8 +22,12 @@ from tests.harness import both
 pytestmark = both
 
 
-# Files whose ops were all measured before they had warp-specialised kernels.
-OLDER = ("ops_float16_h200_x2", "ops_float16_h200_x4")
+# How many plans of a file have changed since its rows were measured, because kernels came, or times are known better.
+CHANGED = {
+    "ops_between_h100_x2": 8, "ops_between_h200_x2": 9, "ops_float16_h200_x2": 8, "ops_float16_h200_x4": 8,
+    "ops_h100_x2": 8, "ops_h200_x2": 8, "ops_h200_x4": 11, "ops_models_h100_x2": 10, "ops_models_h200_x2": 12,
+    "ops_models_h200_x4": 14,
+}  # fmt: skip
 # What fields and algorithms were called when results were measured.
 FORMER = {"warp_roles": "warp_specialised", "copy_engines": "copy_gather"}
 GONE = "shard_sums"  # which led nothing by much
@@ -60,7 +64,7 @@ def test_predictions_are_within_a_fifth_on_nine_measured_rows_of_ten(path: Path)
             changed.append(problem)
         elif abs(share - 1) > 0.2:
             misses.append((op, row["M"], row["N"], row["K"], share))
-    assert path.stem in OLDER or len(changed) <= len(report["rows"]) / 4, changed
+    assert len(changed) <= CHANGED.get(path.stem, 0), changed
     assert len(misses) <= len(report["rows"]) / 10, misses
 
 
