@@ -104,7 +104,7 @@ def program_threads(_semantic: Any = None) -> Any:
 def warp_specialize(partitions: Any, warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None) -> Any:
     """Run each partition, (function, arguments), in its own warps, as Gluon's function does; skip those of no warps.
 
-    An argument that is no value of the compiler, as a field of a constant is none, becomes a constant.
+    Arguments that are not values of the compiler, such as fields of constants, become constants.
     """
     counts = [core._unwrap_if_constexpr(count) for count in warps]
     some = [i for i, count in enumerate(counts) if count]
