@@ -177,7 +177,9 @@ class RootedCalls:
             self._ctx.on_close.append(self._report_untaken)
         elif slots > rings.slots:
             self._ctx.barrier()  # what comes below moves the rings
-            if lost := rings.untaken():
+            lost = rings.untaken()
+            self._ctx.barrier()  # a rank that goes on may receive what another has not looked for yet
+            if lost:
                 pairs = ", ".join(f"rank {a} to rank {b} ({_at_most(n)})" for a, b, n in lost)
                 raise ArgumentError(
                     f"init_p2p({max_numel}, {dtype}): messages have not been received, from {pairs}; "
