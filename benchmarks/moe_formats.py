@@ -1,7 +1,7 @@
 """A mixture's two ops with experts in each format, beside bf16: `python -m benchmarks.moe_formats --ranks 2`.
 
-`--compare` times gate and up of few tokens of three models, by the stream of touched experts and by the fastest other
-way.
+`--compare` times both of few tokens of three models, by the stream of touched experts and by the fastest other way.
+`--parts 2` gives each rank half of an expert, whatever the number of ranks.
 
 Every result is compared with float64 and the widened weights. Then each op is timed by itself in a CUDA graph of calls
 whose routings differ, so that no weight stays in L2. The floor is the bytes of the experts that have tokens, over 4.3
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from functools import partial
+from itertools import product
 import json
 import os
 import subprocess
@@ -24,10 +25,10 @@ from iris.machines import machine_of
 from iris_ops import FusedConfig
 from iris_ops.planning import experts as planned
 from iris_ops.planning.moe_ways import need_sorting
-from iris_ops.planning.operations import BY_NAME, GATE_UP
+from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
 from iris_ops.planning.plan import choose
 from iris_ops.planning.ways import WAYS
-from iris_ops.planning.ways.touched import TouchedStream
+from iris_ops.planning.ways.touched import Touched
 from iris_ops.planning.weights import format_of
 from iris_ops.problem import Problem
 from iris_ops.quantised.packing import PACKINGS
@@ -98,9 +99,9 @@ def act(both: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 class Layer:
-    def __init__(self, name: str, format: str, ctx: iris.Iris) -> None:
+    def __init__(self, name: str, format: str, ctx: iris.Iris, parts: int = 0) -> None:
         self.shape = shape = (SHAPES | TINY)[name]
-        self.ctx, self.width, device = ctx, shape.width // ctx.num_ranks, ctx.device
+        self.ctx, self.width, device = ctx, shape.width // (parts or ctx.num_ranks), ctx.device
         torch.manual_seed(ctx.cur_rank)
         self.up = Experts(format, shape.experts, 2 * self.width, shape.hidden, device)
         self.down = Experts(format, shape.experts, shape.hidden, self.width, device)
@@ -127,9 +128,10 @@ class Layer:
         given = self.down.operand, self.chosen[i], self.weights
         self.ctx.ops.moe_down_all_reduce(self.out, self.middle, *given, config=config, scale=self.down.scale)
 
-    def errors(self, up: FusedConfig | None = None) -> tuple[float, float]:
+    def errors(self, up: FusedConfig | None = None, down: FusedConfig | None = None) -> tuple[float, float]:
         """Return the relative errors of both ops, of a few tokens."""
-        self.gate_up(0, up), self.reduce(0)
+        self.middle.fill_(float("nan")), self.out.fill_(float("nan"))
+        self.gate_up(0, up), self.reduce(0, down)
         count, k = min(CHECKED, len(self.A)), self.shape.top_k
         first, second, wrong = [], [], []
         for t in range(len(self.A) - count, len(self.A)):
@@ -168,38 +170,40 @@ def tuned(layer: Layer, row: dict, warm: bool) -> None:
         row[f"{name}_tiles"] = times
 
 
-def compare(layer: Layer, row: dict, stream: bool, warm: bool) -> None:
-    """Time gate and up by the stream of touched experts, or by the fastest other way."""
-    shape, w, weight = layer.shape, layer.ctx.num_ranks, layer.up
+def compare(layer: Layer, row: dict, op: str, stream: bool, warm: bool) -> None:
+    """Time an op by the stream of touched experts, or by the fastest other way."""
+    shape, w, first = layer.shape, layer.ctx.num_ranks, op == GATE_UP
+    weight, operation = layer.up if first else layer.down, BY_NAME[op]
     problem = Problem(
-        GATE_UP, BY_NAME[GATE_UP].forms[0], len(layer.A), 2 * layer.width, shape.hidden, w, torch.bfloat16,
-        format_of(weight.operand[0], weight.scale[0]), BY_NAME[GATE_UP].epilogue,
+        op, operation.forms[0], len(layer.A), weight.N, weight.K, w, torch.bfloat16,
+        format_of(weight.operand[0], weight.scale[0]), operation.epilogue,
         experts=planned.Experts(shape.experts, shape.top_k),
     )  # fmt: skip
-    ways = tuple(way for way in WAYS if isinstance(way, TouchedStream) == stream)
+    ways = tuple(way for way in WAYS if isinstance(way, Touched) == stream)
     config = choose(ways, problem, machine_of(layer.ctx.device), explained=False)
     # configurations that differ in their kernels alone are one call to the library
     config = replace(config, num_stages=config.num_stages + stream)
-    layer.middle.fill_(float("nan"))
-    errors = layer.errors(config)
-    row |= dict(kernel=config.kernel, predicted=config.prediction.total_us, error=errors[0], wrong=not errors[0] < 0.02)
+    call = layer.gate_up if first else layer.reduce
+    error = layer.errors(*((config, None) if first else (None, config)))[not first]
+    row |= dict(kernel=config.kernel, predicted=config.prediction.total_us, error=error, wrong=not error < 0.02)
     if not warm:
-        row |= dict(up=graph_us(partial(layer.gate_up, config=config), ROUTINGS))
+        row |= dict(us=graph_us(partial(call, config=config), ROUTINGS))
 
 
-def run_compared(names: list[str], some: list[int], warm: bool) -> None:
+def run_compared(names: list[str], some: list[int], parts: int, warm: bool) -> None:
     with iris.iris(1 << 28) as ctx, torch.no_grad():
         for name, format in COMPARED:
             if name not in names:
                 continue
-            layer = Layer(name, format, ctx)
-            for tokens in some:
+            layer = Layer(name, format, ctx, parts)
+            for tokens, op in product(some, (GATE_UP, DOWN_ALL_REDUCE)):
                 layer.draw(tokens)
                 for stream in (False, True):
-                    floor = layer.touched() * layer.up.bytes / GBS / 1e3
-                    row = dict(shape=name, format=format, T=tokens, up_floor=floor)
+                    weight = layer.up if op == GATE_UP else layer.down
+                    floor = layer.touched() * weight.bytes / GBS / 1e3
+                    row = dict(op=op, shape=name, format=format, T=tokens, floor=floor)
                     try:
-                        compare(layer, row, stream, warm)
+                        compare(layer, row, op, stream, warm)
                     except Exception as error:
                         row |= dict(failed=f"{type(error).__name__}: {error}"[:300])
                     say(row, ctx, warm)
@@ -266,6 +270,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(FEW), help="of --compare")
+    parser.add_argument("--parts", type=int, default=0, help="of --compare: of an expert's width; 0 for one a rank")
     parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
     if args.compare and args.shapes == list(NAMES):
@@ -274,7 +279,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if args.compare:
-            run_compared(args.shapes, args.tokens, args.warm)
+            run_compared(args.shapes, args.tokens, args.parts, args.warm)
         else:
             run(args.shapes, args.formats, args.warm)
         return
@@ -285,7 +290,7 @@ def main() -> None:
         given = ["--shapes", *shapes, *(["--formats", *formats] if formats else []), *more]
         return subprocess.Popen([*start, "-m", "benchmarks.moe_formats", *given])
 
-    kind = ["--compare"] if args.compare else []
+    kind = ["--compare", "--parts", str(args.parts)] if args.compare else []
     if args.compare:
         each_alone = [([name], [], *kind, "--tokens", str(n)) for name in args.shapes for n in args.tokens]
     else:

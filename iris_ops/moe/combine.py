@@ -21,14 +21,14 @@ _BLOCK = {"cuda": (4, 512), "cpu": (64, 256)}
 
 
 @device_function
-def combined(products, combine, t, c, tokens, N, ld, TOP_K: tl.constexpr):
+def combined(total, products, combine, t, c, tokens, N, ld, TOP_K: tl.constexpr):
     """Return, in fp32, tokens t and columns c of the combined result: weights [t, j] * products [t * TOP_K + j], summed
     over j in order, plus `shared`.
 
-    `products` is [pairs, N], with rows `ld` apart. Other programs may have written it, so it is not read through L1.
+    `total` [t, c] holds zeros, in the layout of a caller in Gluon. `products` is [pairs, N], with rows `ld` apart.
+    Other programs may have written it, so it is not read through L1.
     """
     inside = (t < tokens)[:, None] & (c < N)[None, :]
-    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
     for j in tl.static_range(TOP_K):
         factor = tl.load(combine.weights + t.to(tl.int64) * combine.stride_wt + j, mask=t < tokens, other=0.0).to(
             tl.float32
@@ -52,7 +52,8 @@ def moe_combine_kernel(
     across = tl.cdiv(N, BLOCK_N)
     t = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = combined(products, combine, t, c, tokens, N, ld, TOP_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = combined(total, products, combine, t, c, tokens, N, ld, TOP_K)
     arch.lead()
     places = out + (t.to(tl.int64) * stride_om)[:, None] + (c.to(tl.int64) * stride_on)[None, :]
     tl.store(places, arch.round_to(total, out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < N)[None, :])

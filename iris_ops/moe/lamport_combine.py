@@ -73,7 +73,8 @@ def moe_lamport_combine_kernel(
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         t = tile // across * BLOCK_M + tl.arange(0, BLOCK_M)
         c = tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = combined(products, combine, t, c, tokens, N, stride_pm, TOP_K)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = combined(total, products, combine, t, c, tokens, N, stride_pm, TOP_K)
         values = without_sentinel(total, dtype)
         if TO_OWNERS:
             exchange.send_to_owners(values, t, c, t < tokens, tokens, N, False)

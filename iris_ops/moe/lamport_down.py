@@ -107,7 +107,8 @@ def moe_lamport_down_kernel(
         turns = 1 if ONE_TILE else tl.cdiv(tokens, BLOCK_T)
         for turn in range(turns):
             t = turn * BLOCK_T + tl.arange(0, BLOCK_T)
-            total = combined(products, combine, t, c, tokens, N, ld, form.TOP_K)
+            total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            total = combined(total, products, combine, t, c, tokens, N, ld, form.TOP_K)
             kept = without_sentinel(total, dtype)
             exchange.send_tile(kept, t, c, t < tokens, N, TO_SELF=not ONE_TILE)
         advance(sync, epoch, tl.num_programs(0) // blocks)

@@ -36,7 +36,7 @@ def choices_layout(rows, choices, warps):
 class Touched:
     """The blocks of a step, by its pairs [rows, choices]: each pair's block or -1, its expert, and its number.
 
-    `count` is the number of blocks.
+    `count` is the number of blocks: at least one, which has no pair if no expert is in range.
     """
 
     block: gl.tensor
@@ -88,7 +88,8 @@ def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOIC
     block = gl.reshape(gl.where(valid, block, -1), (ROWS, CHOICES))
     expert = gl.reshape(gl.where(valid, expert, 0), (ROWS, CHOICES))
     blocks, experts_ = gl.convert_layout(block, PLACES), gl.convert_layout(expert, PLACES)
-    return Touched(blocks, experts_, t * TOP_K + j, gl.sum(leads, 0)), given, inside & (valid == 0)
+    count = gl.maximum(gl.sum(leads, 0), 1)
+    return Touched(blocks, experts_, t * TOP_K + j, count), given, inside & (valid == 0)
 
 
 @aggregate

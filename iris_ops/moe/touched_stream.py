@@ -2,10 +2,8 @@
 
 A program's items are groups of columns of one expert each. It multiplies the tokens of the expert, and stores the
 activation as rows of the pairs. A step reads each touched expert once, and nothing passes between programs.
-`touched.py` has the loop over the weights. `grouped_matmul.py` serves tensors that the hardware cannot load by blocks.
-
-The way back has no such stream. One was measured in which a program summed all experts for a group of columns: on two
-H200 it was slower than `lamport_down.py` in seven of nine cases, because an expert's K is short there.
+`touched.py` has the loop over the weights, `touched_down.py` the way back. `grouped_matmul.py` serves tensors that the
+hardware cannot load by blocks.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..steps import Run
     from ..workspace import Workspace
-    from .operands import GateUp
+    from .operands import Down, GateUp
 
 _STAGES, _MOVED = 12, 1024  # of a ring at most; bytes of shared memory through which values move between warps
 
 
 @gluon.jit
-def _touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
+def touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
     """Return the blocks of a step. The first program reports experts that are out of range."""
     touched, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
     if gl.program_id(0) == 0:
@@ -51,7 +49,7 @@ def _touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world:
 
 
 @gluon.jit
-def _finished(total, factors, bias, expert, col, N, form: gl.constexpr):
+def finished(total, factors, bias, expert, col, N, form: gl.constexpr):
     """Return a sum [columns, rows] times the scales of its columns, plus the bias."""
     total = total * form.LATER
     if factors is not None:
@@ -82,7 +80,7 @@ def moe_stream_gate_up_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     dtype: gl.constexpr = out.dtype.element_ty
     arch.follow()
-    touched = _touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
+    touched = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
     ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES, form.ZEROS)
     width = N // form.MATRICES
     groups = gl.cdiv(width, GIVEN)
@@ -106,9 +104,9 @@ def moe_stream_gate_up_kernel(
         expert = touched.expert_of(block)
         totals = across(ring, sums, SUMS)
         col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
-        first = _finished(totals[0], factors, bias, expert, col, N, form)
+        first = finished(totals[0], factors, bias, expert, col, N, form)
         if HALVES:
-            second = _finished(totals[1], factors, bias, expert, width + col, N, form)
+            second = finished(totals[1], factors, bias, expert, width + col, N, form)
             value = joined(first, second, activation)
         elif form.INTERLEAVED:
             both = gl.permute(gl.reshape(first, (GIVEN, 2, BLOCK_M)), (0, 2, 1))
@@ -124,8 +122,9 @@ def moe_stream_gate_up_kernel(
         pairs = after
 
 
-def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) -> str | None:
-    """Return the reason why the kernels cannot load A [M, K] and the stored B [E, K, N] with its scale, or None."""
+def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp | Down) -> str | None:
+    """Return the reason why the kernels cannot load rows of A [rows, K] and the stored B [E, K, N] with its scale, or
+    None."""
     A, B, scale = tensors.A, tensors.B, tensors.scale
     assert scale is not None
     weights = B.transpose(1, 2)
@@ -133,6 +132,8 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp) 
         return "it needs a Hopper GPU and bf16"
     if reason := too_many(problem):
         return reason
+    if not problem.K:
+        return "this rank has no part of K"
     if not weights.is_contiguous() or not scale.is_contiguous():
         return "experts or their scales do not follow each other in memory"
     word = A.itemsize if weight_stream.widening_of(B[0], scale[0]).RUNS else 4 * A.itemsize
@@ -149,8 +150,21 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     """Launch `moe_stream_gate_up_kernel`."""
     out, A, B, where, bias, activation, interleaved, scale = tensors
     assert scale is not None
+    grid, args, options = streamed(problem, A, B, scale, platform.num_programs(A.device), interleaved)
+    args |= dict(
+        bias=bias_of(bias), chosen=choice_of(where).chosen, out=out, ctx_ptr=run.rank.get_device_context(),
+        stride_om=out.stride(0), stride_on=out.stride(1), activation=activation,
+        world=World(run.rank.num_ranks, WAITERS.index(problem.op)),
+    )  # fmt: skip
+    run.launch(moe_stream_gate_up_kernel, (grid, 1, 1), args, **options)
+
+
+def streamed(
+    problem: Problem, A: torch.Tensor, B: torch.Tensor, scale: torch.Tensor, programs: int, interleaved: bool = False
+) -> tuple[int, dict, dict[str, int]]:  # fmt: skip
+    """Return (the programs of a launch, the arguments of what it multiplies, its options)."""
     E, _, N = B.shape
-    programs, rows = platform.num_programs(A.device), stream_form.loaded_rows(problem.M)
+    rows = stream_form.loaded_rows(problem.M)
     words = B.transpose(1, 2).reshape(E * N, -1).view(torch.int32)
     flat = scale.reshape(E * N, -1) if scale.ndim > 2 else scale.flatten()
     widen = weight_stream.widening_of(B[0], scale[0])
@@ -170,12 +184,11 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     top_k = problem.experts.top_k
     args = dict(
         a=A if widen.RUNS else A.view(torch.int64), b=weight_stream.described(words, widen.WORDS, WARPS, columns),
-        scales=scales, factors=flat if scales is None else None, bias=bias_of(bias), chosen=choice_of(where).chosen,
-        out=out, ctx_ptr=run.rank.get_device_context(), tokens=problem.M, experts=E, N=N, K=problem.K,
-        stride_am=A.stride(0) // (1 if widen.RUNS else 4), stride_om=out.stride(0), stride_on=out.stride(1),
+        scales=scales, factors=flat if scales is None else None, tokens=problem.M, experts=E, N=N, K=problem.K,
+        stride_am=A.stride(0) // (1 if widen.RUNS else 4),
         form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, problem.epilogue.matrices,
                           interleaved, scale.ndim > 3, widen.later),
-        widen=widen, activation=activation, world=World(run.rank.num_ranks, WAITERS.index(problem.op)),
+        widen=widen,
     )  # fmt: skip
     grid = min(items, resident * programs)
-    run.launch(moe_stream_gate_up_kernel, (grid, 1, 1), args, **stream_form.options(grid, programs, WARPS))
+    return grid, args, stream_form.options(grid, programs, WARPS)

@@ -11,7 +11,7 @@ from .lamport import Lamport, LamportGather
 from .mixtures import Combine, Down, DownInSteps, GroupedFew, GroupedMany, Token
 from .overlapped import Gather, GatherFirst, Reduce
 from .sequential import Sequential
-from .touched import TouchedStream
+from .touched import TouchedDown, TouchedStream
 from .tree import Tree
 
 WAYS: tuple[Way, ...] = (
@@ -37,4 +37,5 @@ WAYS: tuple[Way, ...] = (
     Combine(),
     DownInSteps(),
     TouchedStream(),
+    TouchedDown(),
 )

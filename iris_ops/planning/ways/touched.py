@@ -1,26 +1,29 @@
-"""The first product of few tokens and quantised experts: a stream of the experts touched (`moe/touched_stream.py`)."""
+"""The products of few tokens and quantised experts: a stream of the experts touched.
+
+`moe/touched_stream.py` is the first one, `moe/touched_down.py` the way back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import Problem
-from ..moe_ways import need_sorting, weight_bytes
-from ..operations import GATE_UP
+from ..moe_ways import need_sorting, waits_too_wide, weight_bytes
 from ..sums import ANY_ORDER
 from ..weights import FORMATS
 from ..weights.streams import on_hopper
-from .mixtures import GROUPED, Mixture
+from .mixtures import GROUPED, LAMPORT, Combine, Down, DownInSteps, GroupedFew, Mixture
 
-STREAM = "moe.touched_stream"
+STREAM, STREAM_DOWN = "moe.touched_stream", "moe.touched_down"
 MOST_TOKENS = 16
 MOST_PAIRS = 256  # that a program compares with each other: tokens times experts of a token, both powers of two
 COLUMNS, RESIDENT = 64, 2  # of a program's item, in the weight; programs on a multiprocessor at once
 # The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
-_TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot", kernel=STREAM)
+_TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot")
 # Microseconds until the first weights arrive and after the last. The time over that of the weights' bytes, of eight
 # bits, of four, and of four where tokens fill more than one instruction; measured on two H200
 # (`benchmarks/results/experts_touched_h200_x2.json`).
@@ -39,15 +42,10 @@ def too_many(problem: Problem) -> str | None:
     return None
 
 
-class TouchedStream(Mixture):
+class Touched(Mixture):
     """Experts stay codes until they are in registers. More tokens are summed in another order."""
 
-    kernel = STREAM
-    launcher = "moe.touched_stream:launch"
     supports = "moe.touched_stream:supports"
-    fallback = GROUPED
-    ops = frozenset((GATE_UP,))
-    algorithms = ("one_shot",)
     weights = frozenset(w for w in FORMATS if w.widening)
     sums = frozenset((ANY_ORDER,))
 
@@ -59,7 +57,7 @@ class TouchedStream(Mixture):
         return alike and problem.weights in self.weights and problem.sums.kind in self.sums
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return [_TILE]
+        return [replace(_TILE, kernel=self.kernel)]
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         """Return the time of the multiprocessors that have most items, each as long as its share of the bytes."""
@@ -69,8 +67,29 @@ class TouchedStream(Mixture):
         longer = _LONGER if weight_bytes(problem) >= 1 else _HALF_LONGER if problem.M <= 8 else _MANY_LONGER
         return _ENDS_US + streamed * longer * -(-shares // 1) / shares
 
-    def rest_us(self, problem: Problem, machine: Machine) -> float:
-        return 0.0
-
     def label(self, problem: Problem, config: FusedConfig) -> str:
         return self.kernel
+
+
+class TouchedStream(Touched, GroupedFew):
+    """The first product."""
+
+    kernel = STREAM
+    launcher = "moe.touched_stream:launch"
+    fallback = GROUPED
+
+
+class TouchedDown(Touched, Down):
+    """The way back, which ends as `moe/lamport_down.py` does."""
+
+    kernel = STREAM_DOWN
+    launcher = "moe.touched_down:launch"
+    fallback = LAMPORT
+
+    def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        if reason := super().accepts(problem, machine) or waits_too_wide(problem, _TILE.block_n, machine):
+            return reason
+        # Ranks with other parts of K must choose the same exchange: where this one wins, it does without the product.
+        rest, others = self.rest_us(problem, machine), (Combine(), DownInSteps())
+        slower = any(way.rest_us(problem, machine) < rest for way in others)
+        return "sums that travel while others are added up take less time" if slower else None
