@@ -1,10 +1,11 @@
 """`moe_down_all_reduce` of few tokens and quantised experts, as a stream of the experts touched, on NVIDIA Hopper.
 
     1. A program's items are groups of columns of one expert each, as in `touched_stream.py`. It leaves their products,
-       rounded, in this rank's memory, and counts itself among those of these columns.
-    2. The last to be counted adds the products of the columns up for each token, in the order of the token's experts,
-       and sends the sums to every rank, its own included, as Lamport values.
-    3. Once a program has no item left, it takes some columns of all ranks, adds them in rank order and stores `out`.
+       rounded, in this rank's memory.
+    2. Then it counts its items among those of their columns, all at once: a count after each item would cost as long as
+       a short product. Who counts the last item of some columns adds their products up for each token, in the order of
+       the token's experts, and sends the sums to every rank, its own included, as Lamport values.
+    3. Then it takes some columns of all ranks, adds them in rank order and stores `out`.
 
 Values lie where `lamport_down.py` has them, so ranks may mix the two kernels.
 
@@ -35,7 +36,7 @@ from ..quantised import weight_stream
 from .arguments import DownMemory, bias_of, choice_of, combine_of
 from .combine import combined
 from .touched import LINES, across, begin, item_of, load_rows, multiply, ring_of
-from .touched_stream import finished, streamed, touched_blocks
+from .touched_stream import finished, streamed, terms_of, touched_blocks
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
@@ -61,6 +62,8 @@ def moe_stream_down_kernel(
     OUT: gl.constexpr = gl.SliceLayout(0, SUMS)
     TAKE: gl.constexpr = gl.BlockedLayout([1, 8], [4, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    COUNTED: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     products, counts, lamport, sync = memory.products, memory.counts, memory.lamport, memory.sync
     dtype: gl.constexpr = out.dtype.element_ty
     ld = lamport.ld
@@ -87,18 +90,28 @@ def moe_stream_down_kernel(
         block, group, there = item_of(touched, i, groups)
         after_block, after_group, there = item_of(touched, i + 1, groups)
         after = touched.pairs_of(after_block)
+        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, OUT))
+        terms = terms_of(factors, bias, touched.expert_of(block), col, N)
         sums, x, stage, phase, number, step, next_expert, next_col, exists = multiply(
             ring, touched, a, x, pairs, after, stage, phase, number, step, next_expert, next_col, exists, groups, K,
             stride_am, widen, MMA,
         )  # fmt: skip
-        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, OUT))
-        value = finished(across(ring, sums, SUMS)[0], factors, bias, touched.expert_of(block), col, N, form)
+        value = finished(across(ring, sums, SUMS)[0], terms, factors, bias, form)
         row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
         places = products + (row * ld)[None, :] + col[:, None]
         gl.store(places, value.to(dtype), mask=(col < N)[:, None] & (row >= 0)[None, :])
-        arch.drain_stores()
-        program_barrier()
-        if gl.atomic_add(counts + group, 1, sem="acq_rel", scope="gpu") == touched.count - 1:
+        pairs = after
+    arch.drain_stores()
+    program_barrier()
+    for first in range(0, items, THREADS):
+        item = first + gl.arange(0, THREADS, layout=COUNTED)
+        of_item = (gl.program_id(0) + item * gl.num_programs(0)) % groups
+        one = gl.full((THREADS,), 1, gl.int32, layout=COUNTED)
+        before = gl.atomic_add(counts + of_item, one, mask=item < items, sem="acq_rel", scope="gpu")
+        whole = (item < items) & (before == touched.count - 1)
+        for _n in range(gl.sum(whole.to(gl.int32), 0)):
+            group = gl.max(gl.where(whole, of_item, -1), 0)
+            whole = whole & (of_item != group)
             gl.store(counts + group, 0)
             total = gl.zeros((BLOCK_M, COLUMNS), gl.float32, layout=TAKE)
             here = group * COLUMNS + c
@@ -108,7 +121,6 @@ def moe_stream_down_kernel(
             for r in gl.static_range(1, WORLD_SIZE + 1):
                 inside = (t < tokens)[:, None] & (here < ld)[None, :]
                 put(ctx, place, values, inside, bases, (rank + r) % WORLD_SIZE)
-        pairs = after
     arch.lead()
     advance(sync, epoch)
     for group in range(gl.program_id(0), groups, gl.num_programs(0)):

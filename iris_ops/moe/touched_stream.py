@@ -49,15 +49,25 @@ def touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: 
 
 
 @gluon.jit
-def finished(total, factors, bias, expert, col, N, form: gl.constexpr):
+def terms_of(factors, bias, expert, col, N):
+    """Load what `finished` needs of columns `col`, ahead of the product: their scales and bias, if there are any."""
+    terms = ()
+    if factors is not None:
+        terms = terms + (gl.load(factors + expert * N + col, mask=col < N, other=0.0),)
+    if bias.data is not None:
+        places = bias.data + expert.to(gl.int64) * bias.stride + col
+        terms = terms + (gl.load(places, mask=col < N, other=0.0).to(gl.float32),)
+    return terms
+
+
+@gluon.jit
+def finished(total, terms, factors, bias, form: gl.constexpr):
     """Return a sum [columns, rows] times the scales of its columns, plus the bias."""
     total = total * form.LATER
     if factors is not None:
-        scales = gl.load(factors + expert * N + col, mask=col < N, other=0.0)
-        total = total * scales[:, None]
+        total = total * terms[0][:, None]
     if bias.data is not None:
-        more = gl.load(bias.data + expert.to(gl.int64) * bias.stride + col, mask=col < N, other=0.0)
-        total = total + more.to(gl.float32)[:, None]
+        total = total + terms[len(terms) - 1][:, None]
     return total
 
 
@@ -97,16 +107,19 @@ def moe_stream_gate_up_kernel(
         block, group, there = item_of(touched, i, groups)
         after_block, after_group, there = item_of(touched, i + 1, groups)
         after = touched.pairs_of(after_block)
+        expert = touched.expert_of(block)
+        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
+        terms = terms_of(factors, bias, expert, col, N)
+        if HALVES:
+            second_terms = terms_of(factors, bias, expert, width + col, N)
         sums, x, stage, phase, number, step, next_expert, next_col, exists = multiply(
             ring, touched, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, number, step,
             next_expert, next_col, exists, groups, K, stride_am, widen, MMA,
         )  # fmt: skip
-        expert = touched.expert_of(block)
         totals = across(ring, sums, SUMS)
-        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
-        first = finished(totals[0], factors, bias, expert, col, N, form)
+        first = finished(totals[0], terms, factors, bias, form)
         if HALVES:
-            second = finished(totals[1], factors, bias, expert, width + col, N, form)
+            second = finished(totals[1], second_terms, factors, bias, form)
             value = joined(first, second, activation)
         elif form.INTERLEAVED:
             both = gl.permute(gl.reshape(first, (GIVEN, 2, BLOCK_M)), (0, 2, 1))
