@@ -6,6 +6,8 @@
     block    An expert and the tokens that chose it: row t of a product is token t. A token that chooses an expert twice
              has a second block of that expert.
     item     A block and a group of columns. The ring of weights keeps loading across a program's items.
+    loader   A warp of its own loads the weights. In one partition with the others, each load would wait for what they
+             have read, A from memory included, and a step took twice as long.
     A        Each thread loads the numbers that its products need, one step ahead, and only those of a block's rows.
 """
 
@@ -19,6 +21,7 @@ from ..planning.needs import LINE
 from ..quantised.line_products import add_groups, begins_of, products_of, rows_layout, scales_of
 
 WARPS = 4
+LOADER_WARPS, LOADER_REGISTERS = gl.constexpr(1), gl.constexpr(24)
 
 LINES = gl.constexpr(WARPS)  # of a step: one for each warp
 _LINE = gl.constexpr(LINE)
@@ -61,7 +64,8 @@ class Touched:
 
 @gluon.jit
 def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOICES: gl.constexpr):
-    """Return (the blocks of `chosen` [tokens, TOP_K], each pair's expert as given, which of these are out of range).
+    """Return (the blocks of `chosen` [tokens, TOP_K], each block's expert in shared memory, each pair's expert as given,
+    which of these are out of range).
 
     Blocks are ordered by expert. Each pair is compared with all others, so pairs must be few.
     """
@@ -82,6 +86,9 @@ def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOIC
     leads = (valid & (known_before == 0)).to(gl.int32)
     leading = gl.convert_layout(leads, OTHER)
     block = gl.sum(gl.where(other[:, None] < key[None, :], leading[:, None], 0), 0)
+    first_of = (block[None, :] == q[:, None]) & (leads[None, :] > 0)
+    experts_of = gl.allocate_shared_memory(gl.int32, [PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    experts_of.store(gl.sum(gl.where(first_of, expert[None, :], 0), 1))
     PLACES: gl.constexpr = choices_layout(ROWS, CHOICES, gl.num_warps())
     t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACES))[:, None]
     j = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, PLACES))[None, :]
@@ -89,7 +96,7 @@ def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOIC
     expert = gl.reshape(gl.where(valid, expert, 0), (ROWS, CHOICES))
     blocks, experts_ = gl.convert_layout(block, PLACES), gl.convert_layout(expert, PLACES)
     count = gl.maximum(gl.sum(leads, 0), 1)
-    return Touched(blocks, experts_, t * TOP_K + j, count), given, inside & (valid == 0)
+    return Touched(blocks, experts_, t * TOP_K + j, count), experts_of, given, inside & (valid == 0)
 
 
 @aggregate
@@ -98,7 +105,7 @@ class Ring:
 
     N: columns of an expert. HALVES: a step has a tile of the first half of them and one of the second; else one tile.
     ZEROS: whether each scale is followed by its zero point.
-    Waits for a stage have no deadline, because they are for loads of the program itself.
+    Waits for a stage have no deadline, because they are for loads and products of the program itself.
     """
 
     b: base_value
@@ -106,6 +113,7 @@ class Ring:
     codes: base_value
     factors: base_value
     loaded: base_value
+    freed: base_value
     sums: base_value
     N: base_value
     steps: base_value
@@ -114,27 +122,26 @@ class Ring:
     ZEROS: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, b, scales, codes, factors, loaded, sums, N, steps, HALVES, STAGES, ZEROS):
-        self.b, self.codes, self.loaded, self.sums = b, codes, loaded, sums
+    def __init__(self, b, scales, codes, factors, loaded, freed, sums, N, steps, HALVES, STAGES, ZEROS):
+        self.b, self.codes, self.loaded, self.freed, self.sums = b, codes, loaded, freed, sums
         self.scales, self.factors = (gl.constexpr(None) if each is None else each for each in (scales, factors))
         self.N, self.steps = known(N), known(steps)
         self.HALVES, self.STAGES, self.ZEROS = known(HALVES), known(STAGES), known(ZEROS)
 
     @gluon.jit
-    def load(self, stage, expert, col, step, exists):
-        """Request a step's tiles of an expert, of columns from `col` on, if its item `exists`."""
+    def load(self, stage, expert, col, step):
+        """Request a step's tiles of an expert, of columns from `col` on."""
         TILES: gl.constexpr = 2 if self.HALVES else 1
         OF_SCALES: gl.constexpr = 0 if self.scales is None else self.scales.block_type.nbytes
         nbytes: gl.constexpr = TILES * (self.b.block_type.nbytes + OF_SCALES)
-        if exists:
-            loaded = self.loaded.index(stage)
-            mbarrier.expect(loaded, nbytes)
-            for t in gl.static_range(TILES):
-                c, at = expert * self.N + col + t * (self.N // 2), stage * TILES + t
-                async_load(self.b, [step * LINES, c, 0], loaded, self.codes.index(at))
-                if self.scales is not None:
-                    first = step * self.factors.shape[2]
-                    async_load(self.scales, [c, first], loaded, self.factors.index(at))
+        loaded = self.loaded.index(stage)
+        mbarrier.expect(loaded, nbytes)
+        for t in gl.static_range(TILES):
+            c, at = expert * self.N + col + t * (self.N // 2), stage * TILES + t
+            async_load(self.b, [step * LINES, c, 0], loaded, self.codes.index(at))
+            if self.scales is not None:
+                first = step * self.factors.shape[2]
+                async_load(self.scales, [c, first], loaded, self.factors.index(at))
 
 
 @gluon.jit
@@ -144,48 +151,43 @@ def ring_of(
     """Return an empty ring for experts of N columns."""
     TILES: gl.constexpr = 2 if HALVES else 1
     COLUMNS: gl.constexpr = b.block_type.shape[1]
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])  # columns follow each other
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 2, 0])  # columns follow each other, four at a time
     codes = gl.allocate_shared_memory(gl.int32, [STAGES * TILES] + b.block_type.shape, b.layout)
     factors = None
     if scales is not None:
         factors = gl.allocate_shared_memory(scales.dtype, [STAGES * TILES] + scales.block_type.shape, scales.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], PLAIN)
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], SUMS)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    return Ring(b, scales, codes, factors, loaded, sums, N, gl.cdiv(K, _LINE * LINES), HALVES, STAGES, ZEROS)
+        mbarrier.init(freed.index(i), count=1)
+    return Ring(b, scales, codes, factors, loaded, freed, sums, N, gl.cdiv(K, _LINE * LINES), HALVES, STAGES, ZEROS)
 
 
 @gluon.jit
-def item_of(touched, number, groups):
-    """Return (block, group of columns, whether it exists) of this program's item `number`."""
+def item_of(number, groups):
+    """Return (block, group of columns) of this program's item `number`."""
     at = gl.program_id(0) + number * gl.num_programs(0)
-    return at // groups, at % groups, at < groups * touched.count
+    return at // groups, at % groups
 
 
 @gluon.jit
-def load_next(ring, touched, stage, number, step, expert, col, exists, groups):
-    """Request the next tiles of the ring. Return the position after them: (item, step, expert, column, exists)."""
+def load_ahead(ring, experts_of, blocks, groups):
+    """Run the loader: load all tiles of this program's items in turn, each once its place is free."""
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
-    ring.load(stage, expert, col, step, exists)
-    step += 1
-    if step == ring.steps:
-        step, number = step * 0, number + 1
-        block, group, exists = item_of(touched, number, groups)
-        expert, col = touched.expert_of(block), group * COLUMNS
-    return number, step, expert, col, exists
-
-
-@gluon.jit
-def begin(ring, touched, groups):
-    """Fill the ring. Return the position that `load_next` continues from."""
-    COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
-    number, step = gl.program_id(0) * 0, gl.program_id(0) * 0
-    block, group, exists = item_of(touched, number, groups)
-    expert, col = touched.expert_of(block), group * COLUMNS
-    for i in range(ring.STAGES):
-        number, step, expert, col, exists = load_next(ring, touched, i, number, step, expert, col, exists, groups)
-    return number, step, expert, col, exists
+    PAIRS: gl.constexpr = experts_of.shape[0]
+    NUMBERS: gl.constexpr = gl.BlockedLayout([PAIRS // 32], [32], [gl.num_warps()], [0])
+    numbers, experts = gl.arange(0, PAIRS, layout=NUMBERS), experts_of.load(NUMBERS)
+    stage = 0
+    phase = 1  # the first places are free
+    for at in range(gl.program_id(0), blocks * groups, gl.num_programs(0)):
+        expert = gl.max(gl.where(numbers == at // groups, experts, 0), 0)
+        for step in range(ring.steps):
+            mbarrier.wait(ring.freed.index(stage), phase)
+            ring.load(stage, expert, at % groups * COLUMNS, step)
+            last = stage == ring.STAGES - 1
+            stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -207,8 +209,7 @@ def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    ring, touched, a, x, rows, after, stage, phase, number, step, expert, col, exists, groups, K, stride,
-    widen: gl.constexpr, MMA: gl.constexpr,
+    ring, a, x, rows, after, stage, phase, K, stride, widen: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """Multiply an item. Return a sum [lines, columns, rows] of each tile, and the state to continue from.
 
@@ -251,13 +252,13 @@ def multiply(
         accs = so_far
         x = next_x
         program_barrier()  # all warps have read this stage
-        number, step, expert, col, exists = load_next(ring, touched, stage, number, step, expert, col, exists, groups)
+        mbarrier.arrive(ring.freed.index(stage), count=1)
         last = stage == ring.STAGES - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
     sums = ()
     for t in gl.static_range(TILES):
         sums = sums + ((accs[t] if SUMS == 1 else accs[2 * t] + accs[2 * t + 1]),)
-    return sums, x, stage, phase, number, step, expert, col, exists
+    return sums, x, stage, phase
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from iris.device.context import DeviceContext
 from iris.device.lamport import load_bases, put, settled, take, without_sentinel
 from iris.device.sync import advance
 from iris.device.waits import WAITERS
-from iris.triton_private import program_barrier
+from iris.triton_private import program_barrier, warp_specialize
 import torch
 import triton
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ from ..planning.workspace_size import exchange_ld
 from ..quantised import weight_stream
 from .arguments import DownMemory, bias_of, choice_of, combine_of
 from .combine import combined
-from .touched import LINES, across, begin, item_of, load_rows, multiply, ring_of
+from .touched import LINES, LOADER_REGISTERS, LOADER_WARPS, across, item_of, load_ahead, load_rows, multiply, ring_of
 from .touched_stream import finished, streamed, terms_of, touched_blocks
 
 if TYPE_CHECKING:
@@ -55,8 +55,32 @@ def moe_stream_down_kernel(
 
     a: A [tokens * TOP_K, K] by numbers or by words of four. memory: a `DownMemory`.
     """
+    arch.follow()
+    touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
+    ring = ring_of(b, scales, N, K, form.BLOCK_M, False, form.STAGES, form.ZEROS)
+    groups = gl.cdiv(N, b.block_type.shape[1])
+    warp_specialize(
+        [
+            (
+                _multiply_and_exchange,
+                (ring, touched, groups, a, factors, bias, combine, out, memory, ctx_ptr, tokens, N, K, stride_am,
+                 stride_om, stride_on, form, widen, world),
+            ),
+            (load_ahead, (ring, experts_of, touched.count, groups)),
+        ],
+        [LOADER_WARPS],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_and_exchange(
+    ring, touched, groups, a, factors, bias, combine, out, memory, ctx_ptr, tokens, N, K, stride_am, stride_om,
+    stride_on, form: gl.constexpr, widen: gl.constexpr, world: gl.constexpr,
+):  # fmt: skip
+    """Run the MMA warps: multiply this program's items, and exchange the sums of columns."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
-    COLUMNS: gl.constexpr = b.block_type.shape[1]
+    COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     WORLD_SIZE: gl.constexpr = world.WORLD_SIZE
     SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
     OUT: gl.constexpr = gl.SliceLayout(0, SUMS)
@@ -67,13 +91,26 @@ def moe_stream_down_kernel(
     products, counts, lamport, sync = memory.products, memory.counts, memory.lamport, memory.sync
     dtype: gl.constexpr = out.dtype.element_ty
     ld = lamport.ld
-    arch.follow()
     own = (gl.load(ctx_ptr), gl.load(sync))
     all_bases = load_bases(ctx_ptr, WORLD_SIZE)
-    touched = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, BLOCK_M, False, form.STAGES, form.ZEROS)
-    groups = gl.cdiv(N, COLUMNS)
-    number, step, next_expert, next_col, exists = begin(ring, touched, groups)
+    stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
+    block, group = item_of(0, groups)
+    pairs = touched.pairs_of(block)
+    x = load_rows(a, pairs, 0, K, stride_am, widen)
+    items = gl.cdiv(gl.maximum(touched.count * groups - gl.program_id(0), 0), gl.num_programs(0))
+    for i in range(items):
+        block, group = item_of(i, groups)
+        after_block, after_group = item_of(i + 1, groups)
+        after = touched.pairs_of(after_block)
+        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, OUT))
+        terms = terms_of(factors, bias, touched.expert_of(block), col, N)
+        sums, x, stage, phase = multiply(ring, a, x, pairs, after, stage, phase, K, stride_am, widen, MMA)
+        value = finished(across(ring, sums, SUMS)[0], terms, factors, bias, form)
+        row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
+        places = products + (row * ld)[None, :] + col[:, None]
+        gl.store(places, value.to(dtype), mask=(col < N)[:, None] & (row >= 0)[None, :])
+        pairs = after
+
     own_rank, last_epoch = settled(own)
     rank, epoch, bases = own_rank.to(gl.int32), last_epoch + 1, settled(all_bases)
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
@@ -81,26 +118,6 @@ def moe_stream_down_kernel(
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
     t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TAKE))
-    stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
-    block, group, there = item_of(touched, 0, groups)
-    pairs = touched.pairs_of(block)
-    x = load_rows(a, pairs, 0, K, stride_am, widen)
-    items = gl.cdiv(gl.maximum(touched.count * groups - gl.program_id(0), 0), gl.num_programs(0))
-    for i in range(items):
-        block, group, there = item_of(touched, i, groups)
-        after_block, after_group, there = item_of(touched, i + 1, groups)
-        after = touched.pairs_of(after_block)
-        col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, OUT))
-        terms = terms_of(factors, bias, touched.expert_of(block), col, N)
-        sums, x, stage, phase, number, step, next_expert, next_col, exists = multiply(
-            ring, touched, a, x, pairs, after, stage, phase, number, step, next_expert, next_col, exists, groups, K,
-            stride_am, widen, MMA,
-        )  # fmt: skip
-        value = finished(across(ring, sums, SUMS)[0], terms, factors, bias, form)
-        row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
-        places = products + (row * ld)[None, :] + col[:, None]
-        gl.store(places, value.to(dtype), mask=(col < N)[:, None] & (row >= 0)[None, :])
-        pairs = after
     arch.drain_stores()
     program_barrier()
     for first in range(0, items, THREADS):
@@ -121,6 +138,7 @@ def moe_stream_down_kernel(
             for r in gl.static_range(1, WORLD_SIZE + 1):
                 inside = (t < tokens)[:, None] & (here < ld)[None, :]
                 put(ctx, place, values, inside, bases, (rank + r) % WORLD_SIZE)
+
     arch.lead()
     advance(sync, epoch)
     for group in range(gl.program_id(0), groups, gl.num_programs(0)):

@@ -14,7 +14,7 @@ from iris import platform
 from iris.device import arch
 from iris.device.context import DeviceContext
 from iris.device.waits import WAITERS
-from iris.triton_private import word_descriptor
+from iris.triton_private import warp_specialize, word_descriptor
 import torch
 import triton
 from triton.experimental import gluon
@@ -26,7 +26,20 @@ from ..planning.ways.touched import COLUMNS, RESIDENT, too_many
 from ..quantised import stream_form, weight_stream
 from .arguments import StreamedForm, bias_of, choice_of
 from .routing import report_experts
-from .touched import LINES, WARPS, across, begin, choices_layout, find, item_of, load_rows, multiply, ring_of
+from .touched import (
+    LINES,
+    LOADER_REGISTERS,
+    LOADER_WARPS,
+    WARPS,
+    across,
+    choices_layout,
+    find,
+    item_of,
+    load_ahead,
+    load_rows,
+    multiply,
+    ring_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..config import FusedConfig
@@ -35,17 +48,18 @@ if TYPE_CHECKING:
     from ..workspace import Workspace
     from .operands import Down, GateUp
 
-_STAGES, _MOVED = 12, 1024  # of a ring at most; bytes of shared memory through which values move between warps
+_STAGES, _MOVED = 12, 2048  # of a ring at most; bytes of shared memory through which values move between warps
 
 
 @gluon.jit
 def touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
-    """Return the blocks of a step. The first program reports experts that are out of range."""
-    touched, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
+    """Return the blocks of a step, and their experts for the loader. The first program reports experts that are out of
+    range."""
+    touched, experts_of, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
     if gl.program_id(0) == 0:
         ctx = DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), world.WORLD_SIZE)
         report_experts(ctx, given, wrong, experts, world.WAITER)
-    return touched
+    return touched, experts_of
 
 
 @gluon.jit
@@ -81,22 +95,42 @@ def moe_stream_gate_up_kernel(
     a: A by numbers or by words of four. b, scales: descriptors of all experts (`touched.py`). factors: the scales of
     columns, or None. N: columns of an expert's weight.
     """
-    BLOCK_M: gl.constexpr = form.BLOCK_M
     HALVES: gl.constexpr = form.MATRICES == 2 and not form.INTERLEAVED
     COLUMNS: gl.constexpr = b.block_type.shape[1]
     GIVEN: gl.constexpr = COLUMNS // 2 if form.INTERLEAVED else COLUMNS  # columns of the result
+    arch.follow()
+    touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
+    ring = ring_of(b, scales, N, K, form.BLOCK_M, HALVES, form.STAGES, form.ZEROS)
+    groups = gl.cdiv(N // form.MATRICES, GIVEN)
+    warp_specialize(
+        [
+            (
+                _multiply_gate_up,
+                (ring, touched, groups, a, factors, bias, out, N, K, stride_am, stride_om, stride_on, form, widen,
+                 activation, HALVES, GIVEN),
+            ),
+            (load_ahead, (ring, experts_of, touched.count, groups)),
+        ],
+        [LOADER_WARPS],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_gate_up(
+    ring, touched, groups, a, factors, bias, out, N, K, stride_am, stride_om, stride_on, form: gl.constexpr,
+    widen: gl.constexpr, activation: gl.constexpr, HALVES: gl.constexpr, GIVEN: gl.constexpr,
+):  # fmt: skip
+    """Run the MMA warps: multiply this program's items, and store their activations."""
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
     OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES, gl.num_warps()))
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
     dtype: gl.constexpr = out.dtype.element_ty
-    arch.follow()
-    touched = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, BLOCK_M, HALVES, form.STAGES, form.ZEROS)
     width = N // form.MATRICES
-    groups = gl.cdiv(width, GIVEN)
-    number, step, next_expert, next_col, exists = begin(ring, touched, groups)
     stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
-    block, group, there = item_of(touched, 0, groups)
+    block, group = item_of(0, groups)
     pairs = touched.pairs_of(block)
     t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, choices_layout(BLOCK_M, form.CHOICES, gl.num_warps())))
     x = load_rows(a, gl.where(pairs >= 0, t, -1), 0, K, stride_am, widen)
@@ -104,17 +138,16 @@ def moe_stream_gate_up_kernel(
     for i in range(items):
         if i == items - 1:
             arch.lead()
-        block, group, there = item_of(touched, i, groups)
-        after_block, after_group, there = item_of(touched, i + 1, groups)
+        block, group = item_of(i, groups)
+        after_block, after_group = item_of(i + 1, groups)
         after = touched.pairs_of(after_block)
         expert = touched.expert_of(block)
         col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
         terms = terms_of(factors, bias, expert, col, N)
         if HALVES:
             second_terms = terms_of(factors, bias, expert, width + col, N)
-        sums, x, stage, phase, number, step, next_expert, next_col, exists = multiply(
-            ring, touched, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, number, step,
-            next_expert, next_col, exists, groups, K, stride_am, widen, MMA,
+        sums, x, stage, phase = multiply(
+            ring, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, K, stride_am, widen, MMA
         )  # fmt: skip
         totals = across(ring, sums, SUMS)
         first = finished(totals[0], terms, factors, bias, form)
@@ -204,4 +237,4 @@ def streamed(
         widen=widen,
     )  # fmt: skip
     grid = min(items, resident * programs)
-    return grid, args, stream_form.options(grid, programs, WARPS)
+    return grid, args, stream_form.options(grid, programs, 2 * WARPS) | {"num_warps": WARPS}  # the loader counts as four
