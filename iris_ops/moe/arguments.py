@@ -145,15 +145,14 @@ class TokenForm:
 
 @dataclass(frozen=True)
 class StreamedForm:
-    """How a program streams touched experts (`touched.py`): BLOCK_M tokens at most, each with TOP_K experts.
+    """How a program streams touched experts (`touched.py`) of tokens that have TOP_K experts each.
 
-    CHOICES: a power of two, at least TOP_K. STAGES: of the ring of weights. MATRICES, INTERLEAVED: as in
+    PAIRS: a power of two, at least as many as there are. STAGES: of the ring of weights. MATRICES, INTERLEAVED: as in
     `GroupedForm`. ZEROS: as in `Codes`. LATER: the factor of sums that a `Widening` names.
     """
 
-    BLOCK_M: int
     TOP_K: int
-    CHOICES: int
+    PAIRS: int
     STAGES: int
     MATRICES: int
     INTERLEAVED: bool

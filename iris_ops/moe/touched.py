@@ -3,8 +3,8 @@
 `quantised/weight_stream.py` does this for one weight. Here the weights and scales of all experts are one tensor each
 [lines, experts * N, words], and a program loads tiles of the experts that have tokens.
 
-    block    An expert and the tokens that chose it: row t of a product is token t. A token that chooses an expert twice
-             has a second block of that expert.
+    pair     A token and one of its experts, number t * top_k + j.
+    block    Up to eight pairs of one expert, each a row of a product.
     item     A block and a group of columns. The ring of weights keeps loading across a program's items.
     loader   A warp of its own loads the weights. In one partition with the others, each load would wait for what they
              have read, A from memory included, and a step took twice as long.
@@ -24,79 +24,89 @@ WARPS = 4
 LOADER_WARPS, LOADER_REGISTERS = gl.constexpr(1), gl.constexpr(24)
 
 LINES = gl.constexpr(WARPS)  # of a step: one for each warp
+ROWS = gl.constexpr(8)  # of a product: an instruction's fewest
 _LINE = gl.constexpr(LINE)
 
 
 @triton.constexpr_function
-def choices_layout(rows, choices, warps):
-    """Return the layout of a step's pairs [rows, choices]: each warp has all, in the lanes of a dot operand."""
-    held = [[0, 4 << i] for i in range(max(0, choices.bit_length() - 3))] + ([[8, 0]] if rows > 8 else [])
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(held, lanes, [[0, 0]] * (warps.bit_length() - 1), [], [rows, choices])
+def pairs_layout(pairs, warps):
+    """Return the layout of a step's pairs: each warp has all of them."""
+    held = [[32 << i] for i in range(pairs.bit_length() - 6)]
+    return gl.DistributedLinearLayout(
+        held, [[1 << i] for i in range(5)], [[0]] * (warps.bit_length() - 1), [], [pairs]
+    )  # fmt: skip
 
 
 @aggregate
 class Touched:
-    """The blocks of a step, by its pairs [rows, choices]: each pair's block or -1, its expert, and its number.
+    """The blocks of a step, by its pairs: each pair's block or -1, its row there, its expert, and its number.
 
     `count` is the number of blocks: at least one, which has no pair if no expert is in range.
     """
 
     block: gl.tensor
+    row: gl.tensor
     expert: gl.tensor
     pair: gl.tensor
     count: gl.tensor
 
     @triton.constexpr_function
-    def __init__(self, block, expert, pair, count):
-        self.block, self.expert, self.pair, self.count = block, expert, pair, count
+    def __init__(self, block, row, expert, pair, count):
+        self.block, self.row, self.expert, self.pair, self.count = block, row, expert, pair, count
 
     @gluon.jit
     def expert_of(self, block):
         """Return the expert of a block; 0 beyond the last."""
-        return gl.max(gl.max(gl.where(self.block == block, self.expert, 0), 1), 0)
+        return gl.max(gl.where(self.block == block, self.expert, 0), 0)
 
     @gluon.jit
     def pairs_of(self, block):
-        """Return each token's pair in a block, or -1."""
-        return gl.max(gl.where(self.block == block, self.pair, -1), 1)
+        """Return each row's pair in a block, or -1, as a tuple of numbers."""
+        pairs = ()
+        for r in gl.static_range(ROWS):
+            pairs = pairs + (gl.max(gl.where((self.block == block) & (self.row == r), self.pair, -1), 0),)
+        return pairs
 
 
 @gluon.jit
-def find(chosen, tokens, experts, TOP_K: gl.constexpr, ROWS: gl.constexpr, CHOICES: gl.constexpr):
-    """Return (the blocks of `chosen` [tokens, TOP_K], each block's expert in shared memory, each pair's expert as given,
-    which of these are out of range).
+def as_rows(pairs, layout: gl.constexpr):
+    """Return a block's pairs as a block [ROWS]."""
+    r = gl.arange(0, ROWS, layout=layout)
+    rows = gl.full((ROWS,), -1, gl.int32, layout=layout)
+    for i in gl.static_range(ROWS):
+        rows = gl.where(r == i, pairs[i], rows)
+    return rows
+
+
+@gluon.jit
+def find(chosen, pairs, experts, PAIRS: gl.constexpr):
+    """Return (the blocks of `chosen` [pairs], each block's expert in shared memory, each pair's expert as given, which
+    of these are out of range).
 
     Blocks are ordered by expert. Each pair is compared with all others, so pairs must be few.
     """
-    PAIRS: gl.constexpr = ROWS * CHOICES
     WITH: gl.constexpr = gl.BlockedLayout([1, PAIRS // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
     OTHER: gl.constexpr = gl.SliceLayout(1, WITH)
     p, q = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, WITH)), gl.arange(0, PAIRS, layout=OTHER)
-    inside = (p // CHOICES < tokens) & (p % CHOICES < TOP_K)
-    given = gl.load(chosen + p // CHOICES * TOP_K + p % CHOICES, mask=inside, other=-1)
+    given = gl.load(chosen + p, mask=p < pairs, other=-1)
     valid = (given >= 0) & (given < experts)
     expert = gl.where(valid, given, -1).to(gl.int32)
-    earlier = q[:, None] < p[None, :]
-    again = earlier & (gl.convert_layout(expert, OTHER)[:, None] == expert[None, :])
-    again = again & (q[:, None] // CHOICES == p[None, :] // CHOICES)
-    key = gl.where(valid, expert * CHOICES + gl.sum(again.to(gl.int32), 0), -1)
-    other = gl.convert_layout(key, OTHER)
-    known_before = gl.sum((earlier & (other[:, None] == key[None, :])).to(gl.int32), 0)
-    leads = (valid & (known_before == 0)).to(gl.int32)
-    leading = gl.convert_layout(leads, OTHER)
-    block = gl.sum(gl.where(other[:, None] < key[None, :], leading[:, None], 0), 0)
+    alike = (q[:, None] < p[None, :]) & (gl.convert_layout(expert, OTHER)[:, None] == expert[None, :])
+    place = gl.sum(alike.to(gl.int32), 0)  # among its expert's pairs
+    key = gl.where(valid, expert * PAIRS + place // ROWS, -1)
+    leads = (valid & (place % ROWS == 0)).to(gl.int32)
+    lower = gl.convert_layout(key, OTHER)[:, None] < key[None, :]
+    block = gl.sum(gl.where(lower, gl.convert_layout(leads, OTHER)[:, None], 0), 0)
     first_of = (block[None, :] == q[:, None]) & (leads[None, :] > 0)
     experts_of = gl.allocate_shared_memory(gl.int32, [PAIRS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     experts_of.store(gl.sum(gl.where(first_of, expert[None, :], 0), 1))
-    PLACES: gl.constexpr = choices_layout(ROWS, CHOICES, gl.num_warps())
-    t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, PLACES))[:, None]
-    j = gl.arange(0, CHOICES, layout=gl.SliceLayout(0, PLACES))[None, :]
-    block = gl.reshape(gl.where(valid, block, -1), (ROWS, CHOICES))
-    expert = gl.reshape(gl.where(valid, expert, 0), (ROWS, CHOICES))
-    blocks, experts_ = gl.convert_layout(block, PLACES), gl.convert_layout(expert, PLACES)
-    count = gl.maximum(gl.sum(leads, 0), 1)
-    return Touched(blocks, experts_, t * TOP_K + j, count), experts_of, given, inside & (valid == 0)
+    HELD: gl.constexpr = pairs_layout(PAIRS, gl.num_warps())
+    touched = Touched(
+        gl.convert_layout(gl.where(valid, block, -1), HELD), gl.convert_layout(place % ROWS, HELD),
+        gl.convert_layout(gl.where(valid, expert, 0), HELD), gl.arange(0, PAIRS, layout=HELD),
+        gl.maximum(gl.sum(leads, 0), 1),
+    )  # fmt: skip
+    return touched, experts_of, given, (p < pairs) & (valid == 0)
 
 
 @aggregate
@@ -145,9 +155,7 @@ class Ring:
 
 
 @gluon.jit
-def ring_of(
-    b, scales, N, K, BLOCK_M: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ZEROS: gl.constexpr
-):  # fmt: skip
+def ring_of(b, scales, N, K, HALVES: gl.constexpr, STAGES: gl.constexpr, ZEROS: gl.constexpr):
     """Return an empty ring for experts of N columns."""
     TILES: gl.constexpr = 2 if HALVES else 1
     COLUMNS: gl.constexpr = b.block_type.shape[1]
@@ -158,7 +166,7 @@ def ring_of(
         factors = gl.allocate_shared_memory(scales.dtype, [STAGES * TILES] + scales.block_type.shape, scales.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, BLOCK_M], SUMS)
+    sums = gl.allocate_shared_memory(gl.float32, [LINES, TILES * COLUMNS, ROWS], SUMS)
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
         mbarrier.init(freed.index(i), count=1)
@@ -191,32 +199,30 @@ def load_ahead(ring, experts_of, blocks, groups):
 
 
 @gluon.jit
-def load_rows(a, rows, step, K, stride, widen: gl.constexpr):
-    """Load a step's numbers of `rows` [BLOCK_M] of A as `products_of` takes them; zeros for rows that are negative.
+def load_rows(a, pairs, step, K, stride, TOP_K: gl.constexpr, widen: gl.constexpr):
+    """Load a step's numbers of A's rows as `products_of` takes them: row pair // TOP_K, or zeros for a pair of -1.
 
     `a` points to numbers, or to words of four for a policy that is not `RUNS`; `stride` counts the same.
     """
-    BLOCK_M: gl.constexpr = rows.shape[0]
     HIGH: gl.constexpr = 4 * LINES if widen.RUNS else LINES
-    LOADED: gl.constexpr = rows_layout(LINES, BLOCK_M, widen.RUNS, widen.WORDS // 8)
+    LOADED: gl.constexpr = rows_layout(LINES, ROWS, widen.RUNS, widen.WORDS // 8)
     limit = K if widen.RUNS else K // 4
     first = 32 * (step * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED))))
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
-    row = gl.convert_layout(rows, gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
-    places = a + (row * stride)[None, None, :] + (first[:, None, None] + k[None, :, None])
-    return gl.load(places, mask=(first < limit)[:, None, None] & (row >= 0)[None, None, :], other=0)
+    pair = as_rows(pairs, gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
+    places = a + (pair // TOP_K * stride)[None, None, :] + (first[:, None, None] + k[None, :, None])
+    return gl.load(places, mask=(first < limit)[:, None, None] & (pair >= 0)[None, None, :], other=0)
 
 
 @gluon.jit
 def multiply(
-    ring, a, x, rows, after, stage, phase, K, stride, widen: gl.constexpr, MMA: gl.constexpr
+    ring, a, x, pairs, after, stage, phase, K, stride, TOP_K: gl.constexpr, widen: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """Multiply an item. Return a sum [lines, columns, rows] of each tile, and the state to continue from.
 
-    `x` has A's numbers of the first step; `rows` and `after` are the rows of A of this item and of the next one.
+    `x` has A's numbers of the first step; `pairs` and `after` are those of this item and of the next one.
     """
     COLUMNS: gl.constexpr = ring.codes.shape[2]
-    BLOCK_M: gl.constexpr = rows.shape[0]
     TILES: gl.constexpr = 2 if ring.HALVES else 1
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MMA, widen.WORDS // 8)
     PRODUCTS: gl.constexpr = widen.PRODUCTS
@@ -226,10 +232,13 @@ def multiply(
     ZERO: gl.constexpr = -1.0 / widen.ADDED if ring.ZEROS else 0.0
     accs = ()
     for _t in gl.static_range(SUMS * TILES):
-        accs = accs + (gl.zeros((LINES, COLUMNS, BLOCK_M), gl.float32, layout=MMA),)
+        accs = accs + (gl.zeros((LINES, COLUMNS, ROWS), gl.float32, layout=MMA),)
     for i in range(ring.steps):
         last = i == ring.steps - 1
-        next_x = load_rows(a, gl.where(last, after, rows), gl.where(last, 0, i + 1), K, stride, widen)
+        next_pairs = ()
+        for r in gl.static_range(ROWS):
+            next_pairs = next_pairs + (gl.where(last, after[r], pairs[r]),)
+        next_x = load_rows(a, next_pairs, gl.where(last, 0, i + 1), K, stride, TOP_K, widen)
         mbarrier.wait(ring.loaded.index(stage), phase)
         parts = products_of(x, widen, MMA)
         begins = ()

@@ -35,7 +35,7 @@ from ..planning.workspace_size import exchange_ld
 from ..quantised import weight_stream
 from .arguments import DownMemory, bias_of, choice_of, combine_of
 from .combine import combined
-from .touched import LINES, LOADER_REGISTERS, LOADER_WARPS, across, item_of, load_ahead, load_rows, multiply, ring_of
+from .touched import LINES, LOADER_REGISTERS, LOADER_WARPS, across, as_rows, item_of, load_ahead, load_rows, multiply, ring_of
 from .touched_stream import finished, streamed, terms_of, touched_blocks
 
 if TYPE_CHECKING:
@@ -49,22 +49,23 @@ if TYPE_CHECKING:
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def moe_stream_down_kernel(
     a, b, scales, factors, bias, chosen, combine, out, memory, ctx_ptr, tokens, experts, N, K, stride_am, stride_om,
-    stride_on, form: gl.constexpr, widen: gl.constexpr, world: gl.constexpr,
+    stride_on, form: gl.constexpr, widen: gl.constexpr, world: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Compute what `moe_lamport_down_kernel` computes, by the stream of `moe_stream_gate_up_kernel`.
 
-    a: A [tokens * TOP_K, K] by numbers or by words of four. memory: a `DownMemory`.
+    a: A [tokens * TOP_K, K] by numbers or by words of four. memory: a `DownMemory`. TOKENS: a power of two, at least
+    as many as there are.
     """
     arch.follow()
     touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, form.BLOCK_M, False, form.STAGES, form.ZEROS)
+    ring = ring_of(b, scales, N, K, False, form.STAGES, form.ZEROS)
     groups = gl.cdiv(N, b.block_type.shape[1])
     warp_specialize(
         [
             (
                 _multiply_and_exchange,
                 (ring, touched, groups, a, factors, bias, combine, out, memory, ctx_ptr, tokens, N, K, stride_am,
-                 stride_om, stride_on, form, widen, world),
+                 stride_om, stride_on, form, widen, world, TOKENS),
             ),
             (load_ahead, (ring, experts_of, touched.count, groups)),
         ],
@@ -76,10 +77,9 @@ def moe_stream_down_kernel(
 @gluon.jit
 def _multiply_and_exchange(
     ring, touched, groups, a, factors, bias, combine, out, memory, ctx_ptr, tokens, N, K, stride_am, stride_om,
-    stride_on, form: gl.constexpr, widen: gl.constexpr, world: gl.constexpr,
+    stride_on, form: gl.constexpr, widen: gl.constexpr, world: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Run the MMA warps: multiply this program's items, and exchange the sums of columns."""
-    BLOCK_M: gl.constexpr = form.BLOCK_M
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     WORLD_SIZE: gl.constexpr = world.WORLD_SIZE
     SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
@@ -96,7 +96,7 @@ def _multiply_and_exchange(
     stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
     block, group = item_of(0, groups)
     pairs = touched.pairs_of(block)
-    x = load_rows(a, pairs, 0, K, stride_am, widen)
+    x = load_rows(a, pairs, 0, K, stride_am, 1, widen)
     items = gl.cdiv(gl.maximum(touched.count * groups - gl.program_id(0), 0), gl.num_programs(0))
     for i in range(items):
         block, group = item_of(i, groups)
@@ -104,9 +104,9 @@ def _multiply_and_exchange(
         after = touched.pairs_of(after_block)
         col = group * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, OUT))
         terms = terms_of(factors, bias, touched.expert_of(block), col, N)
-        sums, x, stage, phase = multiply(ring, a, x, pairs, after, stage, phase, K, stride_am, widen, MMA)
+        sums, x, stage, phase = multiply(ring, a, x, pairs, after, stage, phase, K, stride_am, 1, widen, MMA)
         value = finished(across(ring, sums, SUMS)[0], terms, factors, bias, form)
-        row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
+        row = as_rows(pairs, gl.SliceLayout(0, OUT))
         places = products + (row * ld)[None, :] + col[:, None]
         gl.store(places, value.to(dtype), mask=(col < N)[:, None] & (row >= 0)[None, :])
         pairs = after
@@ -116,7 +116,7 @@ def _multiply_and_exchange(
     ctx = DeviceContext.initialize(ctx_ptr, rank, WORLD_SIZE)
     block_step = tokens.to(gl.int64) * ld
     half = lamport.staging + (epoch & 1).to(gl.int64) * lamport.half_elements
-    t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, TAKE))
+    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, TAKE))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TAKE))
     arch.drain_stores()
     program_barrier()
@@ -130,7 +130,7 @@ def _multiply_and_exchange(
             group = gl.max(gl.where(whole, of_item, -1), 0)
             whole = whole & (of_item != group)
             gl.store(counts + group, 0)
-            total = gl.zeros((BLOCK_M, COLUMNS), gl.float32, layout=TAKE)
+            total = gl.zeros((TOKENS, COLUMNS), gl.float32, layout=TAKE)
             here = group * COLUMNS + c
             total = combined(total, products, combine, t, here, tokens, N, ld, form.TOP_K)
             values = without_sentinel(total, dtype)
@@ -164,6 +164,6 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
             products, counts, lamport_memory(workspace, problem.dtype, problem.N), workspace.exchange_sync
         ),
         ctx_ptr=ctx.get_device_context(), stride_om=out.stride(0), stride_on=out.stride(1),
-        world=World(ctx.num_ranks, WAITERS.index(problem.op)),
+        world=World(ctx.num_ranks, WAITERS.index(problem.op)), TOKENS=max(8, triton.next_power_of_2(problem.M)),
     )  # fmt: skip
     run.launch(moe_stream_down_kernel, (grid, 1, 1), args, **options)

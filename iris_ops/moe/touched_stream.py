@@ -30,9 +30,10 @@ from .touched import (
     LINES,
     LOADER_REGISTERS,
     LOADER_WARPS,
+    ROWS,
     WARPS,
     across,
-    choices_layout,
+    as_rows,
     find,
     item_of,
     load_ahead,
@@ -55,7 +56,7 @@ _STAGES, _MOVED = 12, 2048  # of a ring at most; bytes of shared memory through 
 def touched_blocks(chosen, ctx_ptr, tokens, experts, form: gl.constexpr, world: gl.constexpr):
     """Return the blocks of a step, and their experts for the loader. The first program reports experts that are out of
     range."""
-    touched, experts_of, given, wrong = find(chosen, tokens, experts, form.TOP_K, form.BLOCK_M, form.CHOICES)
+    touched, experts_of, given, wrong = find(chosen, tokens * form.TOP_K, experts, form.PAIRS)
     if gl.program_id(0) == 0:
         ctx = DeviceContext.initialize(ctx_ptr, gl.load(ctx_ptr).to(gl.int32), world.WORLD_SIZE)
         report_experts(ctx, given, wrong, experts, world.WAITER)
@@ -100,7 +101,7 @@ def moe_stream_gate_up_kernel(
     GIVEN: gl.constexpr = COLUMNS // 2 if form.INTERLEAVED else COLUMNS  # columns of the result
     arch.follow()
     touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, form.BLOCK_M, HALVES, form.STAGES, form.ZEROS)
+    ring = ring_of(b, scales, N, K, HALVES, form.STAGES, form.ZEROS)
     groups = gl.cdiv(N // form.MATRICES, GIVEN)
     warp_specialize(
         [
@@ -122,7 +123,6 @@ def _multiply_gate_up(
     widen: gl.constexpr, activation: gl.constexpr, HALVES: gl.constexpr, GIVEN: gl.constexpr,
 ):  # fmt: skip
     """Run the MMA warps: multiply this program's items, and store their activations."""
-    BLOCK_M: gl.constexpr = form.BLOCK_M
     COLUMNS: gl.constexpr = ring.b.block_type.shape[1]
     SUMS: gl.constexpr = weight_stream.layout_of_sums(COLUMNS, LINES, gl.num_warps())
     OUT: gl.constexpr = gl.SliceLayout(0, weight_stream.layout_of_sums(GIVEN, LINES, gl.num_warps()))
@@ -132,8 +132,7 @@ def _multiply_gate_up(
     stage, phase = gl.program_id(0) * 0, gl.program_id(0) * 0
     block, group = item_of(0, groups)
     pairs = touched.pairs_of(block)
-    t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, choices_layout(BLOCK_M, form.CHOICES, gl.num_warps())))
-    x = load_rows(a, gl.where(pairs >= 0, t, -1), 0, K, stride_am, widen)
+    x = load_rows(a, pairs, 0, K, stride_am, form.TOP_K, widen)
     items = gl.cdiv(gl.maximum(touched.count * groups - gl.program_id(0), 0), gl.num_programs(0))
     for i in range(items):
         if i == items - 1:
@@ -147,7 +146,7 @@ def _multiply_gate_up(
         if HALVES:
             second_terms = terms_of(factors, bias, expert, width + col, N)
         sums, x, stage, phase = multiply(
-            ring, a, x, gl.where(pairs >= 0, t, -1), gl.where(after >= 0, t, -1), stage, phase, K, stride_am, widen, MMA
+            ring, a, x, pairs, after, stage, phase, K, stride_am, form.TOP_K, widen, MMA
         )  # fmt: skip
         totals = across(ring, sums, SUMS)
         first = finished(totals[0], terms, factors, bias, form)
@@ -155,14 +154,14 @@ def _multiply_gate_up(
             second = finished(totals[1], second_terms, factors, bias, form)
             value = joined(first, second, activation)
         elif form.INTERLEAVED:
-            both = gl.permute(gl.reshape(first, (GIVEN, 2, BLOCK_M)), (0, 2, 1))
+            both = gl.permute(gl.reshape(first, (GIVEN, 2, ROWS)), (0, 2, 1))
             first, second = gl.split(both)
             value = joined(first, second, activation)
         else:
             value = activated(first, activation)
         value = gl.convert_layout(value, OUT)
         c = group * GIVEN + gl.arange(0, GIVEN, layout=gl.SliceLayout(1, OUT))
-        row = gl.convert_layout(pairs, gl.SliceLayout(0, OUT))
+        row = as_rows(pairs, gl.SliceLayout(0, OUT))
         places = out + (row * stride_om)[None, :] + (c * stride_on)[:, None]
         gl.store(places, value.to(dtype), mask=(c < width)[:, None] & (row >= 0)[None, :])
         pairs = after
@@ -210,7 +209,6 @@ def streamed(
 ) -> tuple[int, dict, dict[str, int]]:  # fmt: skip
     """Return (the programs of a launch, the arguments of what it multiplies, its options)."""
     E, _, N = B.shape
-    rows = stream_form.loaded_rows(problem.M)
     words = B.transpose(1, 2).reshape(E * N, -1).view(torch.int32)
     flat = scale.reshape(E * N, -1) if scale.ndim > 2 else scale.flatten()
     widen = weight_stream.widening_of(B[0], scale[0])
@@ -223,17 +221,18 @@ def streamed(
         layout = weight_stream.block_layout(nbytes, flat.itemsize, 2)
         scales = word_descriptor(flat, [columns, per_stage], layout)
     stage = stream_form.stage_bytes(0, COLUMNS, widen.WORDS, nbytes)
-    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(rows, COLUMNS)
+    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(ROWS.value, COLUMNS)
     items = triton.cdiv(N, COLUMNS) * min(problem.pairs, E)
     resident = min(RESIDENT, triton.cdiv(items, programs))
     stages = max(2, min(_STAGES, (stream_form.SHARED // resident - others) // stage))
-    top_k = problem.experts.top_k
     args = dict(
         a=A if widen.RUNS else A.view(torch.int64), b=weight_stream.described(words, widen.WORDS, WARPS, columns),
         scales=scales, factors=flat if scales is None else None, tokens=problem.M, experts=E, N=N, K=problem.K,
         stride_am=A.stride(0) // (1 if widen.RUNS else 4),
-        form=StreamedForm(rows, top_k, max(4, triton.next_power_of_2(top_k)), stages, problem.epilogue.matrices,
-                          interleaved, scale.ndim > 3, widen.later),
+        form=StreamedForm(
+            problem.experts.top_k, max(32, triton.next_power_of_2(problem.pairs)), stages, problem.epilogue.matrices,
+            interleaved, scale.ndim > 3, widen.later,
+        ),
         widen=widen,
     )  # fmt: skip
     grid = min(items, resident * programs)

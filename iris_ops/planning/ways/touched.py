@@ -19,8 +19,8 @@ from ..weights.streams import on_hopper
 from .mixtures import GROUPED, LAMPORT, Combine, Down, DownInSteps, GroupedFew, Mixture
 
 STREAM, STREAM_DOWN = "moe.touched_stream", "moe.touched_down"
-MOST_TOKENS = 16
-MOST_PAIRS = 256  # that a program compares with each other: tokens times experts of a token, both powers of two
+MOST_TOKENS = 32
+MOST_PAIRS = 256  # that a program compares with each other
 COLUMNS, RESIDENT = 64, 2  # of a program's item, in the weight; programs on a multiprocessor at once
 # The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
 _TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot")
@@ -34,8 +34,7 @@ def too_many(problem: Problem) -> str | None:
     """Return why the stream serves no problem of these sizes on any machine, or None."""
     if problem.M > MOST_TOKENS or not problem.weights.streamable(problem.M, problem.K):
         return f"it is for up to {MOST_TOKENS} tokens, and K a multiple of {problem.weights.granule}"
-    rows, choices = 8 if problem.M <= 8 else MOST_TOKENS, 1 << (problem.experts.top_k - 1).bit_length()
-    if rows * choices > MOST_PAIRS or need_sorting(problem.pairs, problem.experts.count):
+    if problem.pairs > MOST_PAIRS or need_sorting(problem.pairs, problem.experts.count):
         return f"each program finds the experts of at most {MOST_PAIRS} pairs"
     if problem.experts.count * problem.N >= 1 << 31:
         return "columns of all experts are 2**31 or more"
