@@ -7,7 +7,6 @@ says why, once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,7 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
         if planned.kernel not in reported:
             reported.add(planned.kernel)
             rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
-    config = way.fallback_config(problem, config, machine_of(rank.device))
-    return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
+    return way, way.fallback_config(problem, config, machine_of(rank.device))
 
 
 def described(rank: Rank, call: Any) -> Problem:
