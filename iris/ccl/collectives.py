@@ -365,11 +365,7 @@ class Collectives(RootedCalls):
 
         first = partial(self._launch, workspace, problem, chosen, out if staged is None else staged, inp, key)
         go = partial(calls.launch, key, workspace, out, staged, first)
-        if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, out, inp)
-        else:
-            ctx.side.join()
-            go()
+        workspace._done = ctx.side.run(go, async_op, out, inp) or workspace._done
         ctx.check()
         return workspace
 
