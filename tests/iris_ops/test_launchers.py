@@ -18,7 +18,7 @@ from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, launch
 from iris_ops.config import WITH_TORCH
 from iris_ops.kernels.hopper import operands
-from iris_ops.launch import loading, supports
+from iris_ops.launch import supports, loading
 from iris_ops.named import named
 from iris_ops.operands import Operands
 from iris_ops.planning.plan import plan, way_for, workspace_size
@@ -36,7 +36,7 @@ MACHINES = [
     machine_named("NVIDIA H200", 132),
     machine_named("some other GPU", 66),
     machine_named("AMD Instinct MI300X", 304),
-    replace(machine_named("NVIDIA of another name", 114), warp_specialised=True),
+    replace(machine_named("NVIDIA of another name", 114), architecture="hopper"),
 ]
 SIZES = [0, 1, 2, 3, 7, 8, 17, 64, 97, 128, 129, 512, 1000, 2048, 4097, 8192, 28672, 70000]
 META = torch.device("meta")
