@@ -66,7 +66,7 @@ class Calls:
     def __init__(self, ctx: Rank) -> None:
         self.ctx = ctx
         self.workspace: Workspace | None = None  # of calls that are given none
-        self.earlier = relaunch.Calls()
+        self.earlier = relaunch.EarlierCalls()
 
     def run(
         self, op: str, tensors: Any, async_op: bool = False, config: FusedConfig | None = None,

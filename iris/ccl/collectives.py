@@ -83,7 +83,7 @@ class Collectives(RootedCalls):
         self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._calls = relaunch.Calls()
+        self._calls = relaunch.EarlierCalls()
         ctx.on_change.append(self._calls.forget)
 
     @KEYWORDS

@@ -18,7 +18,7 @@ from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, launch
 from iris_ops.config import WITH_TORCH
 from iris_ops.kernels.hopper import operands
-from iris_ops.launch import supports, loading
+from iris_ops.launch import supports, way_for_tensors
 from iris_ops.named import named
 from iris_ops.operands import Operands
 from iris_ops.planning.plan import plan, way_for, workspace_size
@@ -104,7 +104,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     given = Operands(*tensors)
-    way, config = loading(ctx, problem, config, given)
+    way, config = way_for_tensors(ctx, problem, config, given)
     launcher = named(way.launcher)
     kernel, (programs, *others), args = launcher(ctx, workspace, problem, config, given)
     assert set(args) == set(kernel.arg_names)
