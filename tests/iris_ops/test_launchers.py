@@ -99,7 +99,7 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         specialised = config.algorithm == "overlapped" or way_for(problem, config).warp_specialised
-        restored = specialised and operands.supports(config, *eight, tensors[0], 1 << 10) is not None
+        restored = specialised and operands.supports(*eight, tensors[0], 1 << 10) is not None
         if restored or problem.M <= problem.weights.streamed_rows:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
