@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any
 
 from ..errors import ArgumentError
 from ..machines import LinkRates
+from ..named import named_in
 from ..planning import Comparison, compare_ways
 from .config import Config
 from .problem import ALL_REDUCE, REDUCE_SCATTER, Problem
@@ -40,9 +40,7 @@ class Plan:
     @cached_property
     def launcher(self) -> Any:
         """Return the `launch.Launcher` of the kernel."""
-        module, _, name = self.way.launcher.partition(":")
-        package = module if module.startswith("tests.") else f"iris.ccl.{module}"
-        return getattr(import_module(package), name)()
+        return named_in("iris.ccl", self.way.launcher)()
 
     @property
     def way(self) -> Collective:
