@@ -16,7 +16,7 @@ from iris_ops import FusedConfig
 from iris_ops.local import skinny_matmul
 from iris_ops.named import named as function
 from iris_ops.planning.epilogues import GATE
-from iris_ops.planning.ways.fp8_stream import FP8_STREAM
+from iris_ops.planning.ways.weight_stream import STREAM_CONFIG
 from iris_ops.planning.weights import BY_NAME, format_of
 from iris_ops.quantised import many_rows
 from iris_ops.quantised.packing import PACKINGS
@@ -78,7 +78,7 @@ def variants(m: int, world: int) -> dict[str, tuple]:
     codes, others = ("int4", "mxfp4"), ("int4/128", "nvfp4", "int8", "int4_zeros", "int8_zeros/32", "fp8_block/32")
     if m <= 64:
         for form in (*codes, *others[:-1]) if m in (16, 64) else codes[:1]:
-            named[f"{form} stream"] = (form, FP8_STREAM)
+            named[f"{form} stream"] = (form, STREAM_CONFIG)
         tiles = ("64x64",)
     elif m == 128:
         tiles = ("64x128", "128x64", "128x128")

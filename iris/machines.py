@@ -16,6 +16,7 @@ import torch
 from . import platform, rates
 
 INTERPRETER = "interpreter"
+HOPPER = "hopper"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Machine:
     """Data that says itself that it has arrived (`iris/device/lamport.py`): store and poll."""
     shared_bytes: int
     """A program's shared memory, at most."""
-    warp_specialised: bool = False
-    """Whether warps of a program can be given different work (`pipeline.py`)."""
+    architecture: str = ""
+    """The folder below `iris_ops/kernels` of the warp-specialised kernels that run here; "" if none do."""
     source: str = "of the data sheet, not measured; iris-tp calibrate measures them"
     """Where the rates come from, for people."""
     library_tflops: float | None = None
@@ -93,9 +94,9 @@ class Machine:
         return hashlib.sha256(repr(replace(self, source="")).encode()).hexdigest()[:12]
 
     @property
-    def architecture(self) -> str:
-        """Return the folder of the warp-specialised kernels that run here; "" if there are none."""
-        return "hopper" if self.warp_specialised else ""
+    def warp_specialised(self) -> bool:
+        """Return whether warps of a program can be given different work (`pipeline.py`)."""
+        return self.architecture != ""
 
     @property
     def links(self) -> LinkRates:
@@ -130,7 +131,7 @@ _GFX942 = ("AMD Instinct MI300X", "AMD Instinct MI325X")
 _MACHINES = {
     # One H200 of an NVLink host, torch 2.11, triton 3.6: benchmarks/results.
     "NVIDIA H200": Machine(
-        "NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, True, "measured on H200s"
+        "NVIDIA H200", 132, 740.0, 4300.0, 380.0, 3.2, 5.5, 1.6, 227 << 10, HOPPER, "measured on H200s"
     ),
     # Data sheet values scaled by what the H200 reaches of its own. Of 137 rows measured between two H100s none is
     # further than a fifth from what is predicted, 6 % in the mean.
@@ -144,15 +145,15 @@ _MACHINES = {
         6.5,
         1.6,
         227 << 10,
-        True,
+        HOPPER,
         "of the data sheet, checked on two H100s",
     ),
     # Data sheets (bf16 without sparsity, memory, NVLink each way), times what an H200 reaches of its own: 0.75, 0.9 and
     # 0.84. The fixed times are the H100's. None of these was measured.
     "NVIDIA A100-SXM4-80GB": Machine("NVIDIA A100-SXM4-80GB", 108, 234.0, 1830.0, 253.0, 3.2, 6.5, 1.6, 163 << 10),
     "NVIDIA A100-SXM4-40GB": Machine("NVIDIA A100-SXM4-40GB", 108, 234.0, 1400.0, 253.0, 3.2, 6.5, 1.6, 163 << 10),
-    "NVIDIA H20": Machine("NVIDIA H20", 78, 111.0, 3600.0, 380.0, 3.2, 6.5, 1.6, 227 << 10, True),
-    "NVIDIA H800": Machine("NVIDIA H800", 132, 700.0, 3000.0, 169.0, 3.2, 6.5, 1.6, 227 << 10, True),
+    "NVIDIA H20": Machine("NVIDIA H20", 78, 111.0, 3600.0, 380.0, 3.2, 6.5, 1.6, 227 << 10, HOPPER),
+    "NVIDIA H800": Machine("NVIDIA H800", 132, 700.0, 3000.0, 169.0, 3.2, 6.5, 1.6, 227 << 10, HOPPER),
     "NVIDIA B200": Machine("NVIDIA B200", 148, 1690.0, 7200.0, 760.0, 3.2, 6.5, 1.6, 227 << 10),
     "AMD Instinct MI300X": Machine("AMD Instinct MI300X", 304, 600.0, 4000.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
     "AMD Instinct MI325X": Machine("AMD Instinct MI325X", 304, 600.0, 4500.0, 300.0, 5.0, 6.0, 3.0, 64 << 10),
@@ -211,6 +212,5 @@ def machine_of(device: torch.device) -> Machine:
     if device.type == "cpu":
         return known
     # a Hopper GPU under any name, and whatever another one has room for
-    return replace(
-        known, warp_specialised=platform.has_warp_specialisation(device), shared_bytes=platform.shared_bytes(device)
-    )
+    architecture = HOPPER if platform.has_warp_specialisation(device) else ""
+    return replace(known, architecture=architecture, shared_bytes=platform.shared_bytes(device))

@@ -66,7 +66,7 @@ class Calls:
     def __init__(self, ctx: Rank) -> None:
         self.ctx = ctx
         self.workspace: Workspace | None = None  # of calls that are given none
-        self.earlier = relaunch.Calls()
+        self.earlier = relaunch.EarlierCalls()
 
     def run(
         self, op: str, tensors: Any, async_op: bool = False, config: FusedConfig | None = None,
@@ -100,29 +100,27 @@ class Calls:
                 named(operation.values)(ctx, call, prepared.problem)
         if ctx.agreement is not None and not operation.local:
             ctx.compare(op, **self.facts(call, prepared))
-        workspace = self.room(call, prepared)
-        problem, config, out = prepared.problem, prepared.config, tensors.out
+        workspace, problem, out = self.room(call, prepared), prepared.problem, tensors.out
         if problem.empty:
             return workspace
-        staged, taken = None, tensors  # peers write `out` on the heap only; elsewhere it is copied from the workspace
+        place = tuple(each % relaunch.ALIGNMENT for each in addresses)
+        program = self.earlier.prepared(
+            key, lambda: named(operation.steps)(ctx, problem, prepared.config, call.tensors), place
+        )
+        staged = None  # peers write `out` on the heap only; elsewhere it is copied from the workspace
         if prepared.writes_to_peers and not ctx.heap.holds(addresses[0], addresses[0] + prepared.spans[0]):
             staged = workspace.results(out.nbytes).view(out.dtype).view(out.shape)
-            taken = tensors._replace(out=staged)
-        place = tuple(each % relaunch.ALIGNMENT for each in addresses)
-        program = self.earlier.prepared(key, lambda: named(operation.steps)(ctx, problem, config, tensors), place)
+            tensors = tensors._replace(out=staged)
 
         def run_steps() -> relaunch.Launch | None:
-            run = steps.Run(ctx, self.earlier.kernels, workspace, taken, taken.out, addresses, call.epilogue)
+            run = steps.Run(ctx, self.earlier.kernels, workspace, tensors, tensors.out, addresses, call.epilogue)
             return steps.run_all(program, run)
 
         go = partial(self.earlier.launch, key, workspace, out, staged, run_steps)
-        if call.async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, *tensors)
-        else:
-            ctx.side.join()
-            go()
-            if ctx.agreement is not None and not operation.mixes:
-                warn_of_overflow(ctx, op, out, tensors.A, tensors.B)
+        if done := ctx.side.run(go, call.async_op, *call.tensors):
+            workspace._done = done
+        elif ctx.agreement is not None and not operation.mixes:
+            warn_of_overflow(ctx, op, out, tensors.A, tensors.B)
         ctx.check()
         return workspace
 

@@ -7,7 +7,6 @@ says why, once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ def supports(way: Way, problem: Problem, config: FusedConfig, rank: int, tensors
     return named(way.supports)(problem, config, rank, tensors) if way.supports else None
 
 
-def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> tuple[Way, FusedConfig]:
+def way_for_tensors(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> tuple[Way, FusedConfig]:
     """Return the way that runs on `tensors`: the one of `config`, or its fallback. Ranks may differ in this."""
     planned = way = way_for(problem, config)
     if reason := supports(planned, problem, config, rank.cur_rank, tensors):
@@ -40,8 +39,7 @@ def loading(rank: Rank, problem: Problem, config: FusedConfig, tensors: Any) -> 
         if planned.kernel not in reported:
             reported.add(planned.kernel)
             rank.log.info(f"{problem.called_op}: {way.kernel} runs in place of {planned.kernel}: {reason}")
-    config = way.fallback_config(problem, config, machine_of(rank.device))
-    return way, config if config.kernel == way.kernel else replace(config, kernel=way.kernel)
+    return way, way.fallback_config(problem, config, machine_of(rank.device))
 
 
 def described(rank: Rank, call: Any) -> Problem:
@@ -72,11 +70,11 @@ def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: Operand
         before, tensors = [ready, partial(changed, change)], change(tensors)
     way, chosen = planned, config
     if planned.several_launches or not planned.rounds_rows(problem):  # it takes rows unrounded
-        way, chosen = loading(rank, problem, config, tensors)
+        way, chosen = way_for_tensors(rank, problem, config, tensors)
     if way.rounds_rows(problem) or problem.weights not in way.weights:
         more, tensors, problem = named(problem.weights.operands)(rank, problem, config, tensors)
         before += more
-        way, chosen = loading(rank, problem, config, tensors)
+        way, chosen = way_for_tensors(rank, problem, config, tensors)
     if way.several_launches:
         return *before, Several(way, problem, chosen), *after
     # of the plan: the same on all ranks, also where another kernel loads a rank's tensors

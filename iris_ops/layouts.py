@@ -27,12 +27,12 @@ def brought(problem: Problem, config: FusedConfig, rank: int, tensors: Operands)
         return "B is not the transpose of a contiguous tensor"
     if not problem.whole_vectors(problem.K):
         return "rows of A begin between vectors of 16 bytes"
-    return operands.supports(config, A, B, out)
+    return operands.supports(A, B, out)
 
 
 def pushes_sums(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
     """Return why `kernels/hopper/matmul_reduce.py` cannot load the tensors, or None."""
-    return operands.supports(config, tensors.A, tensors.B, tensors.out, column_step(problem, config))
+    return operands.supports(tensors.A, tensors.B, tensors.out, column_step(problem, config))
 
 
 def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
@@ -40,9 +40,9 @@ def pushes_products(problem: Problem, config: FusedConfig, rank: int, tensors: O
     by_cols = problem.form == "cols"
     if not part_of(problem.N if by_cols else problem.M, problem.world_size, rank):
         return "this rank has nothing to multiply"
-    return operands.supports(config, tensors.A, tensors.B, tensors.out, problem.part_cols if by_cols else 0)
+    return operands.supports(tensors.A, tensors.B, tensors.out, problem.part_cols if by_cols else 0)
 
 
 def specialised(problem: Problem, config: FusedConfig, rank: int, tensors: Operands) -> str | None:
     """Return why the warp-specialised Lamport kernels cannot load the tensors, or None."""
-    return operands.supports(config, tensors.A, tensors.B, tensors.out)
+    return operands.supports(tensors.A, tensors.B, tensors.out)

@@ -1,13 +1,9 @@
-"""Look up functions and objects that planning names, without importing the kernels in their modules."""
+"""`named`: look up functions and objects that planning names, as `module:name` below `iris_ops`."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from functools import partial
 
+from iris.named import named_in
 
-def named(where: str) -> Any:
-    """Return `module:name` below `iris_ops`, or of an absolute module where the name begins with `tests.`."""
-    module, _, name = where.partition(":")
-    package = module if module.startswith("tests.") else f"iris_ops.{module}"
-    return getattr(import_module(package), name)
+named = partial(named_in, "iris_ops")

@@ -47,7 +47,7 @@ class Workspace:
         self._outgrown: list[torch.Tensor] = []
         self._done: torch.cuda.Event | None = None
         self.barrier = ctx.new_barrier()  # the ops' own, in their lanes
-        self.products = relaunch.Calls()  # of rows that copy engines bring
+        self.products = relaunch.EarlierCalls()  # of rows that copy engines bring
         self.graphs = Graphs(ctx)  # of calls that are several launches
         ctx.barrier()  # no peer signals here before this rank's flags are zero, and heaps are alike
         self.rendezvous()  # so that it is compiled before it is captured

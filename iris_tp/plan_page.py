@@ -26,12 +26,10 @@ from iris_ops.planning.plan import WAYS, compare_ways
 from iris_ops.problem import OPS, Problem, Request, requested_problem
 import torch
 
+from . import arguments
+
 TEMPLATE = Path(__file__).with_name("plan_page.html")
-GPUS = {
-    "h200": ("NVIDIA H200", 132),
-    "h100": ("NVIDIA H100", 132),
-    "mi300x": ("AMD Instinct MI300X", 304),
-}
+GPUS = {gpu: arguments.GPUS[gpu] for gpu in ("h200", "h100", "mi300x")}
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ FORMS = {
     "mxfp4": Form(MXFP4, 32),
 }
 """What `weights=` rounds to, by its name there."""
+COLUMNS_ONLY = frozenset(("fp8",))
+"""The names of those that round no weight whose products are summed over ranks."""
 
 
 class InDtype:

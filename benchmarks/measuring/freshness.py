@@ -45,7 +45,7 @@ _BEGINNINGS = {
     "outputs": ("iris_ops.kernels.",),
     "invariance": DEVICE,
     "hosts": (*DEVICE, "iris.across", "iris.pending", "iris_ops.hierarchical"),
-    "llm": (*DEVICE, "layers.serving.", "layers.linear", "layers.sharded"),
+    "llm": (*DEVICE, "layers.serving.", "layers.linear", "layers.merged_linear", "layers.sharded"),
 }
 # Modules that have moved since results were measured, by the names that their digests know.
 _MOVED = {"benchmarks.cases.rma_kernels": "benchmarks.rma_kernels"}

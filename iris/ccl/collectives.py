@@ -83,7 +83,7 @@ class Collectives(RootedCalls):
         self._machine = replace(machine_of(ctx.device).links, num_programs=platform.num_programs(ctx.device))
         self._groups: dict[Any, Group] = {}
         self._workspaces: dict[Any, Workspace] = {}
-        self._calls = relaunch.Calls()
+        self._calls = relaunch.EarlierCalls()
         ctx.on_change.append(self._calls.forget)
 
     @KEYWORDS
@@ -355,7 +355,7 @@ class Collectives(RootedCalls):
             facts: dict[str, Any] = {"shapes": problem, "plan": chosen, "async_op": async_op}
             own = workspace is None or workspace is self._workspaces.get(prepared.members)
             facts["workspace"] = "the group's own" if own else "another"
-            if chosen is not None and launch.writes_to_peers(problem, chosen):
+            if chosen is not None and chosen.launcher.writes_to_peers(problem):
                 facts["out"] = ctx.place_of(out)
             ctx.compare(op, prepared.members.ranks, **facts)
         workspace = workspace or self._workspace_of(op, prepared.members, None)
@@ -365,11 +365,7 @@ class Collectives(RootedCalls):
 
         first = partial(self._launch, workspace, problem, chosen, out if staged is None else staged, inp, key)
         go = partial(calls.launch, key, workspace, out, staged, first)
-        if async_op and ctx.device.type == "cuda":
-            workspace._done = ctx.side.run(go, out, inp)
-        else:
-            ctx.side.join()
-            go()
+        workspace._done = ctx.side.run(go, async_op, out, inp) or workspace._done
         ctx.check()
         return workspace
 
@@ -378,7 +374,7 @@ class Collectives(RootedCalls):
         key: relaunch.Key | None,
     ) -> relaunch.Launch | None:  # fmt: skip
         args = launch.arguments(workspace, problem, chosen, bits(out, problem.reduces), bits(inp, problem.reduces))
-        kernel, grid = launch.kernel_of(chosen), (chosen.programs, 1, 1)
+        kernel, grid = chosen.launcher.kernel, (chosen.programs, 1, 1)
         options = launch.options(chosen, self._machine)
         moving = key.addresses if key else ()
         return relaunch.launch(self._calls.kernels, self._ctx.device, kernel, grid, args, moving, **options)
@@ -394,7 +390,7 @@ class Collectives(RootedCalls):
         if not inp.numel():
             return _Prepared(members, spans, problem, None, None)
         chosen = plan(problem, config, self._machine)
-        return _Prepared(members, spans, problem, chosen, launch.room(problem, chosen))
+        return _Prepared(members, spans, problem, chosen, chosen.launcher.room(problem, chosen))
 
     def _reserve(self, workspace: Workspace, prepared: _Prepared, out: torch.Tensor) -> torch.Tensor | None:
         """Make room for a call; the tensor on the heap that replaces an `out` elsewhere, if one must."""
@@ -405,7 +401,7 @@ class Collectives(RootedCalls):
         on_heap = heap.holds(begin, begin + prepared.spans[0]) and not self._ctx.hands_out(begin - heap.base)
         try:
             grown = workspace.reserve(room.area, room.flags, room.nbytes, room.fill)
-            if launch.writes_to_peers(prepared.problem, chosen) and not on_heap:
+            if chosen.launcher.writes_to_peers(prepared.problem) and not on_heap:
                 nbytes = out.numel() * out.element_size()
                 # kernels compare where results lie before they write them
                 grown |= workspace.reserve("results", 0, nbytes, rendezvous=False)

@@ -1,4 +1,7 @@
-"""Turn a problem and its plan into a kernel launch: areas of the workspace, and the arguments by name."""
+"""Turn a problem and its plan into a kernel launch: areas of the workspace, and the arguments by name.
+
+Each kernel has a `Launcher`, which its ways name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .plan import Plan, part_of, units_of
 from .problem import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Problem, Rows, rows_of
 from .ring import ring_kernel
 from .view import FLAT, ROWS, TILES
-from .workspace import Workspace
+from .workspace import Area, Workspace
 
 
 @dataclass(frozen=True)
@@ -30,41 +33,87 @@ class Room:
     fill: int = 0
 
 
-def room(problem: Problem, plan: Plan) -> Room:
-    w, units = problem.world_size, _units(problem, plan)
-    elements = units * plan.block
-    if plan.protocol == "lamport":
-        blocks = (1 if w == 2 else w) * (2 if _gathers(problem, plan) else 1)
-        return Room("lamport", 0, 2 * blocks * elements * _sent_as(problem).itemsize, 255)
-    if plan.variant == "ring":
+class Launcher:
+    """A kernel of collectives: the memory that a call of it needs. Ways name a class of these (`ways.py`)."""
+
+    kernel: triton.JITFunction
+    locked = False
+    """Whether ranks take turns under a lock."""
+
+    def room(self, problem: Problem, plan: Plan) -> Room:
+        """Return the memory that a call needs."""
+        raise NotImplementedError
+
+    def staging(self, area: Area, problem: Problem) -> torch.Tensor:
+        """Return the staging memory as the kernel takes it."""
+        return area.staging.view(_wide(problem))
+
+    def writes_to_peers(self, problem: Problem) -> bool:
+        """Return whether the kernel stores into the peers' `out`, which must then lie on the heap."""
+        return False
+
+
+class Lamport(Launcher):
+    kernel = lamport_kernel
+
+    def room(self, problem: Problem, plan: Plan) -> Room:
+        blocks = (1 if problem.world_size == 2 else problem.world_size) * (2 if _gathers(problem, plan) else 1)
+        return Room("lamport", 0, 2 * blocks * _units(problem, plan) * plan.block * _sent_as(problem).itemsize, 255)
+
+    def staging(self, area: Area, problem: Problem) -> torch.Tensor:
+        return area.staging.view(_sent_as(problem))
+
+
+class Flags(Launcher):
+    kernel = flags_kernel
+
+    def room(self, problem: Problem, plan: Plan) -> Room:
+        table, units = _table(problem), _units(problem, plan)
+        if not problem.reduces:
+            return Room("copies", table)
+        per_program = -(-units // plan.programs)
+        chunks = -(-per_program // plan.chunk)
+        area, halves = ("sums", 1) if problem.op == ALL_REDUCE else ("parts", 2)
+        blocks = halves * problem.world_size
+        return Room(area, table + blocks * plan.programs * chunks, blocks * units * plan.block * problem.dtype.itemsize)
+
+    def staging(self, area: Area, problem: Problem) -> torch.Tensor:
+        # a collective that only copies has no staging
+        return area.staging.view(problem.dtype) if problem.reduces else area.flags
+
+    def writes_to_peers(self, problem: Problem) -> bool:
+        return problem.op != REDUCE_SCATTER
+
+
+class Ring(Launcher):
+    kernel = ring_kernel
+
+    def room(self, problem: Problem, plan: Plan) -> Room:
+        w, elements = problem.world_size, _units(problem, plan) * plan.block
         return Room("ring", (2 + plan.rings * w) * 2 * LANES.value, w * elements * _wide(problem).itemsize)
-    if plan.variant in ("atomic", "spinlock"):
-        return Room("added", 2 * w * LANES.value + units, 2 * elements * _wide(problem).itemsize)
-    table = _table(problem)
-    if not problem.reduces:
-        return Room("copies", table)
-    per_program = -(-units // plan.programs)
-    chunks = -(-per_program // plan.chunk)
-    halves = 1 if problem.op == ALL_REDUCE else 2
-    area = "sums" if problem.op == ALL_REDUCE else "parts"
-    return Room(area, table + halves * w * plan.programs * chunks, halves * w * elements * problem.dtype.itemsize)
+
+    def writes_to_peers(self, problem: Problem) -> bool:
+        return True
 
 
-def writes_to_peers(problem: Problem, plan: Plan) -> bool:
-    """Return whether the kernel stores into the peers' `out`, which must then lie on the heap."""
-    return problem.op != REDUCE_SCATTER and plan.protocol == "flags" and plan.variant in ("two_shot", "ring")
+class Adding(Launcher):
+    kernel = accumulate_kernel
+
+    def room(self, problem: Problem, plan: Plan) -> Room:
+        units = _units(problem, plan)
+        flags = 2 * problem.world_size * LANES.value + units
+        return Room("added", flags, 2 * units * plan.block * _wide(problem).itemsize)
+
+
+class AddingInTurns(Adding):
+    locked = True
 
 
 def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Tensor, inp: torch.Tensor) -> dict:
-    """Return the arguments of `kernel_of(plan)`, by name."""
-    area = workspace.areas[room(problem, plan).area]
-    if plan.protocol == "lamport":
-        staging = area.staging.view(_sent_as(problem))
-    elif plan.variant in ("ring", "atomic", "spinlock"):
-        staging = area.staging.view(_wide(problem))
-    else:  # a collective that only copies has no staging
-        staging = area.staging.view(problem.dtype) if problem.reduces else area.flags
-    half = staging.numel() // 2
+    """Return the arguments of the plan's kernel, by name."""
+    launcher = plan.launcher
+    area = workspace.areas[launcher.room(problem, plan).area]
+    staging = launcher.staging(area, problem)
     rows = _rows(problem, out, inp)
     source, target = _parts(problem, plan, out, inp, *rows)
     args = dict(
@@ -76,7 +125,7 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
         ctx_ptr=workspace.group.context_tensor,
         units=_units(problem, plan),
         chunk_units=plan.chunk,
-        half_elements=half,
+        half_elements=staging.numel() // 2,
         half_flags=(area.flags.numel() - _table(problem)) // 2,
         unit_form=_unit_form(problem, plan, *rows),
         form=CollectiveForm(
@@ -85,11 +134,11 @@ def arguments(workspace: Workspace, problem: Problem, plan: Plan, out: torch.Ten
             GATHER=_gathers(problem, plan),
         ),
         RINGS=plan.rings,
-        LOCKED=plan.variant == "spinlock",
+        LOCKED=launcher.locked,
         WORLD_SIZE=problem.world_size,
         WAITER=waiter_number(problem.op),
     )
-    return {name: args[name] for name in kernel_of(plan).arg_names}
+    return {name: args[name] for name in launcher.kernel.arg_names}
 
 
 def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
@@ -98,11 +147,6 @@ def options(plan: Plan, machine: LinkRates) -> dict[str, int]:
     if plan.programs > machine.num_programs:
         result["maxnreg"] = 65536 // (32 * plan.num_warps * machine.resident)
     return result
-
-
-def kernel_of(plan: Plan) -> triton.JITFunction:
-    by_variant = {"ring": ring_kernel, "atomic": accumulate_kernel, "spinlock": accumulate_kernel}
-    return by_variant.get(plan.variant) or (lamport_kernel if plan.protocol == "lamport" else flags_kernel)
 
 
 def _table(problem: Problem) -> int:

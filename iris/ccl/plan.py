@@ -7,14 +7,16 @@ in what the config leaves open.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 from ..errors import ArgumentError
 from ..machines import LinkRates
+from ..named import named_in
 from ..planning import Comparison, compare_ways
 from .config import Config
 from .problem import ALL_REDUCE, REDUCE_SCATTER, Problem
-from .ways import WAYS, WHOLE, allowed, excluded
+from .ways import WAYS, WHOLE, Collective, allowed, excluded
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class Plan:
     rings: int
     expected_us: float
     reasons: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def launcher(self) -> Any:
+        """Return the `launch.Launcher` of the kernel."""
+        return named_in("iris.ccl", self.way.launcher)()
+
+    @property
+    def way(self) -> Collective:
+        """Return the way that was chosen."""
+        return next(way for way in WAYS if (way.variant, way.protocol) == (self.variant, self.protocol))
 
     def explain(self) -> str:
         """Return the reasons for this choice, one a line: the ways with their times, and why others cannot serve."""

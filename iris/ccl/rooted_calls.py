@@ -37,7 +37,7 @@ class RootedCalls:
     """
 
     _ctx: Rank
-    _calls: relaunch.Calls
+    _calls: relaunch.EarlierCalls
 
     def _group(self, group: Members) -> Group:
         raise NotImplementedError

@@ -3,7 +3,7 @@
     lamport   values say themselves that they have arrived (`lamport.py`)
     flags     stores, then a signal (`flags.py`)
 
-To add one: a class, and one line in `WAYS`.
+To add one: a class, which names its kernel's launcher, and one line in `WAYS`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Collective(Way):
 
     variant: str
     protocol: str
+    launcher: str
+    """`module:class` below `iris.ccl`, or in `tests`: a `launch.Launcher`, which has the kernel."""
     ops = frozenset((ALL_REDUCE,))
     slow = False
     """Whether it is never the fastest, and runs only where a config names it."""
@@ -53,7 +55,7 @@ class Collective(Way):
 class TwoShotLamport(Collective):
     """Values go to the owners of parts, and an all-reduce's sums to everyone."""
 
-    variant, protocol = "two_shot", "lamport"
+    variant, protocol, launcher = "two_shot", "lamport", "launch:Lamport"
     ops = frozenset((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL))
 
     def objection(self, problem: Problem, machine: LinkRates) -> str | None:
@@ -84,7 +86,7 @@ class OneShotLamport(TwoShotLamport):
 class TwoShotFlags(Collective):
     """Ranks store to owners, and send a signal for each chunk of stores."""
 
-    variant, protocol = "two_shot", "flags"
+    variant, protocol, launcher = "two_shot", "flags", "launch:Flags"
     ops = frozenset((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL))
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
@@ -97,7 +99,7 @@ class TwoShotFlags(Collective):
 class Ring(Collective):
     """Parts go round from rank to rank, twice."""
 
-    variant, protocol, slow = "ring", "flags", True
+    variant, protocol, launcher, slow = "ring", "flags", "launch:Ring", True
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
         return 2 * (problem.world_size - 1) * machine.signal_us + 1.5 * self.sent(problem) / (machine.link_gbs * 1e3)
@@ -106,7 +108,7 @@ class Ring(Collective):
 class Atomic(Collective):
     """Every rank adds to everyone's result."""
 
-    variant, protocol, slow = "atomic", "flags", True
+    variant, protocol, launcher, slow = "atomic", "flags", "launch:Adding", True
 
     def exchange_us(self, problem: Problem, machine: LinkRates) -> float:
         return machine.signal_us + (problem.world_size - 1) * problem.n * 4 / (machine.link_gbs * 1e3)
@@ -115,7 +117,7 @@ class Atomic(Collective):
 class Spinlock(Atomic):
     """The same, in turns."""
 
-    variant = "spinlock"
+    variant, launcher = "spinlock", "launch:AddingInTurns"
 
 
 # Where two are as fast, the one that stands first is taken.

@@ -61,7 +61,7 @@ class Key(NamedTuple):
     workspace: object
 
 
-class Calls:
+class EarlierCalls:
     """Earlier calls by their keys. No tensor of a caller's is held. `kernels`: those that they launch, for `launch`."""
 
     def __init__(self) -> None:

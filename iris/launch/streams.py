@@ -30,11 +30,16 @@ class SideStream:
         self._pending: torch.cuda.Event | None = None
         self._captured = False  # the pending event belongs to a graph
 
-    def run(self, go: Callable[[], None], *tensors: torch.Tensor | None) -> torch.cuda.Event:
-        """Run `go` after all work of the current stream so far; return the event of its end.
+    def run(self, go: Callable[[], None], async_op: bool, *tensors: torch.Tensor | None) -> torch.cuda.Event | None:
+        """Run `go` in the current stream, after what runs here; or here, after the current stream's work so far.
 
-        Torch's allocator does not reuse the memory of `tensors` before that event.
+        Returns the event of its end if it runs here: on GPUs, with `async_op`. Torch's allocator does not reuse the
+        memory of `tensors` before that event.
         """
+        if not async_op or self._device.type != "cuda":
+            self.join()
+            go()
+            return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device.index))

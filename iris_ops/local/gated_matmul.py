@@ -126,7 +126,7 @@ def matmul_gated(ctx: Rank, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor
         return out
     problem = local_problem(A.shape[0], B.shape[1], B.shape[0], A.dtype, GATE)
     config = chosen(problem, machine_of(ctx.device))
-    if config is None or as_stored(B) is B or operands.supports(config, A, B, out):
+    if config is None or as_stored(B) is B or operands.supports(A, B, out):
         torch_matmul.multiply(out, A, B, bias, epilogue=GATE)
         return out
     if bias is not None and bias.stride(0) != 1:

@@ -83,7 +83,7 @@ def _in_16_bits(
     config = specialised(problem, machine)
     stored = epilogue.matrices == 1 or as_stored(B) is not B  # the specialised kernel reads two matrices as [N, K]
     bias = bias if bias is None or bias.stride(0) == 1 else bias.contiguous()
-    if config is not None and stored and operands.supports(config, A, B, out) is None:
+    if config is not None and stored and operands.supports(A, B, out) is None:
         gather_matmul.multiply_alone(ctx, problem, config, Operands(out, A, B, bias))
         return
     launch = skinny_matmul.Launch(least_rows=least_rows(machine), out=out if out.is_contiguous() else None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..launch import loading
+from ..launch import way_for_tensors
 from ..named import named
 from ..planning.moe_ways import need_sorting
 from ..problem import Problem
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def steps_of(rank: Rank, problem: Problem, config: FusedConfig, tensors: GateUp | Down) -> tuple[Step, ...]:
     """Return the steps of a call; none where this rank has no columns."""
-    way, chosen = loading(rank, problem, config, tensors)
+    way, chosen = way_for_tensors(rank, problem, config, tensors)
     if not problem.N:
         return ()
     launch = named(way.launcher)

@@ -26,7 +26,7 @@ _RESTORED, _RESTORE_US = 0.55, 3.0
 class WeightFormat:
     """How B is stored, and what that changes. This class is B in A's dtype; `planning/weights/` has the others.
 
-    A format has a separate module (such as `planning/weights/fp8.py`) with a subclass that overrides what differs.
+    A format has a separate module in `planning/weights/` with a subclass that overrides what differs.
     """
 
     name: str = "in A's dtype"
@@ -37,7 +37,7 @@ class WeightFormat:
     """The argument that requests none."""
     dtype: torch.dtype | None = None
     """Of B's elements as they lie in memory, packed or not. None: A's."""
-    packing: str = "fp8"
+    packing: str = ""
     """Its name in `quantised/packing.py`."""
     group: int = 0
     """How many numbers along K share a scale in each column. 0: all of them, where there are scales."""

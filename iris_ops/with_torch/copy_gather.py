@@ -38,7 +38,7 @@ import triton.language as tl
 
 from ..kernels.hopper import gather_matmul
 from ..operands import Operands
-from ..planning.ways.copy_engines import HOPPER_GATHER_FIRST, rows_of, steps_of
+from ..planning.ways.copy_engines import rows_of, steps_of
 from ..problem import Problem, part_of
 from .products import multiplier
 
@@ -60,16 +60,21 @@ def arrived_kernel(
             wait(ctx, flags + source, expected, source, WAITER, exact=True)
 
 
-def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands) -> Callable[[], bool]:
+# What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
+_Products = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
+
+
+def _prepare(
+    multiplying: Callable[..., _Products], workspace: Workspace, problem: Problem, config: FusedConfig,
+    tensors: Operands,
+) -> Callable[[], bool]:  # fmt: skip
     """Return a function that launches the call on tensors at these addresses, in the current stream and in lanes."""
     out, A, B, bias, scale = tensors
     ctx = workspace.ctx
     # as rows: where one row is at most one wide, parts along K fit, too, and those without rows are (1, 0)
     A = A.view(part_of(problem.M, ctx.num_ranks, ctx.cur_rank), problem.K)
     gathered, places = workspace.views.get(problem) or _views(workspace, problem)
-    tensors = Operands(out, A, B, bias, scale)
-    multiplying = _at_once if config.kernel == HOPPER_GATHER_FIRST else _in_steps
-    first, rest = multiplying(workspace, problem, config, tensors, gathered)
+    first, rest = multiplying(workspace, problem, config, Operands(out, A, B, bias, scale), gathered)
     (copies, _), (entered, sent, *_) = workspace.lanes, workspace.marks
     count = workspace.barrier.passed
 
@@ -91,13 +96,9 @@ def prepare(workspace: Workspace, problem: Problem, config: FusedConfig, tensors
     return again
 
 
-# What multiplies: a function that begins with this rank's rows, and one for the others', given the current stream.
-_Ways = tuple[Callable[[], None], Callable[[torch.cuda.Stream | None], None]]
-
-
 def _at_once(
     workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
-) -> _Ways:
+) -> _Products:
     rows = gather_matmul.Rows(gathered, workspace.arrivals, workspace.barrier.passed)
     launch = gather_matmul.product(workspace.ctx, workspace.products, problem, config, tensors, rows)
     return launch, lambda stream: None
@@ -105,7 +106,7 @@ def _at_once(
 
 def _in_steps(
     workspace: Workspace, problem: Problem, config: FusedConfig, tensors: Operands, gathered: torch.Tensor
-) -> _Ways:
+) -> _Products:
     out, A, B, bias, scale = tensors
     rank = workspace.ctx.cur_rank
     multiply = multiplier(workspace.ctx, problem, problem.epilogue)
@@ -136,6 +137,10 @@ def _in_steps(
                 each()
 
     return first, rest
+
+
+prepare_at_once = partial(_prepare, _at_once)  # one kernel multiplies all rows
+prepare_in_steps = partial(_prepare, _in_steps)  # torch multiplies one rank's rows after the other's
 
 
 def _waits(workspace: Workspace, problem: Problem, steps: list[range]) -> tuple[Callable[[], None], ...]:

@@ -31,7 +31,8 @@ from ..checkpoint.composed import Source
 from ..checkpoint.save import wrap_save_pretrained
 from ..digests import watch_inputs
 from ..experts import SplitExperts
-from ..linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from ..linear import ColumnParallelLinear, RowParallelLinear
+from ..merged_linear import MergedColumnParallelLinear
 from ..pipeline.cut import Part, cut
 from ..pipeline.mesh import facts_of, place_in
 from ..pipeline.stage import connect

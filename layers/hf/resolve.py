@@ -26,7 +26,7 @@ from .heads import cuts_its_output
 from .mixture import EXPERTS, form_of
 from .options import Options
 from .plans import built_in
-from .stored import FORMS, WIDENED
+from .stored import COLUMNS_ONLY, FORMS, WIDENED
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def resolve(model: nn.Module, options: Options, files: Mapping[str, Source]) -> 
     if automatic and not options.partial:
         styles_of.check_layers(model, [*linears, *experts, *recurrent], filter_fn is not None)
     stored = styles_of.COLUMN | styles_of.PACKED
-    if weights != "fp8":
+    if weights not in COLUMNS_ONLY:
         stored |= styles_of.ROW | styles_of.ROW_SPLIT
     by_ops = any(isinstance(form, ExpertsForm) for form in experts.values())
     if weights in FORMS and not set(linears.values()) & stored and not by_ops:
-        missing = "colwise product without an exchange" if weights == "fp8" else "product"
+        missing = "colwise product without an exchange" if weights in COLUMNS_ONLY else "product"
         raise ArgumentError(f"weights is {weights!r}, but {type(model).__name__}'s plan leaves no {missing}")
     least = None if by_default else sequence.LEAST if sequence_parallel is True else int(sequence_parallel)
     source, _ = styles_of.rules_of(model, plan)

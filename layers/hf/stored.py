@@ -22,7 +22,7 @@ from torch import nn
 from ..formats.weight_format import Coding, joint_coding
 from ..shard import Shard
 from ..sharded import ShardedLinear
-from ..weight_storage import ELEMENTS, FORMS, REDUCED, Form, InDtype, form_of, unstorable
+from ..weight_storage import COLUMNS_ONLY, ELEMENTS, FORMS, REDUCED, Form, InDtype, form_of, unstorable
 from .merge import Slice
 
 WIDENED = "widened"
@@ -63,8 +63,8 @@ def _chosen(layer: Any, kinds: list[Coding | str], weights: str | None, ctx: Any
     own = _own_form(layer, kinds, ctx)
     if weights is None:
         return refused or own
-    if refused or (weights == "fp8" and layer.op == REDUCED):
-        return refused or "weights='fp8' is for column-parallel linears"
+    if refused or (weights in COLUMNS_ONLY and layer.op == REDUCED):
+        return refused or f"weights={weights!r} is for column-parallel linears"
     kind = ELEMENTS[FORMS[weights].packing.name]
     return own if isinstance(own, Form) and ELEMENTS[own.packing.name] == kind else FORMS[weights]
 

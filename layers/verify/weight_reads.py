@@ -4,7 +4,8 @@ Once the linear is split, such a forward would compute with this rank's shard an
 result. So this module parses the sources of the modules around it: their forwards, and the methods and functions that
 these call with `self`. It follows names like `self.a.b.weight`, and variables assigned from `self.a.b`. It ignores code
 that a condition on the module's settings rules out (`if self.pretraining_tp > 1`), and reads of a dtype, a device or a
-shape. The dry run (see `proof`) finds reads that no source shows.
+shape. The dry run (see `proof`) finds reads that no source shows. Sources show what no dry run does: forwards whose
+inputs nobody can make up, and branches that a run does not take.
 """
 
 from __future__ import annotations

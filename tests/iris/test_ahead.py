@@ -38,7 +38,7 @@ def test_each_form_is_compiled_by_one_of_the_ranks_that_need_it() -> None:
 
 def test_calls_that_are_recorded_are_neither_launched_nor_remembered() -> None:
     recorded: list[dict] = []
-    calls, key = relaunch.Calls(), relaunch.Key((16,), ("kind",), None)
+    calls, key = relaunch.EarlierCalls(), relaunch.Key((16,), ("kind",), None)
     with relaunch.recording(lambda kernel, **arguments: recorded.append({"kernel": kernel, **arguments})):
         launched = relaunch.launch({}, torch.device("cpu"), "kernel", (1, 2, 3), {"x": 5}, num_warps=4)  # type: ignore[arg-type]
         calls.keep(key, (lambda: True, None, None))

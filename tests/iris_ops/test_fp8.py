@@ -11,7 +11,7 @@ from iris_ops.kernels.arguments import TileEpilogue
 from iris_ops.kernels.rmsnorm_epilogue import second_half, spans
 from iris_ops.kernels.tiles import scale_transposed
 from iris_ops.operands import Operands
-from iris_ops.planning.ways.fp8_stream import FP8_STREAM
+from iris_ops.planning.ways.weight_stream import STREAM_CONFIG
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, Problem
 from iris_ops.quantised import lamport_stream, scaled_matmul, skinny_stream, tile_matmul, weight_stream
@@ -35,7 +35,7 @@ CASES = [
     (9, 56, 2176, True, BF16, None),
     (16, 6144, 640, True, BF16, None),
     (3, 64, 96, True, BF16, None),
-    (3, 48, 144, False, BF16, FP8_STREAM),
+    (3, 48, 144, False, BF16, STREAM_CONFIG),
     (4, 80, 256, False, BF16, FusedConfig(16, 64, 64, num_stages=2, algorithm="one_shot")),
     (2, 50, 20, True, torch.float32, None),
     (40, 96, 256, True, BF16, None),
@@ -332,7 +332,7 @@ def arguments_body(ctx: iris.Iris) -> None:
             out, workspace = torch.empty(M, N, dtype=BF16, device=ctx.device), ctx.ops._calls.own_workspace()
             problem = Problem(ALL_REDUCE, "", M, N, K, ctx.num_ranks, BF16, weights=FP8_FORMAT)
             tensors = out, A[0], B[0], bias, scales[0]
-            kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, FP8_STREAM, Operands(*tensors))
+            kernel, where, args = lamport_stream.launcher(ctx, workspace, problem, STREAM_CONFIG, Operands(*tensors))
             assert {*args} == {*kernel.arg_names} and where == (grid, 1, 1)
             skinny_stream.multiply(out, A[0], B[0].t(), scales[0], TileEpilogue(bias))
             step_grid, step_args = given.pop()

@@ -18,7 +18,7 @@ from iris.machines import Machine, machine_named
 from iris_ops import FusedConfig, launch
 from iris_ops.config import WITH_TORCH
 from iris_ops.kernels.hopper import operands
-from iris_ops.launch import loading, supports
+from iris_ops.launch import supports, way_for_tensors
 from iris_ops.named import named
 from iris_ops.operands import Operands
 from iris_ops.planning.plan import plan, way_for, workspace_size
@@ -36,7 +36,7 @@ MACHINES = [
     machine_named("NVIDIA H200", 132),
     machine_named("some other GPU", 66),
     machine_named("AMD Instinct MI300X", 304),
-    replace(machine_named("NVIDIA of another name", 114), warp_specialised=True),
+    replace(machine_named("NVIDIA of another name", 114), architecture="hopper"),
 ]
 SIZES = [0, 1, 2, 3, 7, 8, 17, 64, 97, 128, 129, 512, 1000, 2048, 4097, 8192, 28672, 70000]
 META = torch.device("meta")
@@ -99,12 +99,12 @@ def check_arguments(problem: Problem, config: FusedConfig, machine: Machine, ran
         eight = empty((problem.M, problem.K), FP8), empty((problem.K, problem.N), FP8, transposed=True)
         tensors = tensors[0], *eight, tensors[3]
         specialised = config.algorithm == "overlapped" or way_for(problem, config).warp_specialised
-        restored = specialised and operands.supports(config, *eight, tensors[0], 1 << 10) is not None
+        restored = specialised and operands.supports(*eight, tensors[0], 1 << 10) is not None
         if restored or problem.M <= problem.weights.streamed_rows:
             return
     describe(problem.op, *tensors[:3], rank, problem.world_size)
     given = Operands(*tensors)
-    way, config = loading(ctx, problem, config, given)
+    way, config = way_for_tensors(ctx, problem, config, given)
     launcher = named(way.launcher)
     kernel, (programs, *others), args = launcher(ctx, workspace, problem, config, given)
     assert set(args) == set(kernel.arg_names)

@@ -25,7 +25,8 @@ class Int16(WeightFormat):
         return "no kernel widens integers"
 
 
-INT16 = Int16("in integers", dtype=torch.int16, operands="tests.iris_ops.test_new_format:operands")
+# It is unpacked as fp8 is: a number an element, times its column's scale.
+INT16 = Int16("in integers", dtype=torch.int16, packing="fp8", operands="tests.iris_ops.test_new_format:operands")
 
 
 def operands(rank, problem, config, tensors):

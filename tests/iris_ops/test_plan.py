@@ -151,7 +151,7 @@ def test_warps_are_specialised_where_hopper_pushes_many_rows() -> None:
     """Never in float32 or on other GPUs, and the plan gives the reason."""
     prefix = "hopper."
     for op, form in ((ALL_REDUCE, ""), (REDUCE_SCATTER, "cols"), (MATMUL_GATHER, "rows"), (GATHER_MATMUL, "rows")):
-        for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], warp_specialised=True)):
+        for machine in (H200, machine_named("NVIDIA H100", 132), replace(MACHINES[-1], architecture="hopper")):
             large = plan(problem(op, form, 8192, 8192, 7168), machine)
             reason = next(line for line in large.reasons if line.startswith("chosen "))
             assert large.warp_specialised and large.num_warps == 8 and prefix in reason
@@ -244,7 +244,7 @@ def test_fp8_weights_are_served_by_the_kernels_of_sixteen_bits(rows, among, algo
     )
     assert (chosen.algorithm, chosen.warp_specialised) == (algorithm, specialised)
     # what has no tensor cores for them, or none that were measured, leaves the product to torch
-    others = [(H200, torch.float16), (replace(H200, warp_specialised=False), torch.bfloat16)]
+    others = [(H200, torch.float16), (replace(H200, architecture=""), torch.bfloat16)]
     for machine, dtype in others:
         problem = requested_problem(Request(ALL_REDUCE, rows, 8192, 1792, among, dtype, weights=FP8_FORMAT))
         assert plan(problem, machine).algorithm == "sequential"

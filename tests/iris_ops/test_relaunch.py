@@ -13,8 +13,8 @@ from iris.triton_private import DirectLaunch
 from iris_ops import FusedConfig, steps
 from iris_ops.config import WITH_TORCH
 from iris_ops.planning.plan import way_for
-from iris_ops.planning.ways.fp8_stream import FP8_STREAM, LAMPORT_FP8
 from iris_ops.planning.ways.lamport import LAMPORT
+from iris_ops.planning.ways.weight_stream import LAMPORT_STREAM, STREAM_CONFIG
 from iris_ops.planning.weights.fp8 import FP8_FORMAT
 from iris_ops.problem import ALL_REDUCE, MATMUL_GATHER, REDUCE_SCATTER, Problem
 from iris_ops.workspace import Workspace
@@ -95,8 +95,8 @@ def vary(ctx: iris.Iris, case: Case) -> None:
 def test_configurations_that_select_other_kernels_differ() -> None:
     """Of one algorithm a quantised weight has two kernels, so calls that differ in `kernel` alone are two."""
     problem = Problem(ALL_REDUCE, "", 1, 4096, 1024, 2, torch.bfloat16, FP8_FORMAT)
-    stream, rounded = FP8_STREAM, replace(FP8_STREAM, kernel=LAMPORT)
-    assert [way_for(problem, each).kernel for each in (stream, rounded)] == [LAMPORT_FP8, LAMPORT]
+    stream, rounded = STREAM_CONFIG, replace(STREAM_CONFIG, kernel=LAMPORT)
+    assert [way_for(problem, each).kernel for each in (stream, rounded)] == [LAMPORT_STREAM, LAMPORT]
     out = torch.empty(4)
     first, second = (relaunch.key_of((out,), (ALL_REDUCE, each)) for each in (stream, rounded))
     assert first != second and stream != rounded

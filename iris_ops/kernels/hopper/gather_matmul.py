@@ -173,7 +173,7 @@ class Rows(NamedTuple):
 
 
 def product(
-    rank: "Rank", calls: relaunch.Calls, problem: Problem, config: FusedConfig, tensors: Operands, rows: Rows
+    rank: "Rank", calls: relaunch.EarlierCalls, problem: Problem, config: FusedConfig, tensors: Operands, rows: Rows
 ) -> Callable[[], None]:
     """Return a function that launches the kernel on tensors at these addresses; `A` is this rank's rows.
 
@@ -240,7 +240,7 @@ class _Alone:
     """Earlier launches for products without an exchange, and flags that no program awaits."""
 
     def __init__(self, rank: "Rank") -> None:
-        self.calls = relaunch.Calls()
+        self.calls = relaunch.EarlierCalls()
         self.nothing = torch.zeros(1, dtype=torch.int32, device=rank.device)
         rank.on_change.append(self.calls.forget)
 

@@ -53,13 +53,11 @@ _SCALE_TYPES = {
 }
 
 
-def supports(config: FusedConfig, A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
+def supports(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, step: int = 0) -> str | None:
     """Return why warp-specialised programs cannot compute a call, or None.
 
     `step`: the width of a part in a row of B or `out`. Ranks may differ in this: the portable kernel does the same.
     """
-    if not config.warp_specialised:
-        return "its configuration has no specialised warps"
     if A.dtype not in _GLUON_TYPES:
         return f"it does not multiply {A.dtype}"
     if not platform.has_warp_specialisation(A.device):

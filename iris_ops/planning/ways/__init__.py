@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..way import Way
 from .copy_engines import Brought, CopyGather
-from .fp8_stream import Fp8Stream
 from .hopper_lamport import LamportPair, LamportPairScatter, LamportTwoShot
 from .hopper_overlapped import HopperGather, HopperReduce
 from .lamport import Lamport, LamportGather
@@ -13,12 +12,13 @@ from .overlapped import Gather, GatherFirst, Reduce
 from .sequential import Sequential
 from .touched import TouchedDown, TouchedStream
 from .tree import Tree
+from .weight_stream import WeightStream
 
 WAYS: tuple[Way, ...] = (
     Lamport(),
     LamportGather(),
     Tree(),
-    Fp8Stream(),
+    WeightStream(),
     Reduce(),
     Gather(),
     GatherFirst(),

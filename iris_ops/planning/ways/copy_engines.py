@@ -20,7 +20,7 @@ from ..torch_model import library_refused
 from ..way import Sizes, Way
 from ..weights import SCALED_AT_END
 
-HOPPER_GATHER_FIRST, COPY_GATHER = "hopper.gather_matmul", "with_torch.copy_gather"
+COPY_GATHER = "with_torch.copy_gather"
 # Microseconds, by fit: of a barrier and the wait for room to run it, for each rank; what a copy takes beside its bytes.
 _BARRIER_US = 1.5
 _COPY_US = 8.0
@@ -33,8 +33,8 @@ _LEAST_ROWS = 512
 class Brought(Way):
     """One kernel multiplies all rows as they come, and joins two matrices' columns on their way out."""
 
-    kernel = HOPPER_GATHER_FIRST
-    launcher = "with_torch.copy_gather:prepare"
+    kernel = "hopper.gather_matmul"
+    launcher = "with_torch.copy_gather:prepare_at_once"
     supports = "layouts:brought"
     several_launches = True
     ops = frozenset((GATHER_MATMUL,))
@@ -77,6 +77,7 @@ class CopyGather(Brought):
     """Torch multiplies one rank's rows after the other's, or several ranks' together; the epilogue follows each."""
 
     kernel = COPY_GATHER
+    launcher = "with_torch.copy_gather:prepare_in_steps"
     supports = ""
     warp_specialised = False
     weights = frozenset((PLAIN, *SCALED_AT_END))

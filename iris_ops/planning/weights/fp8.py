@@ -86,6 +86,7 @@ FP8_FORMAT = _Fp8(
     "fp8 is True",
     "False",
     FP8,
+    packing="fp8",
     granule=LINE,
     operand_bytes=1,
     operands="quantised.steps:operands",

@@ -16,15 +16,15 @@ from ..weights import FORMATS
 from ..weights.streams import stream_refused, stream_us
 from .lamport import LAMPORT, Lamport, norm_inside
 
-LAMPORT_FP8 = "quantised.lamport_stream"
+LAMPORT_STREAM = "quantised.lamport_stream"
 # What its kernel chooses for itself; or, where a rank's operands do not lie as they must, the tile in its place.
-FP8_STREAM = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot", kernel=LAMPORT_FP8)
+STREAM_CONFIG = FusedConfig(16, 64, 128, num_warps=4, num_stages=4, algorithm="one_shot", kernel=LAMPORT_STREAM)
 
 
-class Fp8Stream(Lamport):
+class WeightStream(Lamport):
     """The rows of A are not rounded. Equal bits are not supported: more rows are multiplied differently."""
 
-    kernel = LAMPORT_FP8
+    kernel = LAMPORT_STREAM
     launcher = "quantised.lamport_stream:launcher"
     supports = "quantised.lamport_stream:supports"
     options = "quantised.lamport_stream:options"
@@ -45,7 +45,7 @@ class Fp8Stream(Lamport):
         return False
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
-        return [FP8_STREAM]
+        return [STREAM_CONFIG]
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
         return stream_us(problem, machine)
