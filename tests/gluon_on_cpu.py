@@ -1,19 +1,22 @@
-"""Run Gluon over torch on the CPU: the kernel of touched experts, whose module `stream()` gives, by `run`, and the
+"""Run Gluon over torch on the CPU: the kernels of touched experts, whose modules `streams()` gives, by `run`, and the
 products of warp-specialised programs, whose modules `products()` gives.
 
 Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
-tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that each wait is for
-a load that was requested, all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly
-of widening.
+tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that every wait ends,
+all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly of widening.
+
+Programs, and the partitions of one, are threads. One runs at a time, until it waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 import importlib
 import re
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,7 +31,58 @@ _LAYOUTS = (
     "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout",
     "SwizzledSharedLayout", "NVMMASharedLayout",
 )  # fmt: skip
-_here = SimpleNamespace(program=0, programs=1)
+_here = threading.local()  # of a thread: its program, and how many there are
+_reported: list[bool] = []
+
+
+class _Turns:
+    """Lets one thread run at a time; a thread that waits lets others run."""
+
+    def __init__(self) -> None:
+        self.changed, self.threads = threading.Condition(), list[threading.Thread]()
+        self.alive, self.waiting, self.failed = 0, 0, None
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.waiting += 1
+            if self.waiting == self.alive and self.failed is None:
+                self.failed = AssertionError("all programs wait: they would hang")
+            if self.failed is not None:
+                self.change()
+                raise self.failed
+            self.changed.wait()
+
+    def change(self) -> None:
+        """Let all that wait look again."""
+        self.waiting = 0
+        self.changed.notify_all()
+
+    def start(self, function: Callable[[], object], program: int, programs: int) -> None:
+        def body() -> None:
+            with self.changed:
+                _here.program, _here.programs = program, programs
+                try:
+                    with torch.no_grad():
+                        function()
+                except BaseException as error:
+                    self.failed = self.failed or error
+                self.alive -= 1
+                self.change()
+
+        self.alive += 1
+        self.threads.append(threading.Thread(target=body))
+        self.threads[-1].start()
+
+
+_turns = _Turns()
+
+
+def _partitions(partitions: list[tuple], warps: Any, registers: Any) -> None:
+    """Run partitions of a program beside each other."""
+    (first, given), *others = partitions
+    for function, arguments in others:
+        _turns.start(partial(function, *arguments), _here.program, _here.programs)
+    first(*given)
 
 
 class Value(torch.Tensor):
@@ -119,7 +173,12 @@ class Barriers:
 
     @staticmethod
     def wait(barrier: Shared, phase: Any) -> None:
-        assert (int(barrier.data[2]) & 1) == 1 - int(phase), "waits for what was not requested: it would hang"
+        _turns.wait(lambda: (int(barrier.data[2]) & 1) == 1 - int(phase))
+
+    @staticmethod
+    def arrive(barrier: Shared, count: int) -> None:
+        barrier.data[2] += 1
+        _turns.change()
 
     MBarrierLayout = staticmethod(lambda: None)
 
@@ -139,6 +198,7 @@ def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared
     if barrier.data[1] == barrier.data[0]:
         barrier.data[:2] = 0
         barrier.data[2] += 1
+        _turns.change()
 
 
 def _mma(y: torch.Tensor, x: torch.Tensor, acc: torch.Tensor) -> Value:
@@ -154,11 +214,20 @@ def _load(p: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Value:
 
 
 def _store(p: Pointer, x: torch.Tensor, mask: Any = None, **_: Any) -> None:
-    at, mask, x = torch.broadcast_tensors(p.at, torch.as_tensor(True if mask is None else mask), x)
+    mask, x = torch.as_tensor(True if mask is None else mask), torch.as_tensor(x, dtype=p.memory.dtype)
+    at, mask, x = torch.broadcast_tensors(p.at, mask, x)
     at = at[mask]
     assert bool(((at >= 0) & (at < len(p.memory))).all()), "stores beyond memory"
     assert len(at.unique()) == len(at), "two threads store to one place"
     p.memory[at] = x[mask]
+
+
+def _atomic_add(p: Pointer, x: torch.Tensor, mask: Any, **_: Any) -> Value:
+    before = torch.zeros_like(x)
+    for i in torch.as_tensor(mask).nonzero()[:, 0].tolist():
+        before[i] = p.memory[p.at[i]]
+        p.memory[p.at[i]] += x[i]
+    return value(before)
 
 
 def _split(x: torch.Tensor) -> tuple[Value, Value]:
@@ -175,7 +244,7 @@ def _language() -> ModuleType:
         setattr(gl, name, layout)
     gl.constexpr, gl.tensor, gl.static_range = (lambda x: x), Value, range
     gl.program_id, gl.num_programs = (lambda axis: value(_here.program)), (lambda axis: value(_here.programs))
-    gl.num_warps, gl.load, gl.store, gl.split = (lambda: 4), _load, _store, _split
+    gl.num_warps, gl.load, gl.store, gl.split, gl.atomic_add = (lambda: 4), _load, _store, _split, _atomic_add
     gl.arange = lambda first, end, layout=None: value(torch.arange(first, end))
     gl.zeros = lambda shape, dtype, layout=None: value(torch.zeros([int(n) for n in shape], dtype=dtype))
     gl.full = lambda shape, x, dtype, layout=None: value(torch.full([int(n) for n in shape], x, dtype=dtype))
@@ -267,7 +336,7 @@ def _swapped(*modules: str) -> Iterator[None]:
     gluon.language, parent.gluon = _language(), gluon
     names = {"triton.experimental": parent, gluon.__name__: gluon, gluon.language.__name__: gluon.language}
     private = dict(aggregate=lambda cls: cls, mma_v2=_mma, mbarrier=Barriers, async_load=_async_load)
-    private |= dict(program_barrier=lambda: None)
+    private |= dict(program_barrier=lambda: None, warp_specialize=_partitions)
     with (
         mock.patch.dict(sys.modules, names),
         mock.patch.multiple(triton_private, **private),
@@ -308,20 +377,46 @@ def products() -> tuple[ModuleType, ModuleType]:
     return modules[0], modules[1]
 
 
-def stream() -> ModuleType:
-    """Return `iris_ops.moe.touched_stream`, whose kernel is a function for `run`."""
-    names = "quantised.line_products", "moe.touched", "moe.touched_stream"
+def streams() -> tuple[ModuleType, ModuleType]:
+    """Return `touched_stream` and `touched_down` of `iris_ops.moe`, whose kernels are functions for `run`."""
+    names = "quantised.line_products", "moe.touched", "moe.touched_stream", "moe.touched_down"
     with mock.patch.dict(sys.modules), _swapped(*names):
-        lines = importlib.import_module("iris_ops.quantised.line_products")
-        touched = importlib.import_module("iris_ops.moe.touched")
-        stream = importlib.import_module("iris_ops.moe.touched_stream")
+        lines, touched, stream, down = (importlib.import_module(f"iris_ops.{name}") for name in names)
     lines._apart, lines._scaled = _apart, lambda x: value(x * 2.0**64)
     touched.known = lambda x: x
     stream.joined, stream.activated = gated, ungated
-    stream.DeviceContext = SimpleNamespace(initialize=lambda *given: None)
-    stream.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None)
-    stream.report_experts = lambda ctx, given, wrong, experts, waiter: setattr(_here, "wrong", bool(wrong.any()))
-    return stream
+    stream.report_experts = lambda ctx, given, wrong, experts, waiter: _reported.append(bool(wrong.any()))
+    for module in (stream, down):
+        module.DeviceContext = SimpleNamespace(initialize=lambda *given: None)
+        module.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None, drain_stores=lambda: None)
+    down.load_bases, down.settled, down.advance = (lambda *_: ()), (lambda x: x), (lambda *_: None)
+    down.without_sentinel = lambda x, dtype: value(torch.Tensor.to(x, dtype).view(torch.int16))
+    down.combined, down.put, down.take = _combined, _put, _take
+    return stream, down
+
+
+def _combined(total: Value, products: Pointer, combine: Any, t: Any, c: Any, tokens: Any, N: Any, ld: Any, k: int) -> Any:
+    inside = (t < tokens)[:, None] & (c < N)[None, :]
+    for j in range(k):
+        factor = _load(combine.weights + t * combine.stride_wt + j, mask=t < tokens)
+        total = total + factor[:, None] * _load(products + ((t * k + j) * ld)[:, None] + c[None, :], mask=inside)
+    if combine.shared is not None:
+        more = combine.shared + (t * combine.stride_st)[:, None] + (c * combine.stride_sn)[None, :]
+        total = total + _load(more, mask=inside)
+    return value(total)
+
+
+def _put(ctx: Any, place: Pointer, values: Value, mask: Value, bases: Any, to_rank: Any) -> None:
+    _store(place, values, mask)
+    _turns.change()
+
+
+def _take(ctx: Any, place: Pointer, step: Any, mask: Value, *_: Any, **__: Any) -> tuple[Value, bool]:
+    """Take a block of Lamport values of the only rank, once all of them are there."""
+    _turns.wait(lambda: bool((_load(place, mask)[mask] != -1).all()))
+    values = _load(place, mask)
+    _store(place, torch.full_like(values, -1), mask)
+    return value(values.as_subclass(torch.Tensor).view(torch.bfloat16).float()), True
 
 
 def _argument(x: Any) -> Any:
@@ -338,8 +433,15 @@ def _argument(x: Any) -> Any:
 
 def run(kernel: Callable, grid: int, args: dict) -> bool:
     """Run all programs of a launch; return whether the first one reported experts that are out of range."""
-    with torch.no_grad():
+    global _turns
+    _turns = turns = _Turns()
+    _reported.clear()
+    with turns.changed:
         for number in range(grid):
-            _here.program, _here.programs = number, grid
-            kernel(**{name: _argument(each) for name, each in args.items()})
-    return _here.wrong
+            given = {name: _argument(each) for name, each in args.items()}
+            turns.start(partial(kernel, **given), number, grid)
+    for thread in turns.threads:  # partitions are added meanwhile
+        thread.join()
+    if turns.failed is not None:
+        raise turns.failed
+    return _reported[0]

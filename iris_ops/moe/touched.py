@@ -18,13 +18,14 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.tiles import known
 from ..planning.needs import LINE
+from ..planning.ways.touched import ROWS as _ROWS
 from ..quantised.line_products import add_groups, begins_of, products_of, rows_layout, scales_of
 
 WARPS = 4
 LOADER_WARPS, LOADER_REGISTERS = gl.constexpr(1), gl.constexpr(24)
 
 LINES = gl.constexpr(WARPS)  # of a step: one for each warp
-ROWS = gl.constexpr(8)  # of a product: an instruction's fewest
+ROWS = gl.constexpr(_ROWS)  # of a product: an instruction's fewest
 _LINE = gl.constexpr(LINE)
 
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.activations import activated, joined
 from ..kernels.arguments import World
-from ..planning.ways.touched import COLUMNS, RESIDENT, too_many
+from ..planning.ways.touched import COLUMNS, RESIDENT, ROWS, too_many
 from ..quantised import stream_form, weight_stream
 from .arguments import StreamedForm, bias_of, choice_of
 from .routing import report_experts
@@ -30,7 +30,6 @@ from .touched import (
     LINES,
     LOADER_REGISTERS,
     LOADER_WARPS,
-    ROWS,
     WARPS,
     across,
     as_rows,
@@ -154,7 +153,7 @@ def _multiply_gate_up(
             second = finished(totals[1], second_terms, factors, bias, form)
             value = joined(first, second, activation)
         elif form.INTERLEAVED:
-            both = gl.permute(gl.reshape(first, (GIVEN, 2, ROWS)), (0, 2, 1))
+            both = gl.permute(gl.reshape(first, (GIVEN, 2, first.shape[1])), (0, 2, 1))
             first, second = gl.split(both)
             value = joined(first, second, activation)
         else:
@@ -177,8 +176,6 @@ def supports(problem: Problem, config: FusedConfig, rank: int, tensors: GateUp |
         return "it needs a Hopper GPU and bf16"
     if reason := too_many(problem):
         return reason
-    if not problem.K:
-        return "this rank has no part of K"
     if not weights.is_contiguous() or not scale.is_contiguous():
         return "experts or their scales do not follow each other in memory"
     word = A.itemsize if weight_stream.widening_of(B[0], scale[0]).RUNS else 4 * A.itemsize
@@ -221,7 +218,7 @@ def streamed(
         layout = weight_stream.block_layout(nbytes, flat.itemsize, 2)
         scales = word_descriptor(flat, [columns, per_stage], layout)
     stage = stream_form.stage_bytes(0, COLUMNS, widen.WORDS, nbytes)
-    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(ROWS.value, COLUMNS)
+    others = stream_form.RESERVED + _MOVED + stream_form.sums_bytes(ROWS, COLUMNS)
     items = triton.cdiv(N, COLUMNS) * min(problem.pairs, E)
     resident = min(RESIDENT, triton.cdiv(items, programs))
     stages = max(2, min(_STAGES, (stream_form.SHARED // resident - others) // stage))

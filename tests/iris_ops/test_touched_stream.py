@@ -10,15 +10,15 @@ from unittest import mock
 from iris.machines import INTERPRETER, machine_named
 from iris_ops import FusedConfig
 from iris_ops.activation import Activation, activation_of
-from iris_ops.moe.operands import GateUp
+from iris_ops.moe.operands import Down, GateUp
 from iris_ops.planning.epilogues import NO_EPILOGUE
 from iris_ops.planning.experts import Experts
 from iris_ops.planning.needs import WeightFormat
-from iris_ops.planning.operations import BY_NAME, GATE_UP
+from iris_ops.planning.operations import BY_NAME, DOWN_ALL_REDUCE, GATE_UP
 from iris_ops.planning.plan import plan, way_for
 from iris_ops.planning.sums import BATCH
-from iris_ops.planning.ways.mixtures import GROUPED
-from iris_ops.planning.ways.touched import STREAM
+from iris_ops.planning.ways.mixtures import GROUPED, LAMPORT
+from iris_ops.planning.ways.touched import STREAM, STREAM_DOWN
 from iris_ops.planning.weights import BY_NAME as FORMATS_BY_NAME
 from iris_ops.planning.weights import format_of
 from iris_ops.problem import Problem
@@ -27,7 +27,7 @@ import torch
 
 from tests import gluon_on_cpu
 from tests.iris_ops.test_moe_formats import FORMATS, assert_close, drawn
-from tests.reference import moe_gate_up
+from tests.reference import moe_down, moe_gate_up
 
 BF16 = torch.bfloat16
 
@@ -93,8 +93,13 @@ class Steps:
 
 
 @pytest.fixture(scope="module")
-def stream() -> Any:
-    return gluon_on_cpu.stream()
+def streams() -> tuple[Any, Any]:
+    return gluon_on_cpu.streams()
+
+
+@pytest.fixture
+def stream(streams: tuple[Any, Any]) -> Any:
+    return streams[0]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -130,6 +135,49 @@ def test_numbers(stream: Any, name: str, format: str) -> None:
     assert_close(out[there], exact[there], torchs[there])
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.some(20)
+def test_numbers_of_the_way_back(streams: tuple[Any, Any], name: str, format: str) -> None:
+    """On one rank, whose values go to itself."""
+    case, generator = CASES[name], torch.Generator().manual_seed(len(name) + len(format))
+    stored, hidden = FORMATS[format], 104  # that ends inside a group of columns
+    K = case.hidden if stored.group not in (16, 32) else 544
+    chosen, down = chosen_of(case, generator), streams[1]
+    valid = chosen.clamp(0, case.experts - 1)
+    A = torch.randn(case.tokens * case.k, K, generator=generator).to(BF16)
+    bias = torch.randn(case.experts, hidden, generator=generator).to(BF16) if case.bias else None
+    shared = torch.randn(case.tokens, hidden, generator=generator).to(BF16) if case.gated else None
+    weights = torch.rand(case.tokens, case.k, generator=generator)
+    codes, scale, numbers = drawn(stored, case.experts, hidden, K, K**-0.5 / 2, generator)
+    operation, form = BY_NAME[DOWN_ALL_REDUCE], format_of(codes[0].t(), scale[0])
+    problem = Problem(
+        DOWN_ALL_REDUCE, operation.forms[0], case.tokens, hidden, K, 1, BF16, form, operation.epilogue,
+        experts=Experts(case.experts, case.k),
+    )  # fmt: skip
+    steps, out = Steps(), torch.full((case.tokens, hidden), torch.nan, dtype=BF16)
+    steps.rank.num_ranks, steps.rank.cur_rank = 1, 0
+    room = torch.full((1 << 16,), 0xFF, dtype=torch.uint8)
+    workspace = SimpleNamespace(
+        exchange=room, exchange_sync=torch.zeros(2, dtype=torch.int32),
+        local=lambda name, nbytes: torch.zeros(nbytes, dtype=torch.uint8),
+    )  # fmt: skip
+    with mock.patch.object(down.platform, "num_programs", lambda device: case.programs):
+        down.launch(
+            steps, workspace, problem, None, Down(out, A, codes.transpose(1, 2), chosen, weights, bias, shared, scale)
+        )  # fmt: skip
+    wrong = gluon_on_cpu.run(down.moe_stream_down_kernel, *steps.launched)
+    assert wrong == (case.routing == "wrong")
+    weights = weights.masked_fill(valid != chosen, 0.0)  # their products are zeros
+    exact, torchs = (
+        moe_down([A], [numbers.transpose(1, 2).to(dtype)], valid, weights, bias, None if shared is None else [shared],
+                 exact=dtype is not BF16)
+        for dtype in (torch.float64, BF16)
+    )  # fmt: skip
+    assert_close(out, exact, torchs)
+    assert bool((room == 0xFF).all()), "sentinels are put back"
+
+
 H200 = machine_named("NVIDIA H200", 132)
 SERVED = Problem(
     GATE_UP, BY_NAME[GATE_UP].forms[0], 4, 2880, 2880, 2, BF16, FORMATS_BY_NAME["mxfp4"], BY_NAME[GATE_UP].epilogue,
@@ -148,17 +196,47 @@ def test_a_plan_takes_it_for_few_tokens(tokens: int, columns: int, top_k: int, f
 
 
 @pytest.mark.parametrize("change, reason", [
-    (dict(M=17), "up to 16 tokens"),
+    (dict(M=33), "up to 32 tokens"),
     (dict(K=2890), "K a multiple of 32"),
     (dict(dtype=torch.float16), "a Hopper GPU and bf16"),
-    (dict(M=16, experts=Experts(128, 20)), "at most 256 pairs"),
-    (dict(experts=Experts(2, 2), M=5), "at most 256 pairs"),
+    (dict(M=16, experts=Experts(128, 10)), "at most 128 pairs"),
+    (dict(experts=Experts(2, 2), M=5), "at most 128 pairs"),
     (dict(N=1 << 25), "columns of all experts"),
 ])  # fmt: skip
 def test_a_plan_says_why_it_does_not(change: dict, reason: str) -> None:
     chosen = plan(replace(SERVED, **change), H200)
     assert chosen.kernel == GROUPED
     assert any(each.startswith(f"rejected {STREAM}") and reason in each for each in chosen.reasons), chosen.reasons
+
+
+BACK = Problem(
+    DOWN_ALL_REDUCE, BY_NAME[DOWN_ALL_REDUCE].forms[0], 4, 2880, 1440, 2, BF16, FORMATS_BY_NAME["mxfp4"],
+    BY_NAME[DOWN_ALL_REDUCE].epilogue, experts=Experts(128, 4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 32])
+def test_a_plan_takes_the_way_back(tokens: int) -> None:
+    problem = replace(BACK, M=tokens)
+    chosen = plan(problem, H200)
+    assert chosen.kernel == way_for(problem, chosen).kernel == STREAM_DOWN
+
+
+def test_a_plan_leaves_short_experts_to_tiles() -> None:
+    """A program would have an item for a single step of each."""
+    problem = replace(BACK, N=2048, K=384, weights=FORMATS_BY_NAME["fp8_block"], experts=Experts(128, 8))
+    assert plan(problem, H200).kernel == LAMPORT
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("columns", [512, 2880, 7168, 16384, 20480])
+def test_ranks_with_other_parts_of_an_expert_exchange_alike(ranks: int, columns: int) -> None:
+    """What a rank plans for its own part must send to the same places as its peers' plans."""
+    alike = {STREAM_DOWN, LAMPORT}
+    for tokens in (1, 2, 5, 16, 32):
+        problem = replace(BACK, M=tokens, N=columns, world_size=ranks)
+        kernels = {plan(replace(problem, K=K), H200).kernel for K in (0, 32, 352, 1440, 4096, 18432)}
+        assert kernels <= alike or len(kernels) == 1, (tokens, kernels)
 
 
 def test_it_promises_no_equal_bits() -> None:

@@ -13,6 +13,7 @@ from iris.machines import Machine
 from ...config import FusedConfig
 from ...problem import Problem
 from ..moe_ways import need_sorting, waits_too_wide, weight_bytes
+from ..needs import LINE
 from ..sums import ANY_ORDER
 from ..weights import FORMATS
 from ..weights.streams import on_hopper
@@ -20,19 +21,19 @@ from .mixtures import GROUPED, LAMPORT, Combine, Down, DownInSteps, GroupedFew, 
 
 STREAM, STREAM_DOWN = "moe.touched_stream", "moe.touched_down"
 MOST_TOKENS = 32
-MOST_PAIRS = 256  # that a program compares with each other
-COLUMNS, RESIDENT = 64, 2  # of a program's item, in the weight; programs on a multiprocessor at once
+MOST_PAIRS = 128  # that a program compares with each other: of 256 that took longer than the products
+ROWS, COLUMNS, RESIDENT = 8, 64, 2  # of a program's item: pairs, columns; programs on a multiprocessor at once
 # The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
 _TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot")
-# Microseconds until the first weights arrive and after the last. The time over that of the weights' bytes, of eight
-# bits, of four, and of four where tokens fill more than one instruction; measured on two H200
-# (`benchmarks/results/experts_touched_h200_x2.json`).
-_ENDS_US, _LONGER, _HALF_LONGER, _MANY_LONGER = 2.8, 1.2, 1.4, 1.7
+# Microseconds until the first weights arrive and after the last, beside a launch. Microseconds of an item beside its
+# steps, which have `_DEPTH` numbers along K each; their time over that of their bytes, of eight bits and of four.
+# Measured on H200 (`benchmarks/results/experts_touched_h200_x2.json`).
+_ENDS_US, _ITEM_US, _LONGER, _HALF_LONGER, _DEPTH = 1.8, 0.7, 1.02, 1.16, 4 * LINE
 
 
 def too_many(problem: Problem) -> str | None:
     """Return why the stream serves no problem of these sizes on any machine, or None."""
-    if problem.M > MOST_TOKENS or not problem.weights.streamable(problem.M, problem.K):
+    if problem.M > MOST_TOKENS or not problem.weights.streamable(1, problem.K):
         return f"it is for up to {MOST_TOKENS} tokens, and K a multiple of {problem.weights.granule}"
     if problem.pairs > MOST_PAIRS or need_sorting(problem.pairs, problem.experts.count):
         return f"each program finds the experts of at most {MOST_PAIRS} pairs"
@@ -59,12 +60,12 @@ class Touched(Mixture):
         return [replace(_TILE, kernel=self.kernel)]
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
-        """Return the time of the multiprocessors that have most items, each as long as its share of the bytes."""
-        touched = problem.experts.touched(problem.pairs)
-        shares = touched * -(-problem.N // COLUMNS) / machine.num_programs
-        streamed = touched * problem.N * problem.K * weight_bytes(problem) / (machine.hbm_gbs * 1e3)
-        longer = _LONGER if weight_bytes(problem) >= 1 else _HALF_LONGER if problem.M <= 8 else _MANY_LONGER
-        return _ENDS_US + streamed * longer * -(-shares // 1) / shares
+        """Return the time of the multiprocessors that have most items, which load whole steps along K."""
+        items = problem.experts.touched(problem.pairs) * -(-problem.N // COLUMNS)
+        step = COLUMNS * _DEPTH * weight_bytes(problem) * machine.num_programs / (machine.hbm_gbs * 1e3)
+        longer = _LONGER if weight_bytes(problem) >= 1 else _HALF_LONGER
+        item = _ITEM_US + -(-problem.K // _DEPTH) * step * longer
+        return _ENDS_US + -(-items // machine.num_programs) * item
 
     def label(self, problem: Problem, config: FusedConfig) -> str:
         return self.kernel
