@@ -395,7 +395,9 @@ def streams() -> tuple[ModuleType, ModuleType]:
     return stream, down
 
 
-def _combined(total: Value, products: Pointer, combine: Any, t: Any, c: Any, tokens: Any, N: Any, ld: Any, k: int) -> Any:
+def _combined(
+    total: Value, products: Pointer, combine: Any, t: Any, c: Any, tokens: Any, N: Any, ld: Any, k: int
+) -> Any:
     inside = (t < tokens)[:, None] & (c < N)[None, :]
     for j in range(k):
         factor = _load(combine.weights + t * combine.stride_wt + j, mask=t < tokens)

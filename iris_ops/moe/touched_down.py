@@ -35,7 +35,18 @@ from ..planning.workspace_size import exchange_ld
 from ..quantised import weight_stream
 from .arguments import DownMemory, bias_of, choice_of, combine_of
 from .combine import combined
-from .touched import LINES, LOADER_REGISTERS, LOADER_WARPS, across, as_rows, item_of, load_ahead, load_rows, multiply, ring_of
+from .touched import (
+    LINES,
+    LOADER_REGISTERS,
+    LOADER_WARPS,
+    across,
+    as_rows,
+    item_of,
+    load_ahead,
+    load_rows,
+    multiply,
+    ring_of,
+)
 from .touched_stream import finished, streamed, terms_of, touched_blocks
 
 if TYPE_CHECKING:
@@ -56,9 +67,9 @@ def moe_stream_down_kernel(
     a: A [tokens * TOP_K, K] by numbers or by words of four. memory: a `DownMemory`. TOKENS: a power of two, at least
     as many as there are.
     """
+    ring = ring_of(b, scales, N, K, False, form.STAGES, form.ZEROS)
     arch.follow()
     touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, False, form.STAGES, form.ZEROS)
     groups = gl.cdiv(N, b.block_type.shape[1])
     warp_specialize(
         [

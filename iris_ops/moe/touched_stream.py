@@ -98,9 +98,9 @@ def moe_stream_gate_up_kernel(
     HALVES: gl.constexpr = form.MATRICES == 2 and not form.INTERLEAVED
     COLUMNS: gl.constexpr = b.block_type.shape[1]
     GIVEN: gl.constexpr = COLUMNS // 2 if form.INTERLEAVED else COLUMNS  # columns of the result
+    ring = ring_of(b, scales, N, K, HALVES, form.STAGES, form.ZEROS)
     arch.follow()
     touched, experts_of = touched_blocks(chosen, ctx_ptr, tokens, experts, form, world)
-    ring = ring_of(b, scales, N, K, HALVES, form.STAGES, form.ZEROS)
     groups = gl.cdiv(N // form.MATRICES, GIVEN)
     warp_specialize(
         [
@@ -233,4 +233,5 @@ def streamed(
         widen=widen,
     )  # fmt: skip
     grid = min(items, resident * programs)
-    return grid, args, stream_form.options(grid, programs, 2 * WARPS) | {"num_warps": WARPS}  # the loader counts as four
+    options = stream_form.options(grid, programs, 2 * WARPS)  # registers for four warps more: the loader's group
+    return grid, args, options | {"num_warps": WARPS}
