@@ -58,22 +58,24 @@ def experts(folder: str) -> str:
 
 
 def touched(folder: str) -> str:
-    """Return the time of gate and up by model and tokens, by the stream of touched experts and by tiles."""
+    """Return the time of both ops by model and tokens, by the stream of touched experts and by tiles."""
     run = json.loads(_TOUCHED.read_text())
-    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    times: dict[tuple[str, str, int], dict[str, dict]] = {}
     for row in run["rows"]:
-        us = times.setdefault((row["shape"], row["format"], row["T"]), {"bytes": row["up_floor"]})
-        us[row["kernel"]] = row["up"]
-    title = "`moe_gate_up` of few tokens, \u00b5s. In brackets: the time by tiles divided by this time."
+        ops, kind = times.setdefault((row["shape"], row["format"], row["T"]), {}), row["kernel"]
+        us = ops.setdefault(row["op"], {"bytes at 4.3 TB/s": row["floor"]})
+        us["stream" if "touched" in kind else "tiles"] = row["us"]
+    title = "Both ops of few tokens, \u00b5s. In brackets: the time by tiles divided by this time."
     head = f"**{title}** {_header(run)}"
-    lines = [
-        "| model, format | tokens | by tiles | stream | floor: bytes at 4.3 TB/s |",
-        "| --- " + "| ---: " * 4 + "|",
-    ]
-    for (shape, stored, tokens), us in times.items():
-        tiles, stream = us["moe.grouped_matmul"], us["moe.touched_stream"]
-        gain = f"{stream:.1f} ({tiles / stream:.2f})"
-        lines.append(f"| {shape}, {stored} | {tokens} | {tiles:.1f} | {gain} | {us['bytes']:.1f} |")
+    kinds = "tiles", "stream", "bytes at 4.3 TB/s"
+    columns = [f"{op}: {kind}" for op in ("gate and up", "down") for kind in kinds]
+    lines = [f"| model, format | tokens | {' | '.join(columns)} |", "| --- " + "| ---: " * 7 + "|"]
+    for (shape, stored, tokens), ops in times.items():
+        cells = []
+        for us in (ops["moe_gate_up"], ops["moe_down_all_reduce"]):
+            gain = f"{us['stream']:.1f} ({us['tiles'] / us['stream']:.2f})"
+            cells += [f"{us['tiles']:.1f}", gain, f"{us[kinds[2]]:.1f}"]
+        lines.append(f"| {shape}, {stored} | {tokens} | {' | '.join(cells)} |")
     return f"{head} [All figures]({folder}{_TOUCHED.name}).\n\n" + "\n".join(lines)
 
 
