@@ -147,7 +147,7 @@ def narrow_scopes(kernel: Kernel) -> list[str]:
     """Ordered accesses that stop short of the system, other than the known local ones."""
     accesses = {match.group() for match in ORDERED.finditer(kernel.text)}
     local = {*LOCAL, *(AMONG_PROGRAMS if "lamport_gather_first" in kernel.name else ())}
-    if "moe_lamport_down" in kernel.name:  # programs that have multiplied some columns
+    if "moe_lamport_down" in kernel.name or "moe_stream_down" in kernel.name:  # programs that have multiplied columns
         local.add(AMONG_PROGRAMS[0])
     return sorted(access for access in accesses if ".sys" not in access and access not in local)
 
