@@ -381,3 +381,19 @@ def _leave_by_exception() -> None:
             if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
                 with suppress(Exception):  # the error that ends the process may be the device's
                     ctx._announce_departure(error)
+
+
+def _close_in_a_fork() -> None:
+    """Close the contexts of a forked process without their ranks: it has a copy of the book-keeping of their heaps.
+
+    It would allocate what the rank itself allocates next, and signal to peers in the rank's place.
+    """
+    for ctx in registry.opened():
+        ctx._closed = True
+        ctx._closed_because = (
+            f"this process was forked from rank {ctx.cur_rank}, which has the context; expected calls of the rank's own"
+            " process only"
+        )
+
+
+os.register_at_fork(after_in_child=_close_in_a_fork)
