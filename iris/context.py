@@ -381,3 +381,22 @@ def _leave_by_exception() -> None:
             if ctx.hosts.pids[ctx.cur_rank] == os.getpid():  # not in a fork of the rank
                 with suppress(Exception):  # the error that ends the process may be the device's
                     ctx._announce_departure(error)
+
+
+def _close_in_a_fork() -> None:
+    """Close the contexts of a forked process without their ranks: it has a copy of the book-keeping of their heaps.
+
+    It would allocate what the rank itself allocates next, and signal to peers in the rank's place. A rank without peers
+    keeps its context: a fork of it may save a model, say.
+    """
+    for ctx in registry.opened():
+        if ctx.num_ranks == 1:
+            continue
+        ctx._closed = True
+        ctx._closed_because = (
+            f"this process was forked from rank {ctx.cur_rank}, which has the context; expected calls of the rank's own"
+            " process only"
+        )
+
+
+os.register_at_fork(after_in_child=_close_in_a_fork)

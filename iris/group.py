@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import launchers, platform
+from . import launchers, platform, transforms
 from .channel import Channel, Message
 from .errors import ArgumentError, IrisError, PeerLostError, PlatformError
 from .rendezvous import gloo_watch, join_world
@@ -211,6 +211,8 @@ class _Pickler(pickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and transforms.any_hides(value):
+            raise TypeError("a tensor has a tangent, or is batched by torch.func.vmap")
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             return NotImplemented
         is_full = value.untyped_storage().nbytes() == value.numel() * value.element_size()

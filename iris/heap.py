@@ -273,6 +273,8 @@ def check_tensor(call: str, name: str, t: object, device: torch.device) -> None:
         raise ArgumentError(f"{call}: {name} is a nested tensor; expected a strided one")
     if t.device != device:
         raise DeviceError(f"{call}: {name} is on {t.device}; expected {device}, the context's device")
+    if t.layout is not torch.strided:
+        raise ArgumentError(f"{call}: {name} is {t.layout}; expected a strided tensor with its elements in memory")
 
 
 def check_memory(call: str, names: Sequence[str], begins: Sequence[int], spans: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Read the world that the launcher of this process describes: torchrun, or on one host srun or mpirun.
+"""Read the world that the launcher of this process describes: torchrun, or on one host srun, mpirun and others.
 
 A launcher gives each rank its number in environment variables, under names of its own. `adopt` translates them into
 torchrun's, which everything below reads, torch.distributed included. A description that is incomplete, or that spans
@@ -21,36 +21,50 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below those that Linux gives to outg
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The environment variables of one launcher. `job`: variables that name the job, combined where they are set."""
+    """The environment variables of one launcher: of several for one thing, the first that is set is used.
+
+    `job`: variables that name the job, combined where they are set.
+    """
 
     name: str
     rank: str
-    size: tuple[str, ...]  # the first that is set is used
-    local_rank: str
-    local_size: str | None
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
     num_hosts: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
 
 
 _OPEN_MPI = _Launcher(
-    "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE", job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",), job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )  # fmt: skip
 _MVAPICH = _Launcher(
-    "mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ("MV2_COMM_WORLD_LOCAL_SIZE",),
 )  # fmt: skip
 # SLURM_NTASKS is the job's: a shell of salloc has it, and the script of sbatch, which is one process. srun's is the
 # step's.
 _SLURM = _Launcher(
-    "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", None,
+    "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (),
     ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )  # fmt: skip
-_PMI = _Launcher(
-    "mpirun (PMI)", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job=("PMI_PORT",),
+_FLUX = _Launcher(
+    "flux run", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), (), ("FLUX_JOB_NNODES",),
+    ("FLUX_JOB_ID",),
 )  # fmt: skip
-# mpirun may start its daemons by srun, whose variables the ranks then inherit: so Slurm's come after MPI's own.
-_LAUNCHERS = _OPEN_MPI, _MVAPICH, _SLURM, _PMI
+_JSRUN = _Launcher(
+    "jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",),
+    ("JSM_NAMESPACE_LOCAL_SIZE",), job=("LSB_JOBID",),
+)  # fmt: skip
+_PMI = _Launcher(  # of MPICH and Intel MPI, and of Cray's PALS
+    "mpirun (PMI)", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"), job=("PMI_PORT", "PALS_APID"),
+)  # fmt: skip
+# mpirun may start its daemons by srun, whose variables the ranks then inherit: so Slurm's come after MPI's own. Other
+# launchers set PMI's, too.
+_LAUNCHERS = _OPEN_MPI, _MVAPICH, _SLURM, _FLUX, _JSRUN, _PMI
+_RANK_ONLY = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"  # no variable has the number of ranks
 
 
 def adopt() -> bool:
@@ -61,13 +75,17 @@ def adopt() -> bool:
     """
     if _set(("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun()
+    described = False
     for launcher in _LAUNCHERS:
         variables = _set((launcher.rank, *launcher.size))
-        size = next((variables[name] for name in launcher.size if name in variables), "")
+        described = described or bool(variables)
+        size = _first(launcher.size, variables) or ""
         is_shell = launcher is _SLURM and launcher.rank not in variables  # of salloc
         if variables and size != "1" and not is_shell:
             _translate(launcher, variables, size)
             return True
+    if not described and (rank := _set(_RANK_ONLY)):
+        raise PlatformError(f"{_listed(rank)}, and no number of ranks; expected ranks that {_TORCHRUN} starts")
     return False
 
 
@@ -84,7 +102,7 @@ def _torchrun() -> bool:
 
 
 def _translate(launcher: _Launcher, variables: dict[str, str], size: str) -> None:
-    known = variables | _set(filter(None, (launcher.local_rank, launcher.local_size, *launcher.num_hosts)))
+    known = variables | _set((*launcher.local_rank, *launcher.local_size, *launcher.num_hosts))
     if launcher is _SLURM and not _set(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")):
         raise PlatformError(
             f"{_listed(known)}, and no SLURM_STEP_NUM_TASKS: a job script's own process, not one of srun's; start "
@@ -100,15 +118,14 @@ def _translate(launcher: _Launcher, variables: dict[str, str], size: str) -> Non
     os.environ.update(
         RANK=variables[launcher.rank],
         WORLD_SIZE=size,
-        LOCAL_RANK=known.get(launcher.local_rank, variables[launcher.rank]),
+        LOCAL_RANK=_first(launcher.local_rank, known) or variables[launcher.rank],
         MASTER_ADDR=address or "127.0.0.1",
         MASTER_PORT=os.environ.get("MASTER_PORT") or str(_port(launcher)),
     )
 
 
 def _on_one_host(launcher: _Launcher, known: dict[str, str], size: str) -> bool:
-    hosts = next((known[name] for name in launcher.num_hosts if name in known), None)
-    return hosts == "1" or launcher.local_size is not None and known.get(launcher.local_size) == size
+    return _first(launcher.num_hosts, known) == "1" or _first(launcher.local_size, known) == size
 
 
 def _port(launcher: _Launcher) -> int:
@@ -126,6 +143,10 @@ def _check(rank: str, size: str, variables: dict[str, str]) -> None:
 
 def _set(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _first(names: tuple[str, ...], variables: dict[str, str]) -> str | None:
+    return next((variables[name] for name in names if name in variables), None)
 
 
 def _listed(variables: dict[str, str]) -> str:

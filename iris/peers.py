@@ -11,10 +11,11 @@ import weakref
 
 import torch
 
-from . import aliases, platform
+from . import aliases, platform, transforms
 from .device.context import HEADER
 from .device.copies import signal_kernel, wait_kernel
 from .errors import ArgumentError, DtypeError, NotSymmetricError, ShapeError
+from .heap import check_memory, check_tensor
 from .launch import relaunch
 from .tensors import TensorMethods, described
 
@@ -61,11 +62,20 @@ class PeerMethods(TensorMethods):
             ptr: an address in the heap of `from_rank`, as this process sees it.
             from_rank: the rank of `ptr`.
             to_rank: the rank of the result.
+
+        Raises:
+            ArgumentError: for a rank that does not exist, or an address outside the heap of `from_rank`.
         """
         self.check()
         self._check_rank("from_rank", from_rank)
         self._check_rank("to_rank", to_rank)
-        return ptr - self._segment.bases[from_rank] + self._segment.bases[to_rank]
+        if isinstance(ptr, bool) or not isinstance(ptr, int):
+            raise ArgumentError(f"ptr is {described(ptr)}; expected an address, as tensor.data_ptr() returns")
+        bases = self._segment.bases
+        here = ptr - bases[from_rank] + bases[self.cur_rank]
+        if not self.heap.holds(here, here):
+            raise ArgumentError(f"ptr is {ptr:#x}; expected an address in the heap of rank {from_rank}, from_rank")
+        return ptr - bases[from_rank] + bases[to_rank]
 
     def allocate_symmetric(self, *size: Any, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `empty(*size, dtype=dtype)`, and its address at every rank, uint64 [w], on the device.
@@ -110,8 +120,9 @@ class PeerMethods(TensorMethods):
         self.check()
         target = src_tensor if dst_tensor is None else dst_tensor
         self._check_rank("dst_rank", dst_rank)
-        if not isinstance(src_tensor, torch.Tensor) or src_tensor.device != self.device:
-            raise ArgumentError(f"put: src_tensor is {described(src_tensor)}; expected a tensor on {self.device}")
+        check_tensor("put", "src_tensor", src_tensor, self.device)
+        transforms.check_plain("put", "src_tensor", src_tensor)
+        check_memory("put", ("src_tensor",), (src_tensor.data_ptr(),), (src_tensor.nbytes,))
         self._check_symmetric("src_tensor" if dst_tensor is None else "dst_tensor", target)
         if target.dtype != src_tensor.dtype:
             raise DtypeError(f"put: dst_tensor is {target.dtype}; expected {src_tensor.dtype} as src_tensor")

@@ -79,6 +79,7 @@ class Rank(Promising):
     _barrier: DeviceBarrier
     _closed: bool
     _thread: int
+    _closed_because = "this context was closed; make a new one with iris.iris()"
     _difference: str  # message about heaps that differ, or a peer that left, once known
     _departure: PeerLostError | None = None  # why this rank makes no further call
     _handed_out: int  # the lowest offset of memory that the library allocates for results
@@ -289,7 +290,7 @@ class Rank(Promising):
 
     def _refuse(self) -> None:
         if self._closed:
-            raise ClosedError("this context was closed; make a new one with iris.iris()")
+            raise ClosedError(self._closed_because)
         self._check_thread()
         self.check_failure()
 

@@ -94,9 +94,8 @@ def scaled_format(op: str, B: torch.Tensor, scale: torch.Tensor) -> WeightFormat
 def check_kind(op: str, name: str, t: torch.Tensor, device: torch.device) -> None:
     """Raise a typed error for anything but a tensor on `device` with its elements in memory and no gradient."""
     check_tensor(op, name, t, device)
-    if t.layout is not torch.strided or t.is_neg():
-        kind = "a negated view" if t.layout is torch.strided else t.layout
-        raise ArgumentError(f"{op}: {name} is {kind}; expected a strided tensor with its elements in memory")
+    if t.is_neg():
+        raise ArgumentError(f"{op}: {name} is a negated view; expected a strided tensor with its elements in memory")
     check_gradient(op, name, t)
 
 

@@ -15,7 +15,8 @@
 
 `plan` is arithmetic: it needs neither a GPU nor ranks. `arguments` parses a command's arguments before the command's
 module is imported, so `--help` and a wrong argument need no torch. The exit code is 0 on success, 1 where `doctor`
-finds something to fix or a comparison fails, and 2 for a refusal, with one line that gives its reason.
+finds something to fix or a comparison fails, 2 for a refusal, with one line that gives its reason, and 141 where the
+reader of the output closes the pipe.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from . import arguments
 from .torchrun import report_failure, started_by_torchrun
 
 _NEEDED = ("torch", "triton", "numpy", "safetensors")
+_UNREAD = 141  # the exit code of a shell's command that a closed pipe ends
 _STARTS_RANKS = ("generate", "demo", "calibrate", "verify")
 
 
@@ -42,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     command, rest = args.command, [*rest, *argv[1:]]
     try:
         code, message = _run(command, rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
+        return _UNREAD
     except ImportError as error:  # a dependency that is broken, or of a version that iris does not work with
         code, message = 2, f"{error}; `iris-tp doctor` lists what to install"
     if message:

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from .arguments import MOST_RANKS
 
-_FAILED = ".failed"
+_FAILED, _UNREAD = ".failed", ".unread"
 
 
 class RankError(Exception):
@@ -65,19 +65,27 @@ def run(rank_main: Callable[..., None], ranks: int | None = None, *args: Any) ->
 
 @contextlib.contextmanager
 def reporting(results: Path) -> Iterator[None]:
-    """Write a typed error of this rank into the folder `results`, for `run_reporting`."""
+    """Write a typed error of this rank into the folder `results`, for `run_reporting`, or that nobody reads stdout."""
     try:
         yield
+    except BrokenPipeError:
+        (results / _UNREAD).touch()
+        raise
     except IrisError as error:
         (results / f"{os.getpid()}{_FAILED}").write_text(f"{type(error).__name__}: {error}")
         raise
 
 
 def run_reporting(rank_main: Callable[..., None], ranks: int | None, results: Path, *args: Any) -> None:
-    """Call `rank_main(results, *args)` on every rank. Raise `RankError` with the error that `reporting` wrote."""
+    """Call `rank_main(results, *args)` on every rank. Raise `RankError` with the error that `reporting` wrote.
+
+    Raises `BrokenPipeError` where the reader of a rank's stdout has closed it.
+    """
     try:
         run(rank_main, ranks, results, *args)
     except (IrisError, multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        if (results / _UNREAD).exists():
+            raise BrokenPipeError from error
         if reports := sorted(results.glob(f"*{_FAILED}"), key=lambda path: path.stat().st_mtime_ns):
             raise RankError(reports[0].read_text()) from error
         raise

@@ -28,6 +28,7 @@ _OWN = "streamer", "tokenizer", "assistant_tokenizer", "custom_generate"  # a pr
 _BY_FIELDS = "Config", "Processor", "Criteria", "Warper"  # endings of names of classes that their fields define
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements of a tensor whose checksum is computed at a time, in some 24 bytes each
+_SAMPLE = 64  # elements of a parameter
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -110,6 +111,13 @@ def checksum(tensor: torch.Tensor) -> int:
         places = torch.arange(start + 1, start + 1 + len(chunk), dtype=torch.long, device=bits.device) * _ODD
         total += ((places ^ (places >> 29)).bitwise_or_(1) * chunk).sum()
     return int(total) & ((1 << 64) - 1)
+
+
+def sample(model: nn.Module) -> str:
+    """Return a checksum of a few elements of each parameter, which differ where ranks drew or loaded other weights."""
+    plain = (each.detach() for each in model.parameters() if type(each) is nn.Parameter and not each.is_meta)
+    rows = (each[(0,) * (each.dim() - 1)][:_SAMPLE] for each in plain if each.dim() and each.numel())
+    return _crc([digest(row) for row in rows])
 
 
 def _fields(value: Any) -> dict[str, Any]:

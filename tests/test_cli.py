@@ -50,6 +50,14 @@ def test_plan_explains_without_gpu_or_ranks() -> None:
     assert "\nchosen " in result.stdout and "FusedConfig(" not in result.stdout
 
 
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    call = f"{sys.executable} -m iris_tp plan matmul_all_reduce 8 8 8 | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", call], cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 def test_plan_takes_forms_types_and_machines(capsys: pytest.CaptureFixture) -> None:
     for gpu in arguments.GPUS:
         options = ("--form", "k", "--dtype", "float16", "--world", "8", "--gpu", gpu)

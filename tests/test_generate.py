@@ -67,6 +67,24 @@ def test_weights_in_fp8_are_taken(checkpoint: Path) -> None:
     assert out and "2 tokens in" in err
 
 
+def _write_to_stdout(results: Path) -> None:
+    with launch.reporting(results):
+        os.write(1, b"text")
+
+
+def test_a_reader_that_leaves_ends_the_ranks_quietly(tmp_path: Path) -> None:
+    """The pipe of a rank breaks; the command then ends with 141, as `tests/test_cli.py` has it for others."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    kept = os.dup(1)
+    os.dup2(writer, 1)
+    try:
+        with pytest.raises(BrokenPipeError):
+            launch.run_reporting(_write_to_stdout, 1, tmp_path)
+    finally:
+        os.dup2(kept, 1)
+
+
 @pytest.mark.slow
 def test_the_command_reads_a_prompt_and_starts_its_ranks(checkpoint: Path) -> None:
     result = run(str(checkpoint), "-", "--tokens", "9", "--ranks", "2", stdin=PROMPT)

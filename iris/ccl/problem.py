@@ -132,8 +132,6 @@ def check_tensors(op: str, out: torch.Tensor, inp: torch.Tensor, device: torch.d
     """Raise a typed error for a tensor of the wrong kind, dtype or device."""
     for name, t in (("inp", inp), ("out", out)):
         check_tensor(op, name, t, device)
-        if t.layout is not torch.strided:
-            raise ArgumentError(f"{op}: {name} has layout {t.layout}; expected a strided tensor")
         if op in (ALL_REDUCE, REDUCE_SCATTER) and t.dtype not in SUMMED:
             raise DtypeError(f"{op}: {name} has dtype {t.dtype}; expected one of {', '.join(map(str, SUMMED))}")
         if t.dtype.itemsize not in _BITS or t.is_conj() or t.is_neg():

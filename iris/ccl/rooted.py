@@ -185,8 +185,6 @@ def _move(
 def check(op: str, name: str, tensor: Any, ctx: Rank, written: bool = False) -> None:
     """Raise a typed error for anything but a strided tensor in the device's memory; `written`: that may be written."""
     check_tensor(op, name, tensor, ctx.device)
-    if tensor.layout is not torch.strided:
-        raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; expected a strided tensor")
     check_undifferentiated(op, name, tensor)
     check_memory(op, (name,), (tensor.data_ptr(),), (span(tensor),))
     if written:

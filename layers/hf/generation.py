@@ -13,7 +13,8 @@ generation config: users call torch.compile for it.
 
 Tokens outside the vocabulary, and lengths beyond a table of positions or a static cache, are refused, too: on a GPU
 they would end the process. The ranks compare their arguments (`digests`), because other tokens of the same length would
-give a mix of both answers.
+give a mix of both answers. Functions, such as stopping criteria, cannot be compared, so the ranks also compare the
+tokens that they return.
 
 A worker thread may call `generate` while the main thread reads its streamer. The context belongs to the worker for the
 call, and the streamer ends after that, however the call ends: so a reader never waits in vain, and finds the context
@@ -96,6 +97,7 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
             own = self._own_generate
             output = type(self).generate(self, **given.arguments) if own is None else own(*args, **kwargs)
             settle(self, ctx)
+            checked(ctx, "the end of generate", lambda: facts(tokens=_tokens_of(output)), lambda own: own)
             return output
 
     vars(generate)["agrees"] = True
@@ -104,6 +106,11 @@ def agree_on_samples(model: Any, ctx: Iris) -> None:
         model._get_logits_processor = MethodType(_get_logits_processor, model)
     if hasattr(model, "_get_static_cache_init_shape"):  # it counts the heads of transformers' own splits
         model._get_static_cache_init_shape = MethodType(lambda self: None, model)  # the first update shows them
+
+
+def _tokens_of(output: Any) -> torch.Tensor | None:
+    tokens = getattr(output, "sequences", output)
+    return tokens if isinstance(tokens, torch.Tensor) else None
 
 
 def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +164,8 @@ class _Given:
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
-        return facts(**{**self.arguments, "model.generation_config": self.model.generation_config})
+        model = {"model.generation_config": self.model.generation_config, "model.dtype": self.model.dtype}
+        return facts(**{**self.arguments, **model})
 
     def setting(self, name: str) -> Any:
         """Return a setting as transformers does: from the call, from its generation config, from the model's."""

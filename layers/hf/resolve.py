@@ -15,6 +15,7 @@ from iris_ops.planning.sums import BATCH, Level
 from torch import nn
 
 from ..checkpoint.composed import Source
+from ..digests import facts, sample
 from ..expert_storage import coding_of_experts
 from ..experts import Form as ExpertsForm
 from ..formats.coded import coding_of
@@ -73,6 +74,8 @@ class Split:
         sizes = [(name, tuple(each.shape), each.dtype) for name, each in model.named_parameters()]
         return {
             "model": f"a {type(model).__name__} ({digest_of(sizes)})",
+            **facts(config=getattr(model, "config", None)),
+            "a sample of the model's weights": f"one with checksum {sample(model)}",
             "plan": f"one of {len(self.styles)} modules ({digest_of(sorted(self.styles.items()))})",
             "fuse": self.fuse,
             "weights": self.weights,

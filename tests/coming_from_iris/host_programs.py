@@ -160,7 +160,10 @@ def wrong_copies_from_the_host():
         ("expected as many elements", lambda: ctx.put(data, 0, ctx.zeros(5))),
         ("signal_flag is .* expected one int32", lambda: ctx.put(data, 0, signal_flag=flag)),
         ("wait_value is 1.5", lambda: ctx.put(data, 0, wait_value=1.5)),
-        ("src_tensor is 3", lambda: ctx.put(3, 0, data)),
+        ("src_tensor is int; expected a torch.Tensor", lambda: ctx.put(3, 0, data)),
+        ("src_tensor is torch.sparse_coo; expected a strided", lambda: ctx.put(data.to_sparse(), 0, data)),
+        ("ptr is 0x10; expected an address in the heap of rank 0", lambda: ctx.translate(16, 0, 0)),
+        ("ptr is .*; expected an address", lambda: ctx.translate(data, 0, 0)),
         ("dst_rank is -1", lambda: ctx.quiet(-1)),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):

@@ -14,7 +14,7 @@ from tests.processes import run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes and environments of its own")
 
-PREFIXES = "SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "MASTER_"
+PREFIXES = "SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "FLUX_", "JSM_", "PALS_", "MASTER_"
 STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
 # Of each launcher, what rank r of two has.
 STARTED = {
@@ -25,6 +25,18 @@ STARTED = {
     },
     "hydra": lambda r: {
         "PMI_RANK": str(r), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(r), "MPI_LOCALNRANKS": "2",
+    },
+    "flux": lambda r: {
+        "FLUX_TASK_RANK": str(r), "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": str(r), "FLUX_JOB_NNODES": "1",
+        "FLUX_JOB_ID": "77", "PMI_RANK": str(r), "PMI_SIZE": "2",
+    },
+    "jsrun": lambda r: {
+        "JSM_NAMESPACE_RANK": str(r), "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": str(r),
+        "JSM_NAMESPACE_LOCAL_SIZE": "2", "LSB_JOBID": "77",
+    },
+    "cray": lambda r: {
+        "PMI_RANK": str(r), "PMI_SIZE": "2", "PALS_RANKID": str(r), "PALS_LOCAL_RANKID": str(r),
+        "PALS_LOCAL_SIZE": "2", "PALS_APID": "77",
     },
 }  # fmt: skip
 
@@ -55,7 +67,7 @@ def summed(rank: int, world_size: int, launcher: str) -> str:
         return f"{ctx.cur_rank} {ctx.num_ranks} {total.tolist()}"
 
 
-@pytest.mark.parametrize("launcher", STARTED)
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "hydra"])
 def test_ranks_of_srun_and_mpirun_are_one_world(launcher: str) -> None:
     without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
     ended = run_fresh(2, summed, launcher, env=without)
@@ -75,7 +87,7 @@ def test_a_translated_world_is_the_same_port_and_its_own_ranks(environment) -> N
             here.add(os.environ["MASTER_PORT"])
         assert len(here) == 1, launcher
         ports |= here
-    assert len(ports) == 3
+    assert len(ports) == len(STARTED)
 
 
 def test_an_address_that_is_given_stays(environment) -> None:
@@ -91,7 +103,7 @@ ALONE = {
     "a shell of salloc": {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
     "an interactive step": {**STARTED["srun"](0), "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
     "srun -n 1": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
-    "mpirun -n 1": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    "mpirun -n 1": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
 }
 
 
@@ -111,6 +123,8 @@ REFUSED = {
     "no step": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_PROCID=0, SLURM_NTASKS=2.*job script's own"),
     "no size": ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1; expected a number"),
     "no rank": ({"PMI_SIZE": "2"}, "PMI_SIZE=2; expected a number"),
+    "PMIx alone": ({"PMIX_RANK": "1"}, "PMIX_RANK=1, and no number of ranks"),
+    "PALS alone": ({"PALS_RANKID": "1"}, "PALS_RANKID=1, and no number of ranks"),
     "no local size": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1, PMI_SIZE=2.*not known to share one host"),
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 
+import iris
+from iris.errors import ClosedError
 import pytest
 
 from tests.harness import UNDER_TORCHRUN
-from tests.processes import run_apart
+from tests.processes import run_apart, run_fresh
 
 pytestmark = pytest.mark.skipif(UNDER_TORCHRUN, reason="processes of its own")
 
@@ -65,3 +68,31 @@ def test_a_refused_call_that_is_caught_leaves_the_peers_waiting_no_longer_than_t
 
 
 LIMIT = {"IRIS_TIMEOUT": "100"}
+
+
+def forking(rank: int, world_size: int) -> list[str]:
+    with iris.iris(1 << 22) as ctx:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            for call in (ctx.barrier, lambda: ctx.ones(4), ctx.take_over):
+                try:
+                    call()
+                    os.write(writer, b"went on\n")
+                except ClosedError as error:
+                    os.write(writer, f"{error}\n".encode())
+            ctx.close()  # alone
+            os._exit(0)
+        out = ctx.ones(4)
+        os.waitpid(child, 0)
+        ctx.ccl.all_reduce(out, out)
+        ctx.barrier()
+        assert out.tolist() == [world_size] * 4
+        return os.read(reader, 10_000).decode().splitlines()
+
+
+def test_a_fork_of_a_rank_cannot_use_its_context() -> None:
+    for rank, end in enumerate(run_fresh(2, forking, env={"IRIS_TIMEOUT": "20"})):
+        assert end.exitcode == 0, end.traceback
+        assert len(end.result) == 3, end.result
+        assert all(line.startswith(f"this process was forked from rank {rank}") for line in end.result), end.result

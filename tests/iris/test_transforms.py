@@ -29,6 +29,7 @@ def collectives_body(ctx) -> tuple[list[str], list[str]]:
         "gather": lambda t: ccl.gather(torch.empty_like(whole), t),
         "scatter": lambda t: ccl.scatter(t, whole),
     }
+    copies = {"put": lambda t: ctx.put(t, ctx.cur_rank, whole[: len(part)]), "ctx.broadcast": ctx.broadcast}
     if w == 2:
         calls["sendrecv"] = lambda t: ccl.sendrecv(t, torch.empty_like(part), peer, peer)
     accepted, messages = [], []
@@ -41,7 +42,7 @@ def collectives_body(ctx) -> tuple[list[str], list[str]]:
         else:
             accepted.append(name)
 
-    for name, call in calls.items():
+    for name, call in (calls | copies).items():
         with torch.no_grad():
             call(part)
             call(part)  # from the second call on by the shortcut, which must not take the tensors below
@@ -51,6 +52,8 @@ def collectives_body(ctx) -> tuple[list[str], list[str]]:
             expect_refusal(
                 f"{name}, vmap", lambda call=call, batch=batch: torch.func.vmap(lambda t: _nothing(call(t)))(batch)
             )
+        if name in copies:
+            continue  # which autograd does not see
         tracked = part.detach().requires_grad_()
         expect_refusal(f"{name}, grad", lambda call=call, tracked=tracked: call(tracked))
     return accepted, messages

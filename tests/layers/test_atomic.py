@@ -110,6 +110,14 @@ def differing_body(ctx) -> None:
         assert same(state(model), before)
     with pytest.raises(ArgumentError, match=r"model is .* on rank 0 and .* on rank 1: expected the same"):
         parallelize(models.build("plain" if first else "bias"), ctx)
+    rescaled = models.build("plain")
+    rescaled.config.rms_norm_eps *= 1 + ctx.cur_rank
+    with pytest.raises(ArgumentError, match=r"config.rms_norm_eps is 1e-0\d on rank 0 and 2e-0\d on rank 1: expected"):
+        parallelize(rescaled, ctx)
+    drawn = models.build("plain")
+    nn.init.normal_(drawn.lm_head.weight, generator=torch.Generator().manual_seed(ctx.cur_rank))
+    with pytest.raises(ArgumentError, match=r"a sample of the model's weights is one with checksum \w+ on rank 0 and"):
+        parallelize(drawn, ctx)
     with pytest.raises(StyleError, match=r"the plan is empty" if first else r"rank 0: the plan is empty"):
         parallelize(model, ctx, plan={} if first else "auto")
     assert same(state(model), before)

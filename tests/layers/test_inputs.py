@@ -156,6 +156,16 @@ def always_body(rank: int, world_size: int) -> list[str]:
         torch.manual_seed(rank)
         private = {"streamer": Ignoring() if rank else None, "tokenizer": object()}
         drawn = model.generate(models.prompt(1), do_sample=True, max_new_tokens=3, **private)
+        # functions, which cannot be compared, decide differently
+        with pytest.raises(
+            ArgumentError, match=r"the end of generate: tokens differs between ranks: it is int64\[1, 9\]"
+        ):
+            model.generate(models.prompt(1), prefix_allowed_tokens_fn=lambda *_: [3 + rank], max_new_tokens=2)
+        if rank:
+            model.to(torch.bfloat16)
+        with pytest.raises(ArgumentError, match=r"generate: model.dtype differs between ranks: it is torch.float32 on"):
+            model.generate(models.prompt(1), max_new_tokens=2)
+        model.to(torch.float32)
         seeded = layers.Engine(model, ctx, 2, 16).generate(models.prompt(), 3, temperature=2.0, seed=rank)
     return [*wrong, str(drawn.tolist()), str(seeded)]
 
