@@ -80,6 +80,8 @@ def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[
             target, converted = rename_source_key(name, [], [], model.base_model_prefix, state)
         if converted is not None and target in state:
             composed.setdefault(target, {}).setdefault(converted, []).append(name)
+        elif converted is not None and len(by_pattern[converted].target_patterns) == 1:
+            by_name[name] = name, stored[name]  # of a module that the model lacks, as a layer that predicts more tokens
         elif converted is not None:
             problems.append(_elsewhere(name, converted))
         elif target in by_name:

@@ -11,7 +11,7 @@ from layers.checkpoint.buffers import Staging
 from layers.experts import SplitExperts
 from layers.weight_storage import Quantised
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 import torch
 from torch import nn
 
@@ -191,6 +191,32 @@ def test_types_that_are_published_in_fp8_are_the_dequantised_ones(tmp_path: Path
     for made, exact in run_ranks(WORLDS[1] if len(WORLDS) > 1 else WORLDS[0], both_body, str(folder),
                                  str(folder.with_name("quantised-exact"))):  # fmt: skip
         assert torch.allclose(made, exact, rtol=1e-4, atol=1e-6)
+
+
+def plain_body(ctx, folder: str) -> torch.Tensor:
+    return models.logits(layers.from_pretrained(folder, ctx, dtype=torch.float32), ctx.device).cpu()
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Replaces the tensors in `folder` by those that `change` returns."""
+    once(lambda: save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_layers_that_only_predict_more_tokens_stay_in_the_files(tmp_path: Path, world_size: int) -> None:
+    """DeepSeek publishes layer 61, which its class ignores, with experts one by one as in the layers before."""
+    folder, _ = written(tmp_path, "fp8_block", "deepseek")
+    expected = run_ranks(world_size, plain_body, str(folder))
+    experts = "model.layers.1.mlp.experts."
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        more = {k.replace("layers.1.", "layers.61."): each.clone() for k, each in tensors.items() if experts in k}
+        assert more
+        return tensors | more
+
+    rewrite(folder, change)
+    for logits, before in zip(run_ranks(world_size, plain_body, str(folder)), expected, strict=True):
+        assert torch.equal(logits, before)
 
 
 def kept_body(ctx, folder: str) -> tuple[torch.Tensor, str, dict[str, tuple]]:
