@@ -17,10 +17,8 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers, stored_order
+from .integers import GroupedIntegers, check_scales, stored_order
 from .weight_format import Index, QuantisedWeight
-
-_SCALES = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ def packed_weight(
             f"is packed as {packed.dtype} {list(packed.shape)}: expected int32 [{rows}, {-(-columns * bits // 32)}],"
             f" of {bits} bits each"
         )
-    if scale.dtype not in _SCALES:
-        raise CheckpointError(f"has scales in {scale.dtype}: expected one of {', '.join(map(str, _SCALES))}")
+    check_scales(scale)
     if scale.nbytes == scale.dtype.itemsize and rows > 1:
         raise CheckpointError("has one scale: expected one for each row, or one for each group of a row")
     group = columns if group is None else group
