@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats.weight_format import quantised_weights
 from ..together import shown
 from .composed import Source, compose
 
@@ -37,7 +38,7 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
     for target in [name for name in sources if name not in shapes]:
         del sources[target]
         name = labels[target][0]
-        if strict and not ignored.search(name) and not ignored.search(target):
+        if strict and not ignored.search(name) and not ignored.search(target) and not _adds_zero(name, stored):
             problems.append(f"{shown(name)} has no place in {type(model).__name__}")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in sources and source in sources:
@@ -58,6 +59,16 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
                 f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
             )
     return sources, problems
+
+
+def _adds_zero(name: str, stored: Mapping[str, Source]) -> bool:
+    """Return whether `name` is a bias of zeros of a quantised weight, which AutoGPTQ stored for layers without one."""
+    weight = stored.get(f"{name.removesuffix('bias')}weight")
+    if not name.endswith(".bias") or weight is None or not quantised_weights(weight):
+        return False
+    values = torch.empty(stored[name].shape)
+    stored[name].copy_to(values)
+    return not values.any()
 
 
 def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[str, Source]], list[str]]:

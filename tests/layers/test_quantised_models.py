@@ -219,6 +219,26 @@ def test_layers_that_only_predict_more_tokens_stay_in_the_files(tmp_path: Path, 
         assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_biases_of_zeros_that_the_model_lacks_are_read_past(tmp_path: Path, world_size: int) -> None:
+    """AutoGPTQ stored a bias for every layer that it quantised; another number in one is refused."""
+    folder, _ = written(tmp_path, "gptq", "dense")
+    expected = run_ranks(world_size, plain_body, str(folder))
+    bias = "model.layers.0.mlp.up_proj.bias"
+    rewrite(folder, lambda tensors: tensors | {bias: torch.zeros(352, dtype=torch.float16)})
+    for logits, before in zip(run_ranks(world_size, plain_body, str(folder)), expected, strict=True):
+        assert torch.equal(logits, before)
+    rewrite(folder, lambda tensors: tensors | {bias: torch.ones(352, dtype=torch.float16)})
+    for text in run_ranks(world_size, error_body, str(folder)):
+        assert f"{bias} has no place in LlamaForCausalLM" in text
+
+
+def error_body(ctx, folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        layers.from_pretrained(folder, ctx)
+    return str(caught.value)
+
+
 def kept_body(ctx, folder: str) -> tuple[torch.Tensor, str, dict[str, tuple]]:
     model = layers.from_pretrained(folder, ctx, dtype=torch.float32, weights="fp8_all", fuse=False, verify=True)
     held = {
