@@ -303,6 +303,38 @@ def test_experts_that_are_stored_as_one_have_blocks_for_gates_and_for_ups(tmp_pa
 
 
 @alone
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 1)])
+def test_experts_that_are_stored_as_one_have_a_scale_for_gates_and_one_for_ups(tmp_path: Path, shape) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    parts = [written_formats.fp8_tensor(half, "s") for one in torch.randn(3, 192, 160) for half in one.chunk(2)]
+    tensors = {
+        name: torch.cat([part[0][".weight"] for part in parts]).view(3, 192, 160),
+        f"{name}_scale_inv": torch.stack([part[0]["s"] for part in parts]).view(shape),
+    }
+    exact = torch.cat([part[1] for part in parts]).view(3, 192, 160)
+    save_file(tensors, tmp_path / "model.safetensors")
+    held = contents(SCHEMES["fp8"]({"weight_block_size": None}), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    local = torch.empty(3, 80, 160)
+    held.sources[name].copy_to(local, (slice(None), slice(50, 130)))
+    assert torch.allclose(local.double(), exact[:, 50:130], rtol=2e-7, atol=0)
+
+
+@alone
+def test_a_linear_of_gates_and_ups_has_blocks_as_any_other(tmp_path: Path) -> None:
+    """Phi-3's and GLM's `gate_up_proj.weight`: 704 rows are 6 blocks, as many as 2 x 352 rows would have."""
+    weight = torch.randn(704, 160)
+    parts, exact = FORMATS["fp8_block"].write(weight)
+    name = "model.layers.0.mlp.gate_up_proj"
+    save_file({name + end: part for end, part in parts.items()}, tmp_path / "model.safetensors")
+    config = FORMATS["fp8_block"].config
+    held = contents(SCHEMES["fp8"](config), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    source: Any = held.sources[f"{name}.weight"]
+    assert torch.allclose(source.values((0, 704), (0, 160), torch.float64), exact, rtol=1e-12, atol=0)
+
+
+@alone
 def test_a_module_has_the_group_that_compressed_tensors_takes(tmp_path: Path) -> None:
     """A name comes before patterns, these in alphabetical order, and classes last."""
     config = written_formats.compressed("mixed-precision", {})
