@@ -91,9 +91,9 @@ _INTEGERS = {
 
 def awq(config: Config) -> Scheme:
     """Return the scheme of `quant_method: awq` in its layout `gemm`."""
-    version = config.get("version", config.get("format", "gemm"))
-    if str(version).lower() != "gemm":
-        raise CheckpointError(f"version is {shown(repr(version))}: expected 'gemm'")
+    for key in ("version", "format", "checkpoint_format"):  # of AutoAWQ, transformers and GPTQModel
+        if str(config.get(key) or "gemm").lower() != "gemm":
+            raise CheckpointError(f"{key} is {shown(repr(config[key]))}: expected 'gemm'")
     one_of(config, "bits", (4,))
     one_of(config, "zero_point", (True,))
     group = _group(config)

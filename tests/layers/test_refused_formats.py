@@ -98,6 +98,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "group_size is '32': expected -1 or a positive integer",
     ),
     "gemv": ("awq", changed(version="gemv"), "version is 'gemv': expected 'gemm'"),
+    "gemv of GPTQModel": (
+        "awq",
+        changed(version=None, checkpoint_format="gemv"),
+        "checkpoint_format is 'gemv': expected",
+    ),
     "status": ("ct_int4_32", changed(quantization_status="calibration"), "quantization_status is 'calibration'"),
     "rotation": ("ct_int4_32", changed(transform_config={"config_groups": {"a": 1}}), "transform_config rotates"),
     "sparsity": ("ct_int4_32", changed(sparsity_config={"format": "sparse-24"}), "sparsity_config .* 'sparse-24'"),
