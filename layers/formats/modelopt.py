@@ -34,7 +34,9 @@ def modelopt(config: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"quantization is {shown(repr(settings))}: expected settings by name")
     algorithm = settings.get("quant_algo")
     layers = settings.get("quantized_layers") or {}
-    used = [algorithm, *(each.get("quant_algo") if isinstance(each, dict) else None for each in layers.values())]
+    of_cache = settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme")
+    own = [] if algorithm is None and of_cache else [algorithm]
+    used = [*own, *(each.get("quant_algo") if isinstance(each, dict) else None for each in layers.values())]
     if strange := [each for each in used if each not in _ALGORITHMS]:
         raise CheckpointError(f"quant_algo is {shown(repr(strange[0]))}: expected one of {', '.join(_ALGORITHMS)}")
     excluded = patterns_of(settings, "exclude_modules") + patterns_of(settings, "ignore")

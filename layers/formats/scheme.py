@@ -134,7 +134,7 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
             result.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
         except CheckpointError as error:
             result.problems.append(f"{shown(target)} {one_line(error)}")
-    if not result.problems and not result.quantised:
+    if not result.problems and not result.quantised and not cache:  # a cache may be quantised alone
         result.problems.append(
             f"the configuration says that weights are quantised ({scheme.method}), and no stored weight is: remove"
             " quantization_config from config.json"

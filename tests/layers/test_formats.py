@@ -221,6 +221,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
         "zero_point": True,
     },
+    "AWQ of transformers": {
+        "backend": "auto", "bits": 4, "checkpoint_format": "gemm", "desc_act": False, "format": "gemm",
+        "group_size": 128, "quant_method": "awq", "sym": True, "version": None, "zero_point": True,
+    },
     "gpt-oss": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
                                    "lm_head"],
@@ -241,7 +245,7 @@ def test_published_configurations_are_understood(tmp_path: Path, model: str) -> 
     assert scheme is not None and scheme.method == PUBLISHED[model]["quant_method"]
     assert not scheme.leaves_out("model.layers.0.mlp.experts.3.gate_proj")
     assert not scheme.leaves_out("model.layers.10.mlp.experts.gate_up_proj")
-    if model not in ("GPTQ", "AWQ"):
+    if model not in ("GPTQ", "AWQ", "AWQ of transformers"):
         assert scheme.leaves_out("lm_head")
     if "self_attn" in str(PUBLISHED[model]):
         assert scheme.leaves_out("model.layers.0.self_attn.q_proj")
@@ -362,6 +366,47 @@ def test_a_module_has_the_group_that_compressed_tensors_takes(tmp_path: Path) ->
     for name, numbers in exact.items():
         source: Any = held.sources[name]
         assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
+
+
+@alone
+def test_the_name_of_a_module_without_a_dot_is_no_class(tmp_path: Path) -> None:
+    config = written_formats.compressed("mixed-precision", {})
+    config["config_groups"] = {
+        "head": {"targets": ["lm_head"], "format": "float-quantized", "weights": written_formats._float(8, "channel")},
+        "attention": {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}},
+        "others": {"targets": ["Linear"], "format": "pack-quantized", "weights": written_formats._int(4, 32)},
+    }
+    weight, tensors, exact = torch.randn(64, 96), {}, {}
+    for name, write in (
+        ("lm_head", lambda w: written_formats.fp8_channel(w, ".weight_scale")),
+        ("model.layers.0.mlp.up_proj", lambda w: written_formats.packed(w, 4, 32)),
+    ):
+        parts, exact[f"{name}.weight"] = write(weight)
+        tensors |= {name + end: part for end, part in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    held = contents(SCHEMES["compressed-tensors"](config | {"ignore": []}), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    for name, numbers in exact.items():
+        source: Any = held.sources[name]
+        assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
+
+
+OF_THE_CACHE: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"config_groups": {}, "format": "dense", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    "modelopt": {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+}
+
+
+@alone
+@pytest.mark.parametrize("method", OF_THE_CACHE)
+def test_a_checkpoint_may_have_scales_of_its_cache_alone(tmp_path: Path, method: str) -> None:
+    tensors = {f"{NAME}.weight": torch.randn(8, 8), "model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    scheme, files = SCHEMES[method](OF_THE_CACHE[method]), Checkpoint(tmp_path, Staging("cpu"))
+    (problem,) = contents(scheme, files, True).problems
+    assert "scales of a quantised KV cache" in problem and "strict=False loads" in problem
+    plain = contents(scheme, files, False)
+    assert not plain.problems and list(plain.sources) == [f"{NAME}.weight"]
 
 
 # --- faults that a test must notice -----------------------------------------------------------------------------------
