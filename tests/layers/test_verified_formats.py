@@ -8,6 +8,7 @@ from typing import Any
 
 from iris.errors import CheckpointError
 import layers
+from layers.checkpoint.verify import _Allowed, _error
 import pytest
 import torch
 
@@ -81,3 +82,11 @@ def test_planted_faults_in_kept_weights_are_noticed(tmp_path: Path, world_size: 
         assert "_proj" in text
         if format in EXPERTS:
             assert ".experts." in text
+
+
+def test_a_nan_of_the_files_is_no_difference() -> None:
+    exact = torch.tensor([[1.0, torch.nan, torch.inf]])
+    allowed = _Allowed.of(torch.float32)
+    assert _error(exact.clone(), exact, (), allowed) == 0
+    for wrong in ([[torch.nan, torch.nan, torch.inf]], [[1.0, 2.0, torch.inf]], [[1.0, torch.nan, 3.0]]):
+        assert _error(torch.tensor(wrong), exact, (), allowed) > 1
