@@ -131,7 +131,10 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
             continue
         result.activation_scales += "activation" in names
         try:
-            result.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+            source = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+            result.sources[target] = source
+            for each in quantised_weights(source):
+                each.name = target
         except CheckpointError as error:
             result.problems.append(f"{shown(target)} {one_line(error)}")
     if not result.problems and not result.quantised and not cache:  # a cache may be quantised alone

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from iris.errors import CheckpointError
 from layers.checkpoint.buffers import Staging
 from layers.checkpoint.files import Checkpoint
 from layers.experts import part_of_experts
@@ -88,6 +89,35 @@ def test_every_cut_has_the_numbers_of_the_whole(tmp_path: Path, name: str) -> No
                     assert torch.allclose(result, rounded, rtol=tie, atol=0), (world, rank)
 
 
+def broken(name: str, end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    def write(weight: torch.Tensor) -> written_formats.Written:
+        parts, exact = FORMATS[name].write(weight)
+        return parts | {end: change(parts[end])}, exact
+
+    return write
+
+
+BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "fp8_block": (".weight_scale_inv", lambda s: s * torch.nan, "has scales that are NaN or infinite"),
+    "fp8_block_e8m0": (".scale", lambda s: torch.full(s.shape, 255, dtype=torch.uint8).view(s.dtype), "NaN or infin"),
+    "ct_mxfp4": (".weight_scale", lambda s: s | 255, "has scales that are NaN or infinite"),
+    "ct_nvfp4": (".weight_global_scale", torch.zeros_like, "has scales that are NaN or infinite"),
+    "awq": (".scales", lambda s: s * torch.inf, "has scales that are NaN or infinite"),
+    "ct_int4_in_bytes": (".weight", lambda w: w * 2, "has integers of more than 4 bits: expected 4"),
+}
+
+
+@alone
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_that_mean_no_number_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    end, change, message = BROKEN[name]
+    source, _ = opened(tmp_path, name, torch.randn(64, 160), broken(name, end, change))
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight .*{message}"):
+        source.values((0, 64), (0, 160))
+    with pytest.raises(CheckpointError, match=message):
+        list(coded(source, (slice(0, 64), slice(0, 160)), 16, source.coding.zeros))
+
+
 MEANINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "e4m3": lambda codes: codes.double(),
     "e2m1": lambda codes: written_formats.E2M1[codes.long()],
@@ -100,6 +130,7 @@ CODINGS: dict[str, tuple[str, int | str]] = {
     **dict.fromkeys(("fp8_tensor_static", "fbgemm_fp8", "ct_fp8_channel", "ct_fp8_tensor", "modelopt_fp8"),
                     ("e4m3", "K")),
     "ct_mxfp8": ("e4m3", 32), "ct_mxfp4": ("e2m1", 32), "ct_int4_32": ("int4", 32), "ct_int4_channel": ("int4", "K"),
+    "ct_int4_in_bytes": ("int4", 32),
     "gptq": ("int4", 32), "awq_symmetric": ("int4", 32), "ct_nvfp4": ("e2m1", 16), "modelopt_nvfp4": ("e2m1", 16),
     "ct_int8_128": ("int8", 128), "ct_int8": ("int8", "K"), "ct_int4_zeros": ("int4", 64), "awq": ("int4", 32),
     "gptq_v2": ("int8", 64),

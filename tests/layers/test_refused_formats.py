@@ -117,6 +117,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         with_tensors(lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(160)})),
         "up_proj.weight has a pre_quant_scale",
     ),
+    "scale of NaN": (
+        "fp8_block",
+        with_tensors(lambda t: t[f"{UP}.weight_scale_inv"].fill_(torch.nan)),
+        f"rank 0: {UP}.weight has scales that are NaN or infinite: expected finite ones",
+    ),
     "two scales": (
         "fp8_block",
         with_tensors(lambda t: t.update({f"{UP}.weight_scale": torch.ones(1)})),
