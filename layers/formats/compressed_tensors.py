@@ -81,6 +81,8 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     sparsity = config.get("sparsity_config") or {}
     if sparsity and sparsity.get("format", "dense") != "dense":
         raise CheckpointError(f"sparsity_config has the format {shown(repr(sparsity['format']))}: expected none")
+    if config.get("moe_sparsity_config"):
+        raise CheckpointError("moe_sparsity_config leaves out experts: expected none")
     transforms = config.get("transform_config") or {}
     if transforms.get("config_groups"):
         raise CheckpointError("transform_config rotates weights and activations: expected none")

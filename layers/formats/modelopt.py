@@ -17,7 +17,7 @@ from .transformers_schemes import ACTIVATIONS
 from .weight_format import QuantisedWeight
 
 CONFIG = "hf_quant_config.json"
-_ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
+_ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
 _SUFFIXES = {
     ".weight": ("weight", ".weight"),
     ".weight_scale": ("scale", ".weight"),
@@ -48,6 +48,7 @@ def modelopt(config: Mapping[str, Any]) -> Scheme:
         if roles["weight"].dtype == torch.uint8:
             needs(roles, "global")
             return nvfp4_weight(roles["weight"], roles["scale"], roles["global"], divides=False)
-        return fp8_weight(roles["weight"], roles["scale"], (128, 128))
+        block = (1, 32) if roles["scale"].dtype == torch.uint8 else (128, 128)  # MXFP8 has bytes
+        return fp8_weight(roles["weight"], roles["scale"], block)
 
     return Scheme("modelopt", _SUFFIXES, build, lambda module: excludes_module(module, excluded))

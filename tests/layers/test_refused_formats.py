@@ -105,6 +105,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "status": ("ct_int4_32", changed(quantization_status="calibration"), "quantization_status is 'calibration'"),
     "rotation": ("ct_int4_32", changed(transform_config={"config_groups": {"a": 1}}), "transform_config rotates"),
+    "fewer experts": (
+        "ct_int4_32",
+        changed(moe_sparsity_config={"method": "prune", "num_experts": [3]}),
+        "moe_sparsity_config leaves out experts: expected none",
+    ),
     "sparsity": ("ct_int4_32", changed(sparsity_config={"format": "sparse-24"}), "sparsity_config .* 'sparse-24'"),
     "three bits": (
         "ct_int4_32",

@@ -292,6 +292,10 @@ FORMATS: dict[str, Format] = {
         lambda w: _with(fp8_tensor(w, ".weight_scale"), ".input_scale", torch.tensor(0.5)),
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
     ),
+    "modelopt_mxfp8": Format(
+        lambda w: fp8(w, (1, 32), torch.uint8, ".weight_scale"),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"], "group_size": 32},
+    ),
     "modelopt_nvfp4": Format(
         lambda w: nvfp4(w, False),
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.embed*"], "group_size": 16},
