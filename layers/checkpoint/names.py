@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats.weight_format import quantised_weights
+from ..formats.weight_format import QuantisedWeight, Turned, quantised_weights
+from ..hf.linear_like import as_linear
 from ..together import shown
 from .composed import Source, compose
 
@@ -49,6 +50,9 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
         shapes.pop(target, None)
         if target in sources:
             sources[source] = sources.pop(target)
+    for name, each in sources.items():
+        if isinstance(each, QuantisedWeight) and _stores_transposed(model, name):
+            sources[name] = Turned(each)
     for name, shape in shapes.items():
         if name not in sources:
             problems.append(f"{name}{MISSING} {list(shape)}")
@@ -59,6 +63,13 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
                 f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
             )
     return sources, problems
+
+
+def _stores_transposed(model: nn.Module, name: str) -> bool:
+    """Return whether `name` is a linear's weight that its module stores as [K, N], as GPT-2's does."""
+    parent, _, key = name.rpartition(".")
+    linear = as_linear(model.get_submodule(parent)) if key == "weight" else None
+    return linear is not None and linear[1]
 
 
 def _adds_zero(name: str, stored: Mapping[str, Source]) -> bool:

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 32
         ),
     ),
+    "gpt2": ("GPT2", {"hidden_size": 64, "n_inner": 64, "num_hidden_layers": 1}),
     "gpt_oss": (
         "GptOss",
         {**models._EXPERTS, "hidden_size": 64, "intermediate_size": 2880, "num_hidden_layers": 1, "sliding_window": 4},
@@ -231,6 +232,35 @@ def test_biases_of_zeros_that_the_model_lacks_are_read_past(tmp_path: Path, worl
     rewrite(folder, lambda tensors: tensors | {bias: torch.ones(352, dtype=torch.float16)})
     for text in run_ranks(world_size, error_body, str(folder)):
         assert f"{bias} has no place in LlamaForCausalLM" in text
+
+
+def write_gpt2(folder: Path) -> None:
+    """GPT-2 in GPTQ, whose tensors are of [N, K] where the modules of transformers hold [K, N]."""
+    exact = folder.with_name("quantised-exact")
+    built("gpt2").save_pretrained(exact)
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(exact / "model.safetensors").items():
+        if ".c_" in key and key.endswith("weight"):
+            parts, numbers = written_formats.FORMATS["gptq"].write(tensor.t())
+            stored |= {key.removesuffix(".weight") + end: part for end, part in parts.items()}
+            plain[key] = numbers.t().float().contiguous()
+        else:
+            stored[key] = plain[key] = tensor
+    written_formats.save(folder, exact, stored, plain, written_formats.FORMATS["gptq"].config)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_a_quantised_weight_is_turned_for_a_module_that_holds_the_transpose(tmp_path: Path, world_size: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = agreed(tmp_path) / "quantised"
+    once(lambda: write_gpt2(folder))
+    whole = AutoModelForCausalLM.from_pretrained(folder.with_name("quantised-exact"), dtype=torch.float32).eval()
+    single = models.logits(whole)
+    double = models.logits(whole.double())
+    for logits, *_ in run_ranks(world_size, many_ranks_body, str(folder)):
+        assert (logits - double).abs().max() <= 4 * (single - double).abs().max()
 
 
 def error_body(ctx, folder: str) -> str:
