@@ -32,7 +32,7 @@ _CACHE = (
     ".v_bmm_quantizer._amax", ".k_proj.output_scale", ".v_proj.output_scale", ".kv_b_proj.output_scale",
 )  # fmt: skip
 # Ends of the names of scales, in place of ".weight".
-_SCALES = ".weight_scale", ".weight_scale_inv", ".scale", ".qscale_weight", "_scale", "_scale_inv"
+_SCALES = ".weight_scale", ".weight_scale_inv", ".scale", ".qscale_weight", "_scale", "_scale_inv", "_weight_scale"
 _WEIGHTS = "weight", "packed", "blocks"  # the roles of codes
 PACKED_DTYPES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
 

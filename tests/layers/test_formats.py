@@ -423,6 +423,17 @@ def test_the_name_of_a_module_without_a_dot_is_no_class(tmp_path: Path) -> None:
         assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
 
 
+@alone
+@pytest.mark.parametrize("end", ["_scale", "_weight_scale"])
+def test_experts_in_fp8_under_names_that_a_method_lacks_are_refused(tmp_path: Path, end: str) -> None:
+    name = "model.layers.0.feed_forward.experts.down_proj"
+    tensors = {name: torch.ones(2, 64, 32).to(torch.float8_e4m3fn), name + end: torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for strict in (True, False):
+        held = contents(SCHEMES["modelopt"]({"quant_algo": "FP8"}), Checkpoint(tmp_path, Staging("cpu")), strict)
+        assert held.problems == [f"the weights are quantised, and modelopt has no scales of these names: {name}"]
+
+
 OF_THE_CACHE: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"config_groups": {}, "format": "dense", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
     "modelopt": {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
