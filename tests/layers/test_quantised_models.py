@@ -191,7 +191,8 @@ def test_types_that_are_published_in_fp8_are_the_dequantised_ones(tmp_path: Path
     once(lambda: written_formats.write(tiny.build(model_type).float().eval(), folder, "fp8_block_bf16"))
     for made, exact in run_ranks(WORLDS[1] if len(WORLDS) > 1 else WORLDS[0], both_body, str(folder),
                                  str(folder.with_name("quantised-exact"))):  # fmt: skip
-        assert torch.allclose(made, exact, rtol=1e-4, atol=1e-6)
+        # a kept row's scale multiplies the sum, which rounds in another place: for qwen3_5_moe_text by 6e-6 of 6
+        assert (made - exact).abs().max() <= 4e-6 * exact.abs().max()
 
 
 def plain_body(ctx, folder: str) -> torch.Tensor:
