@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats.weight_format import QuantisedWeight, Turned, quantised_weights
+from ..hf.linear_like import as_linear
 from ..together import shown
 from .composed import Source, compose
 
@@ -37,7 +39,7 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
     for target in [name for name in sources if name not in shapes]:
         del sources[target]
         name = labels[target][0]
-        if strict and not ignored.search(name) and not ignored.search(target):
+        if strict and not ignored.search(name) and not ignored.search(target) and not _adds_zero(name, stored):
             problems.append(f"{shown(name)} has no place in {type(model).__name__}")
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in sources and source in sources:
@@ -48,6 +50,9 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
         shapes.pop(target, None)
         if target in sources:
             sources[source] = sources.pop(target)
+    for name, each in sources.items():
+        if isinstance(each, QuantisedWeight) and _stores_transposed(model, name):
+            sources[name] = Turned(each)
     for name, shape in shapes.items():
         if name not in sources:
             problems.append(f"{name}{MISSING} {list(shape)}")
@@ -58,6 +63,23 @@ def find(model: nn.Module, stored: Mapping[str, Source], strict: bool) -> tuple[
                 f"{name} is stored as {held}, expected {'a floating-point' if floating[name] else 'an integer'} dtype"
             )
     return sources, problems
+
+
+def _stores_transposed(model: nn.Module, name: str) -> bool:
+    """Return whether `name` is a linear's weight that its module stores as [K, N], as GPT-2's does."""
+    parent, _, key = name.rpartition(".")
+    linear = as_linear(model.get_submodule(parent)) if key == "weight" else None
+    return linear is not None and linear[1]
+
+
+def _adds_zero(name: str, stored: Mapping[str, Source]) -> bool:
+    """Return whether `name` is a bias of zeros of a quantised weight, which AutoGPTQ stored for layers without one."""
+    weight = stored.get(f"{name.removesuffix('bias')}weight")
+    if not name.endswith(".bias") or weight is None or not quantised_weights(weight):
+        return False
+    values = torch.empty(stored[name].shape)
+    stored[name].copy_to(values)
+    return not values.any()
 
 
 def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[str, Source]], list[str]]:
@@ -80,6 +102,8 @@ def _renamed(model: Any, stored: Mapping[str, Source]) -> tuple[dict[str, tuple[
             target, converted = rename_source_key(name, [], [], model.base_model_prefix, state)
         if converted is not None and target in state:
             composed.setdefault(target, {}).setdefault(converted, []).append(name)
+        elif converted is not None and len(by_pattern[converted].target_patterns) == 1:
+            by_name[name] = name, stored[name]  # of a module that the model lacks, as a layer that predicts more tokens
         elif converted is not None:
             problems.append(_elsewhere(name, converted))
         elif target in by_name:

@@ -181,8 +181,9 @@ def _error(piece: torch.Tensor, source: Any, index: tuple[slice, ...], allowed: 
     exact = torch.empty(piece.shape, dtype=torch.float64, device=piece.device)
     fill(exact, source, index)
     difference = (piece.double() - exact).abs()
-    difference.masked_fill_(piece.isnan() & exact.isnan() | (piece == exact), 0.0)
-    return (difference / (exact.abs() * allowed.share + allowed.least)).nan_to_num(float("inf")).max().item()
+    ratio = difference / (exact.abs() * allowed.share + allowed.least)
+    ratio.masked_fill_(piece.isnan() & exact.isnan() | (piece == exact), 0.0)
+    return ratio.nan_to_num(float("inf")).max().item()
 
 
 def _missing(parts: list[Verified], total: int) -> int | None:

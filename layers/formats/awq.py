@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers
+from .integers import GroupedIntegers, check_scales
 from .weight_format import Index, QuantisedWeight
 
 _BITS = 4
@@ -63,6 +63,7 @@ def awq_weight(tensors: Mapping[str, StoredTensor], group: int) -> QuantisedWeig
     groups = -(-columns // group)
     if packed.dtype != torch.int32 or zero.dtype != torch.int32:
         raise CheckpointError(f"is packed as {packed.dtype}, zero points as {zero.dtype}: expected int32")
+    check_scales(scale)
     if columns % group or scale.shape != (groups, rows) or zero.shape != (groups, rows // 8):
         raise CheckpointError(
             f"[{rows}, {columns}] has scales {list(scale.shape)} and zero points {list(zero.shape)}: expected"

@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.composed import Concatenation
 from .bits import Span
-from .weight_format import Coding, Index, QuantisedWeight, joint_coding
+from .weight_format import Coding, Index, QuantisedWeight, Turned, joint_coding
 
 Piece = tuple[Span, Span, torch.Tensor, torch.Tensor]
 
@@ -24,7 +24,7 @@ def coding_of(source: Any) -> Coding | str:
             return reasons[0]
         codings = [each for each in kinds if isinstance(each, Coding)]
         return joint_coding(codings) or "its outputs are in several formats"
-    return "it is not quantised"
+    return "it is stored transposed" if isinstance(source, Turned) else "it is not quantised"
 
 
 def coded(source: Any, index: Index, group: int, zeros: bool = False) -> Iterator[Piece]:

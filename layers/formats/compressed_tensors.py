@@ -81,13 +81,15 @@ def compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     sparsity = config.get("sparsity_config") or {}
     if sparsity and sparsity.get("format", "dense") != "dense":
         raise CheckpointError(f"sparsity_config has the format {shown(repr(sparsity['format']))}: expected none")
+    if config.get("moe_sparsity_config"):
+        raise CheckpointError("moe_sparsity_config leaves out experts: expected none")
     transforms = config.get("transform_config") or {}
     if transforms.get("config_groups"):
         raise CheckpointError("transform_config rotates weights and activations: expected none")
     given = config.get("config_groups")
-    if not isinstance(given, dict) or not given:
+    if not isinstance(given, dict) or not (given or config.get("kv_cache_scheme")):
         raise CheckpointError(f"config_groups is {shown(repr(given))}: expected groups by name")
-    groups = [_group(name, each, config.get("format")) for name, each in given.items()]
+    groups = [_group(name, each, config.get("format")) for name, each in given.items() if not _has_no_weights(each)]
     ignore = patterns_of(config, "ignore")
 
     def build(name: str, roles: Roles) -> QuantisedWeight:
@@ -103,7 +105,7 @@ def _group_of(module: str, groups: list[_Group]) -> _Group:
         return groups[0]
     targets = sorted((one.startswith("re:"), one) for each in groups for one in each.targets)
     first = next((one for _, one in targets if targets_module(module, [one])), None)
-    of_classes = [each for each in groups if any("." not in one and not one.startswith("re:") for one in each.targets)]
+    of_classes = [each for each in groups if any(one[:1].isupper() for one in each.targets)]  # a module's name is lower
     candidates = of_classes if first is None else [each for each in groups if first in each.targets]
     if not candidates:
         raise CheckpointError("is quantised, and no group of the configuration targets it: expected one")
@@ -117,6 +119,11 @@ def _group(name: str, given: Any, default: Any) -> _Group:
         return _checked_group(given, default)
     except CheckpointError as error:
         raise CheckpointError(f"config_groups {shown(name)}: {error}") from None
+
+
+def _has_no_weights(given: Any) -> bool:
+    """Return whether a group says that its modules' weights are plain, as that of attention on a quantised cache."""
+    return isinstance(given, dict) and "weights" in given and given["weights"] is None
 
 
 def _checked_group(given: Any, default: Any) -> _Group:

@@ -20,7 +20,7 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers, stored_order
+from .integers import GroupedIntegers, check_scales, stored_order
 from .weight_format import Index, QuantisedWeight
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -73,6 +73,7 @@ def gptq_weight(tensors: Mapping[str, StoredTensor], bits: int, group: int, less
     groups = -(-columns // group)
     if packed.dtype != torch.int32 or zero.dtype != torch.int32:
         raise CheckpointError(f"is packed as {packed.dtype}, zero points as {zero.dtype}: expected int32")
+    check_scales(scale)
     if scale.shape != (groups, rows) or zero.shape != (groups, -(-rows * bits // 32)):
         raise CheckpointError(
             f"[{rows}, {columns}] has scales {list(scale.shape)} and zero points {list(zero.shape)}: expected"

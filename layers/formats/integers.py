@@ -15,6 +15,8 @@ from .bits import Span, block_of, blocks
 from .order import Order
 from .weight_format import Coding, WeightFormat
 
+_SCALES = torch.float32, torch.bfloat16, torch.float16
+
 
 @dataclass(frozen=True)
 class GroupedIntegers(WeightFormat):
@@ -83,6 +85,12 @@ class GroupedIntegers(WeightFormat):
     @abstractmethod
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
         """Return the integers that represent 0: [rows, groups read], or one for all."""
+
+
+def check_scales(scale: StoredTensor) -> None:
+    """Raise `CheckpointError` unless stored scales are of a dtype that libraries write."""
+    if scale.dtype not in _SCALES:
+        raise CheckpointError(f"has scales in {scale.dtype}: expected one of {', '.join(map(str, _SCALES))}")
 
 
 def stored_order(stored: StoredTensor | None, columns: int, group: int) -> Order | None:

@@ -17,7 +17,7 @@ from .transformers_schemes import ACTIVATIONS
 from .weight_format import QuantisedWeight
 
 CONFIG = "hf_quant_config.json"
-_ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
+_ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
 _SUFFIXES = {
     ".weight": ("weight", ".weight"),
     ".weight_scale": ("scale", ".weight"),
@@ -34,7 +34,9 @@ def modelopt(config: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"quantization is {shown(repr(settings))}: expected settings by name")
     algorithm = settings.get("quant_algo")
     layers = settings.get("quantized_layers") or {}
-    used = [algorithm, *(each.get("quant_algo") if isinstance(each, dict) else None for each in layers.values())]
+    of_cache = settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme")
+    own = [] if algorithm is None and of_cache else [algorithm]
+    used = [*own, *(each.get("quant_algo") if isinstance(each, dict) else None for each in layers.values())]
     if strange := [each for each in used if each not in _ALGORITHMS]:
         raise CheckpointError(f"quant_algo is {shown(repr(strange[0]))}: expected one of {', '.join(_ALGORITHMS)}")
     excluded = patterns_of(settings, "exclude_modules") + patterns_of(settings, "ignore")
@@ -46,6 +48,7 @@ def modelopt(config: Mapping[str, Any]) -> Scheme:
         if roles["weight"].dtype == torch.uint8:
             needs(roles, "global")
             return nvfp4_weight(roles["weight"], roles["scale"], roles["global"], divides=False)
-        return fp8_weight(roles["weight"], roles["scale"], (128, 128))
+        block = (1, 32) if roles["scale"].dtype == torch.uint8 else (128, 128)  # MXFP8 has bytes
+        return fp8_weight(roles["weight"], roles["scale"], block)
 
     return Scheme("modelopt", _SUFFIXES, build, lambda module: excludes_module(module, excluded))

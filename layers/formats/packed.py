@@ -1,6 +1,7 @@
 """Integers as compressed-tensors stores them, in 4 or 8 bits: packed (`pack-quantized`), or in int8 (`int-quantized`).
 
-packed  int32 [N, ceil(K * bits / 32)], lowest bits first along K: the integer + 2^(bits - 1); or int8 [N, K]
+packed  int32 [N, ceil(K * bits / 32)], lowest bits first along K: the integer + 2^(bits - 1); or int8 [N, K], in which
+        4 bits may be, too
 scale   [N, groups]; one group for a channel
 zero    int32 [ceil(N * bits / 32), groups], packed along N as the integers are; or int8 [N, groups]
 order   int32 [K], the group of each entry, where older files order entries by activation
@@ -17,10 +18,8 @@ import torch
 
 from ..checkpoint.files import StoredTensor
 from .bits import Span, fields
-from .integers import GroupedIntegers, stored_order
+from .integers import GroupedIntegers, check_scales, stored_order
 from .weight_format import Index, QuantisedWeight
-
-_SCALES = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,28 @@ class Packed(GroupedIntegers):
         return index
 
     def codes(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> torch.Tensor:
-        return _unsigned(held["packed"]) if self.loose else self.within(fields(held["packed"], self.bits), columns, 1)
+        packed = held["packed"]
+        return self._unsigned(packed) if self.loose else self.within(fields(packed, self.bits), columns, 1)
 
     def zeros(self, held: Mapping[str, torch.Tensor], rows: Span) -> torch.Tensor | int:
         if not self.asymmetric:
             return 1 << (self.bits - 1)
         zero = held["zero"]
-        return _unsigned(zero) if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
+        return self._unsigned(zero) if self.loose else self.within(fields(zero.t(), self.bits).t(), rows, 0)
 
     def scales(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         return held["scale"].to(dtype)
 
+    def _unsigned(self, integers: torch.Tensor) -> torch.Tensor:
+        """Return int8 numbers + 2^(bits - 1), as packed ones are."""
+        return integers.view(torch.uint8) + (1 << (self.bits - 1))
 
-def _unsigned(integers: torch.Tensor) -> torch.Tensor:
-    """Return int8 numbers + 128, as packed ones are."""
-    return integers.view(torch.uint8) ^ 128
+    def fault(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> str:
+        if self.loose and self.bits < 8 and (self._unsigned(held["packed"]) >> self.bits).any():
+            return f"has integers of more than {self.bits} bits: expected {self.bits} as the configuration says"
+        return super().fault(held, rows, columns)
 
 
 def packed_weight(
@@ -77,13 +81,12 @@ def packed_weight(
     rows, columns = shape
     loose = packed.dtype == torch.int8
     width = columns if loose else -(-columns * bits // 32)
-    if packed.dtype not in (torch.int8, torch.int32) or packed.shape != (rows, width) or (loose and bits != 8):
+    if packed.dtype not in (torch.int8, torch.int32) or packed.shape != (rows, width):
         raise CheckpointError(
             f"is packed as {packed.dtype} {list(packed.shape)}: expected int32 [{rows}, {-(-columns * bits // 32)}],"
-            f" of {bits} bits each"
+            f" of {bits} bits each, or int8 [{rows}, {columns}]"
         )
-    if scale.dtype not in _SCALES:
-        raise CheckpointError(f"has scales in {scale.dtype}: expected one of {', '.join(map(str, _SCALES))}")
+    check_scales(scale)
     if scale.nbytes == scale.dtype.itemsize and rows > 1:
         raise CheckpointError("has one scale: expected one for each row, or one for each group of a row")
     group = columns if group is None else group

@@ -31,6 +31,9 @@ _CACHE = (
     ".v_zero_point", ".k_global_scale", ".v_global_scale", ".q_global_scale", ".k_bmm_quantizer._amax",
     ".v_bmm_quantizer._amax", ".k_proj.output_scale", ".v_proj.output_scale", ".kv_b_proj.output_scale",
 )  # fmt: skip
+# Ends of the names of scales, in place of ".weight".
+_SCALES = ".weight_scale", ".weight_scale_inv", ".scale", ".qscale_weight", "_scale", "_scale_inv", "_weight_scale"
+_WEIGHTS = "weight", "packed", "blocks"  # the roles of codes
 PACKED_DTYPES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
 
 
@@ -100,7 +103,8 @@ class Kept:
 def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: bool) -> Contents:
     """Return the weights that `scheme` reads from `stored` tensors. Without `strict`, ignore scales of a KV cache."""
     if scheme is None:
-        return Contents(dict(stored), _unexplained(stored))
+        reason = "config.json has no quantization_config that says how"
+        return Contents(dict(stored), _unexplained(stored, stored, reason))
     result = Contents({})
     cache: list[str] = []
     groups: dict[str, dict[str, str]] = {}  # names of stored tensors, by the weight and the role
@@ -113,17 +117,27 @@ def contents(scheme: Scheme | None, stored: Mapping[str, StoredTensor], strict: 
         else:
             result.sources[name] = stored[name]
     for name, (target, role) in placed.items():
-        groups.setdefault(target, {})[role] = name
+        other = groups.setdefault(target, {}).setdefault(role, name)
+        if other != name and role != "activation":
+            result.problems.append(f"{shown(name)} and {shown(other)} are both the {role} of {shown(target)}")
+    result.problems += _unexplained(result.sources, stored, f"{scheme.method} has no scales of these names")
     for target, names in groups.items():
+        weights = [names[role] for role in _WEIGHTS if role in names] + [target] * (target in result.sources)
+        if len(weights) > 1:
+            result.problems.append(f"{shown(target)} is stored more than once: {listed(weights)}: expected one")
+            continue
         if set(names) == {"weight"} and stored[names["weight"]].dtype not in PACKED_DTYPES[:2]:
             result.sources[target] = stored[names["weight"]]
             continue
         result.activation_scales += "activation" in names
         try:
-            result.sources[target] = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+            source = _weight(scheme, target, {role: stored[name] for role, name in names.items()})
+            result.sources[target] = source
+            for each in quantised_weights(source):
+                each.name = target
         except CheckpointError as error:
             result.problems.append(f"{shown(target)} {one_line(error)}")
-    if not result.problems and not result.quantised:
+    if not result.problems and not result.quantised and not cache:  # a cache may be quantised alone
         result.problems.append(
             f"the configuration says that weights are quantised ({scheme.method}), and no stored weight is: remove"
             " quantization_config from config.json"
@@ -151,7 +165,7 @@ def _place(scheme: Scheme, name: str, stored: Mapping[str, StoredTensor]) -> tup
 
 def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Source:
     roles.pop("activation", None)
-    main = next((roles[role] for role in ("weight", "packed", "blocks") if role in roles), None)
+    main = next((roles[role] for role in _WEIGHTS if role in roles), None)
     if main is None:
         raise CheckpointError(
             f"has no stored weight, only its {', '.join(sorted(roles)) or 'activation scales'}: expected a weight"
@@ -173,16 +187,17 @@ def _weight(scheme: Scheme, target: str, roles: dict[str, StoredTensor]) -> Sour
     return scheme.build(target, roles)
 
 
-def _unexplained(stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Return a list with one problem if weights are in fp8 and no configuration says how; else an empty list."""
-    names = [
-        name
-        for name, each in stored.items()
-        if each.dtype in PACKED_DTYPES[:2] and any(f"{name}{end}" in stored for end in ("_scale_inv", "_scale"))
-    ]
-    if not names:
-        return []
-    return [f"the weights are quantised, and config.json has no quantization_config that says how: {listed(names)}"]
+def _unexplained(sources: Mapping[str, Source], stored: Mapping[str, StoredTensor], reason: str) -> list[str]:
+    """Return a list with one problem if some of `sources` are in fp8 and `stored` has their scales; else an empty list.
+
+    `reason`: why these scales are not read.
+    """
+    names = []
+    for name, each in sources.items():
+        stem = name.removesuffix(".weight")
+        if each.dtype in PACKED_DTYPES[:2] and any(f"{stem}{end}" in stored for end in _SCALES):
+            names.append(name)
+    return [f"the weights are quantised, and {reason}: {listed(names)}"] if names else []
 
 
 def needs(roles: Roles, *required: str) -> None:

@@ -41,8 +41,9 @@ def fp8(config: Config) -> Scheme:
     one_of(config, "scale_fmt", ("float", "ue8m0"))
     one_of(config, "fmt", ("e4m3", "float8_e4m3fn"))
     one_of(config, "expert_dtype", ("fp8", "fp4"))
-    given = config.get("weight_block_size")
-    block = (128, 128) if given is None else tuple(given) if isinstance(given, (list, tuple)) else ()
+    given = config.get("weight_block_size", (128, 128))
+    by_tensor = given is None
+    block = (128, 128) if by_tensor else tuple(given) if isinstance(given, (list, tuple)) else ()
     if len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
         raise CheckpointError(f"weight_block_size is {shown(repr(given))}: expected two positive integers")
 
@@ -50,7 +51,11 @@ def fp8(config: Config) -> Scheme:
         needs(roles, "weight", "scale")
         if roles["weight"].dtype in (torch.int8, torch.uint8):
             return mxfp4_weight(roles["weight"], roles["scale"])
-        return fp8_weight(roles["weight"], roles["scale"], block, fused="gate_up" in name)
+        weight, scale = roles["weight"], roles["scale"]
+        fused = name.endswith("gate_up_proj")  # of experts: a linear's name ends in .weight, and its blocks begin once
+        if fused and by_tensor and scale.shape in ((2,), (2, 1)) and len(weight.shape) == 2:
+            return fp8_weight(weight, scale.reshaped((2, 1)), (weight.shape[0] // 2, weight.shape[1]))
+        return fp8_weight(weight, scale, block, fused)
 
     return Scheme("fp8", _FP8, build, _exclusion(config, "modules_to_not_convert", "ignored_layers"))
 
@@ -86,9 +91,9 @@ _INTEGERS = {
 
 def awq(config: Config) -> Scheme:
     """Return the scheme of `quant_method: awq` in its layout `gemm`."""
-    version = config.get("version", config.get("format", "gemm"))
-    if str(version).lower() != "gemm":
-        raise CheckpointError(f"version is {shown(repr(version))}: expected 'gemm'")
+    for key in ("version", "format", "checkpoint_format"):  # of AutoAWQ, transformers and GPTQModel
+        if str(config.get(key) or "gemm").lower() != "gemm":
+            raise CheckpointError(f"{key} is {shown(repr(config[key]))}: expected 'gemm'")
     one_of(config, "bits", (4,))
     one_of(config, "zero_point", (True,))
     group = _group(config)

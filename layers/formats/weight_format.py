@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from iris.errors import CheckpointError
 import torch
 
 from ..checkpoint.files import StoredTensor
+from ..together import shown
 from .bits import Span, block_of, grouped
 from .order import Order
 
@@ -107,6 +109,11 @@ class WeightFormat(ABC):
         """Return what `codes` mean before they are scaled."""
         return codes.to(dtype)
 
+    def fault(self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span) -> str:
+        """Return what is wrong with values that were read, empty for nothing."""
+        finite = self.scales(held, rows, columns).isfinite().all()
+        return "" if finite else "has scales that are NaN or infinite: expected finite ones"
+
     def widen(
         self, held: Mapping[str, torch.Tensor], rows: Span, columns: Span, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
@@ -122,6 +129,7 @@ class QuantisedWeight:
 
     def __init__(self, format: WeightFormat, tensors: Mapping[str, StoredTensor]) -> None:
         self.format, self.tensors, self.shape = format, dict(tensors), format.shape
+        self.name = ""  # in the files, for messages
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +211,10 @@ class QuantisedWeight:
             yield at - rows[0], torch.cat(parts, 1), scales
 
     def _read(self, rows: Span, columns: Span) -> dict[str, torch.Tensor]:
-        return {role: self.tensors[role][index] for role, index in self.format.reads(rows, columns).items()}
+        held = {role: self.tensors[role][index] for role, index in self.format.reads(rows, columns).items()}
+        if fault := self.format.fault(held, rows, columns):
+            raise CheckpointError(f"{shown(self.name)} {fault}")
+        return held
 
     def _spans(self, index: Index) -> tuple[Span, Span]:
         padded = (*index, *[slice(None)] * (2 - len(index)))

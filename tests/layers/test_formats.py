@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from iris.errors import CheckpointError
 from layers.checkpoint.buffers import Staging
 from layers.checkpoint.files import Checkpoint
 from layers.experts import part_of_experts
@@ -88,6 +89,35 @@ def test_every_cut_has_the_numbers_of_the_whole(tmp_path: Path, name: str) -> No
                     assert torch.allclose(result, rounded, rtol=tie, atol=0), (world, rank)
 
 
+def broken(name: str, end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    def write(weight: torch.Tensor) -> written_formats.Written:
+        parts, exact = FORMATS[name].write(weight)
+        return parts | {end: change(parts[end])}, exact
+
+    return write
+
+
+BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "fp8_block": (".weight_scale_inv", lambda s: s * torch.nan, "has scales that are NaN or infinite"),
+    "fp8_block_e8m0": (".scale", lambda s: torch.full(s.shape, 255, dtype=torch.uint8).view(s.dtype), "NaN or infin"),
+    "ct_mxfp4": (".weight_scale", lambda s: s | 255, "has scales that are NaN or infinite"),
+    "ct_nvfp4": (".weight_global_scale", torch.zeros_like, "has scales that are NaN or infinite"),
+    "awq": (".scales", lambda s: s * torch.inf, "has scales that are NaN or infinite"),
+    "ct_int4_in_bytes": (".weight", lambda w: w * 2, "has integers of more than 4 bits: expected 4"),
+}
+
+
+@alone
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_that_mean_no_number_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    end, change, message = BROKEN[name]
+    source, _ = opened(tmp_path, name, torch.randn(64, 160), broken(name, end, change))
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight .*{message}"):
+        source.values((0, 64), (0, 160))
+    with pytest.raises(CheckpointError, match=message):
+        list(coded(source, (slice(0, 64), slice(0, 160)), 16, source.coding.zeros))
+
+
 MEANINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "e4m3": lambda codes: codes.double(),
     "e2m1": lambda codes: written_formats.E2M1[codes.long()],
@@ -99,7 +129,9 @@ CODINGS: dict[str, tuple[str, int | str]] = {
     **dict.fromkeys(("fp8_block", "fp8_block_bf16", "fp8_block_e8m0", "ct_fp8_block"), ("e4m3", 128)),
     **dict.fromkeys(("fp8_tensor_static", "fbgemm_fp8", "ct_fp8_channel", "ct_fp8_tensor", "modelopt_fp8"),
                     ("e4m3", "K")),
-    "ct_mxfp8": ("e4m3", 32), "ct_mxfp4": ("e2m1", 32), "ct_int4_32": ("int4", 32), "ct_int4_channel": ("int4", "K"),
+    **dict.fromkeys(("ct_mxfp8", "modelopt_mxfp8"), ("e4m3", 32)),
+    "ct_mxfp4": ("e2m1", 32), "ct_int4_32": ("int4", 32), "ct_int4_channel": ("int4", "K"),
+    "ct_int4_in_bytes": ("int4", 32),
     "gptq": ("int4", 32), "awq_symmetric": ("int4", 32), "ct_nvfp4": ("e2m1", 16), "modelopt_nvfp4": ("e2m1", 16),
     "ct_int8_128": ("int8", 128), "ct_int8": ("int8", "K"), "ct_int4_zeros": ("int4", 64), "awq": ("int4", 32),
     "gptq_v2": ("int8", 64),
@@ -221,6 +253,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
         "zero_point": True,
     },
+    "AWQ of transformers": {
+        "backend": "auto", "bits": 4, "checkpoint_format": "gemm", "desc_act": False, "format": "gemm",
+        "group_size": 128, "quant_method": "awq", "sym": True, "version": None, "zero_point": True,
+    },
     "gpt-oss": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
                                    "lm_head"],
@@ -241,7 +277,7 @@ def test_published_configurations_are_understood(tmp_path: Path, model: str) -> 
     assert scheme is not None and scheme.method == PUBLISHED[model]["quant_method"]
     assert not scheme.leaves_out("model.layers.0.mlp.experts.3.gate_proj")
     assert not scheme.leaves_out("model.layers.10.mlp.experts.gate_up_proj")
-    if model not in ("GPTQ", "AWQ"):
+    if model not in ("GPTQ", "AWQ", "AWQ of transformers"):
         assert scheme.leaves_out("lm_head")
     if "self_attn" in str(PUBLISHED[model]):
         assert scheme.leaves_out("model.layers.0.self_attn.q_proj")
@@ -303,6 +339,38 @@ def test_experts_that_are_stored_as_one_have_blocks_for_gates_and_for_ups(tmp_pa
 
 
 @alone
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 1)])
+def test_experts_that_are_stored_as_one_have_a_scale_for_gates_and_one_for_ups(tmp_path: Path, shape) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    parts = [written_formats.fp8_tensor(half, "s") for one in torch.randn(3, 192, 160) for half in one.chunk(2)]
+    tensors = {
+        name: torch.cat([part[0][".weight"] for part in parts]).view(3, 192, 160),
+        f"{name}_scale_inv": torch.stack([part[0]["s"] for part in parts]).view(shape),
+    }
+    exact = torch.cat([part[1] for part in parts]).view(3, 192, 160)
+    save_file(tensors, tmp_path / "model.safetensors")
+    held = contents(SCHEMES["fp8"]({"weight_block_size": None}), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    local = torch.empty(3, 80, 160)
+    held.sources[name].copy_to(local, (slice(None), slice(50, 130)))
+    assert torch.allclose(local.double(), exact[:, 50:130], rtol=2e-7, atol=0)
+
+
+@alone
+def test_a_linear_of_gates_and_ups_has_blocks_as_any_other(tmp_path: Path) -> None:
+    """Phi-3's and GLM's `gate_up_proj.weight`: 704 rows are 6 blocks, as many as 2 x 352 rows would have."""
+    weight = torch.randn(704, 160)
+    parts, exact = FORMATS["fp8_block"].write(weight)
+    name = "model.layers.0.mlp.gate_up_proj"
+    save_file({name + end: part for end, part in parts.items()}, tmp_path / "model.safetensors")
+    config = FORMATS["fp8_block"].config
+    held = contents(SCHEMES["fp8"](config), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    source: Any = held.sources[f"{name}.weight"]
+    assert torch.allclose(source.values((0, 704), (0, 160), torch.float64), exact, rtol=1e-12, atol=0)
+
+
+@alone
 def test_a_module_has_the_group_that_compressed_tensors_takes(tmp_path: Path) -> None:
     """A name comes before patterns, these in alphabetical order, and classes last."""
     config = written_formats.compressed("mixed-precision", {})
@@ -330,6 +398,58 @@ def test_a_module_has_the_group_that_compressed_tensors_takes(tmp_path: Path) ->
     for name, numbers in exact.items():
         source: Any = held.sources[name]
         assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
+
+
+@alone
+def test_the_name_of_a_module_without_a_dot_is_no_class(tmp_path: Path) -> None:
+    config = written_formats.compressed("mixed-precision", {})
+    config["config_groups"] = {
+        "head": {"targets": ["lm_head"], "format": "float-quantized", "weights": written_formats._float(8, "channel")},
+        "attention": {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}},
+        "others": {"targets": ["Linear"], "format": "pack-quantized", "weights": written_formats._int(4, 32)},
+    }
+    weight, tensors, exact = torch.randn(64, 96), {}, {}
+    for name, write in (
+        ("lm_head", lambda w: written_formats.fp8_channel(w, ".weight_scale")),
+        ("model.layers.0.mlp.up_proj", lambda w: written_formats.packed(w, 4, 32)),
+    ):
+        parts, exact[f"{name}.weight"] = write(weight)
+        tensors |= {name + end: part for end, part in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    held = contents(SCHEMES["compressed-tensors"](config | {"ignore": []}), Checkpoint(tmp_path, Staging("cpu")), True)
+    assert not held.problems, held.problems
+    for name, numbers in exact.items():
+        source: Any = held.sources[name]
+        assert torch.allclose(source.values((0, 64), (0, 96), torch.float64), numbers, rtol=1e-12, atol=0), name
+
+
+@alone
+@pytest.mark.parametrize("end", ["_scale", "_weight_scale"])
+def test_experts_in_fp8_under_names_that_a_method_lacks_are_refused(tmp_path: Path, end: str) -> None:
+    name = "model.layers.0.feed_forward.experts.down_proj"
+    tensors = {name: torch.ones(2, 64, 32).to(torch.float8_e4m3fn), name + end: torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for strict in (True, False):
+        held = contents(SCHEMES["modelopt"]({"quant_algo": "FP8"}), Checkpoint(tmp_path, Staging("cpu")), strict)
+        assert held.problems == [f"the weights are quantised, and modelopt has no scales of these names: {name}"]
+
+
+OF_THE_CACHE: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"config_groups": {}, "format": "dense", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    "modelopt": {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+}
+
+
+@alone
+@pytest.mark.parametrize("method", OF_THE_CACHE)
+def test_a_checkpoint_may_have_scales_of_its_cache_alone(tmp_path: Path, method: str) -> None:
+    tensors = {f"{NAME}.weight": torch.randn(8, 8), "model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    scheme, files = SCHEMES[method](OF_THE_CACHE[method]), Checkpoint(tmp_path, Staging("cpu"))
+    (problem,) = contents(scheme, files, True).problems
+    assert "scales of a quantised KV cache" in problem and "strict=False loads" in problem
+    plain = contents(scheme, files, False)
+    assert not plain.problems and list(plain.sources) == [f"{NAME}.weight"]
 
 
 # --- faults that a test must notice -----------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ def changed(**settings: Any) -> Callable[[Path], None]:
     return change
 
 
+def with_scales(dtype: torch.dtype) -> Callable[[Path], None]:
+    return with_tensors(lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].to(dtype)}))
+
+
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     def rewrite(folder: Path) -> None:
         tensors = {key: each.clone() for key, each in load_file(folder / "model.safetensors").items()}
@@ -94,8 +98,18 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "group_size is '32': expected -1 or a positive integer",
     ),
     "gemv": ("awq", changed(version="gemv"), "version is 'gemv': expected 'gemm'"),
+    "gemv of GPTQModel": (
+        "awq",
+        changed(version=None, checkpoint_format="gemv"),
+        "checkpoint_format is 'gemv': expected",
+    ),
     "status": ("ct_int4_32", changed(quantization_status="calibration"), "quantization_status is 'calibration'"),
     "rotation": ("ct_int4_32", changed(transform_config={"config_groups": {"a": 1}}), "transform_config rotates"),
+    "fewer experts": (
+        "ct_int4_32",
+        changed(moe_sparsity_config={"method": "prune", "num_experts": [3]}),
+        "moe_sparsity_config leaves out experts: expected none",
+    ),
     "sparsity": ("ct_int4_32", changed(sparsity_config={"format": "sparse-24"}), "sparsity_config .* 'sparse-24'"),
     "three bits": (
         "ct_int4_32",
@@ -107,6 +121,31 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "modelopt_nvfp4",
         with_tensors(lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(160)})),
         "up_proj.weight has a pre_quant_scale",
+    ),
+    "scale of NaN": (
+        "fp8_block",
+        with_tensors(lambda t: t[f"{UP}.weight_scale_inv"].fill_(torch.nan)),
+        f"rank 0: {UP}.weight has scales that are NaN or infinite: expected finite ones",
+    ),
+    "two scales": (
+        "fp8_block",
+        with_tensors(lambda t: t.update({f"{UP}.weight_scale": torch.ones(1)})),
+        f"{UP}.weight_scale.* and {UP}.weight_scale.* are both the scale of {UP}.weight",
+    ),
+    "two weights": (
+        "gptq",
+        with_tensors(lambda t: t.update({f"{UP}.weight": torch.ones(352, 160)})),
+        f"{UP}.weight is stored more than once: {UP}.qweight; {UP}.weight: expected one",
+    ),
+    "scales in fp8 of GPTQ": (
+        "gptq",
+        with_scales(torch.float8_e4m3fn),
+        "has scales in torch.float8_e4m3",
+    ),
+    "scales in bytes of AWQ": (
+        "awq",
+        with_scales(torch.uint8),
+        "has scales in torch.uint8: expected one",
     ),
     "pattern": ("ct_int4_32", changed(ignore=["re:(["]), "ignore has 're:..', which is not a pattern"),
 }
@@ -141,4 +180,28 @@ def test_without_strict_a_model_loads_without_the_scales_of_its_cache(tmp_path: 
     assert torch.equal(run_ranks(world_size, cached_body, str(folder))[0], expected)
 
 
-# As models have them that are published: options that say how they were made, and change nothing of what is stored.
+def unscaled_body(ctx, folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        layers.from_pretrained(folder, ctx, strict=False)
+    return str(caught.value)
+
+
+UNSCALED = {
+    "fp8_block_e8m0": ({}, "the weights are quantised, and config.json has no quantization_config that says how: "),
+    "fp8_tensor_static": (
+        {"quant_method": "mxfp4"},
+        "quantised, and mxfp4 has no scales of these names",
+    ),
+}
+
+
+@pytest.mark.parametrize("format", UNSCALED)
+@pytest.mark.parametrize("world_size", WORLDS[1:2] or WORLDS)
+def test_fp8_is_never_read_without_its_scales(tmp_path: Path, world_size: int, format: str) -> None:
+    folder, _ = written(tmp_path, format, "dense")
+    config, message = UNSCALED[format]
+    settings = json.loads((folder / "config.json").read_text())
+    once(lambda: (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config})))
+    for text in run_ranks(world_size, unscaled_body, str(folder)):
+        with pytest.raises(CheckpointError, match=message):
+            raise CheckpointError(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from iris.errors import CheckpointError
 import layers
+from layers.checkpoint.verify import _Allowed, _error
 import pytest
 import torch
 
@@ -33,8 +34,9 @@ def swapped_nibbles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
 
 
 def inverted_scales(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As of a global scale that divides in place of multiplying."""
-    return codes, torch.where(scales == 0, scales, 1 / scales)
+    """As of a global scale that divides in place of multiplying; a power of two, which every dtype of scales has."""
+    inverse = scales.sign() * torch.exp2(-scales.abs().log2().round())
+    return codes, torch.where(scales == 0, scales, inverse)
 
 
 FAULTS: dict[str, Callable] = {"scales": shifted_scales, "nibbles": swapped_nibbles, "inverse": inverted_scales}
@@ -77,7 +79,15 @@ def test_planted_faults_in_kept_weights_are_noticed(tmp_path: Path, world_size: 
     folder, _ = written(tmp_path, format, EXPERTS.get(format, "groups128"))
     for text in run_ranks(world_size, fault_body, str(folder), fault):
         named = [line for line in text.split("\n") if "differs from the files by" in line]
-        assert named and all("rank 1: model.layers.0." in line for line in named), text
+        assert named and all("rank 1: model.layers." in line for line in named), text
         assert "_proj" in text
         if format in EXPERTS:
             assert ".experts." in text
+
+
+def test_a_nan_of_the_files_is_no_difference() -> None:
+    exact = torch.tensor([[1.0, torch.nan, torch.inf]])
+    allowed = _Allowed.of(torch.float32)
+    assert _error(exact.clone(), exact, (), allowed) == 0
+    for wrong in ([[torch.nan, torch.nan, torch.inf]], [[1.0, 2.0, torch.inf]], [[1.0, torch.nan, 3.0]]):
+        assert _error(torch.tensor(wrong), exact, (), allowed) > 1

@@ -166,6 +166,12 @@ def packed(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool =
     return tensors, exact
 
 
+def int4_in_bytes(weight: torch.Tensor) -> Written:
+    """compressed-tensors' `int-quantized` with 4 bits, as W4A8 models have them: one to a byte."""
+    codes, _, scales, exact = grouped(weight, 4, even_order(weight.shape[1], 32), True, torch.bfloat16)
+    return {".weight": (codes - 8).to(torch.int8), ".weight_scale": scales}, exact
+
+
 def int8(weight: torch.Tensor) -> Written:
     """compressed-tensors' `int-quantized`: a scale for each channel."""
     codes, _, scales, exact = grouped(weight, 8, even_order(weight.shape[1], weight.shape[1]), True, torch.bfloat16)
@@ -278,10 +284,17 @@ FORMATS: dict[str, Format] = {
     "ct_int4_zeros": Format(lambda w: packed(w, 4, 64, False), compressed("pack-quantized", _int(4, 64, False))),
     "ct_int4_channel": Format(lambda w: packed(w, 4, None), compressed("pack-quantized", _int(4, None))),
     "ct_int8_128": Format(lambda w: packed(w, 8, 128), compressed("pack-quantized", _int(8, 128))),
+    "ct_int4_in_bytes": Format(
+        int4_in_bytes, compressed("int-quantized", _int(4, 32), input_activations=_DYNAMIC | {"type": "int"})
+    ),
     "ct_int8": Format(int8, compressed("int-quantized", _int(8, None), input_activations=_DYNAMIC | {"type": "int"})),
     "modelopt_fp8": Format(
         lambda w: _with(fp8_tensor(w, ".weight_scale"), ".input_scale", torch.tensor(0.5)),
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
+    ),
+    "modelopt_mxfp8": Format(
+        lambda w: fp8(w, (1, 32), torch.uint8, ".weight_scale"),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"], "group_size": 32},
     ),
     "modelopt_nvfp4": Format(
         lambda w: nvfp4(w, False),
