@@ -75,6 +75,14 @@ def test_python_of_a_page_runs_as_pasted(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_mixture_s_page_runs_where_slices_differ(tmp_path: Path) -> None:
+    """48 columns on five ranks are 10, 10, 10, 10 and 8. Weights on the heap would have to be equal."""
+    script = tmp_path / "mixture.py"
+    script.write_text("\n".join(BLOCK.findall(PAGES["guides/mixtures.md"].read_text())))
+    assert [text.splitlines()[0] for text in run_ranks(5, _run, str(script))] == ["torch.Size([5, 32])"] * 5
+
+
+@pytest.mark.slow
 def test_the_guide_s_hash_is_equal_on_any_number_of_ranks(tmp_path: Path) -> None:
     """It differs without `invariant="ranks"`, or the guide would show nothing."""
     pytest.importorskip("transformers")

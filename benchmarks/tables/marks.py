@@ -103,6 +103,24 @@ def in_short(runs: Iterable[dict[str, Any]], text: str) -> str:
     return filled(" ".join([text, *parts]))
 
 
+def in_common(runs: list[dict[str, Any]], text: str) -> str:
+    """Return `text`, and dtype and versions that all rows have in common: row n of the table is of the n-th run.
+
+    Raises `ValueError` if two rows have different ones. A version that a row lacks is reported with its number.
+    """
+    parts = [", ".join(dict.fromkeys(run["dtype"] for run in runs))]
+    for name in VERSIONS:
+        values = [run["versions"].get(name) for run in runs]
+        known = set(filter(None, values))
+        if len(known) > 1:
+            raise ValueError(f"{name} differs between rows: {values}; expected a table whose rows name it")
+        lacking = [f"row {number}" for number, value in enumerate(values, 1) if not value]
+        parts += (
+            [f"{name} {known.pop()}" + (f" (not recorded in {', '.join(lacking)})" if lacking else "")] if known else []
+        )
+    return filled(f"{text} All rows: {', '.join(parts)}.")
+
+
 def _commits(commits: set[str]) -> str:
     return f", commit{'s' * (len(commits) > 1)} {', '.join(sorted(commits))}" if commits else ""
 

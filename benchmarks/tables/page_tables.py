@@ -23,6 +23,7 @@ from benchmarks.tables.marks import (
     current,
     gpus,
     header,
+    in_common,
     in_short,
     newest,
     run_of,
@@ -95,13 +96,14 @@ def numbers(_folder: str) -> str:
         ours = times.pop("ours")
         best = min(times, key=times.__getitem__)
         best_rival = f"{best}: {figure(times[best])} {unit}"
-        rows.append([what, gpus(run), f"{figure(ours)} {unit}", best_rival, f"{times[best] / ours:.2f}x"])
+        at = f"{run['date']}, {run['commit']}"
+        rows.append([what, gpus(run), f"{figure(ours)} {unit}", best_rival, f"{times[best] / ours:.2f}x", at])
     text = (
         "M x N x K are the sizes of the product that each rank computes. The rival is the fastest one measured."
         " Every contender runs in a CUDA graph, with NVLink multicast off."
     )
-    head = ["what", "GPUs", "iris-tp", "best rival", "speedup"]
-    return f"{lines_of(head, rows, 2)}\n\n{in_short([op_run, ccl_run, model_run, vllm_run], text)}"
+    head = ["what", "GPUs", "iris-tp", "best rival", "speedup", "date, commit"]
+    return f"{lines_of(head, rows, 2)}\n\n{in_common([op_run, ccl_run, model_run, vllm_run], text)}"
 
 
 def _first(pattern: str, **fields: Any) -> tuple[Run, dict[str, Any]]:

@@ -230,11 +230,25 @@ def _folder(path_or_id: str | Path, trust_remote_code: bool, ctx: Iris) -> Path:
                 code = ["*.py"] if trust_remote_code else []
                 place = snapshot_download(place, allow_patterns=["*.json", "*.safetensors", *code])
         except Exception as caught:  # any error: the other ranks wait in `broadcast`
-            error = f"{place!r} is not a folder, and the hub returned no model of that name: {one_line(caught)}"
+            error = f"{place!r} is not a folder, and {_hub_message(caught)}"
     place, error = ctx.broadcast((place, error))
     if error:
         raise CheckpointError(shown(error, 2000))
     return Path(place)
+
+
+def _hub_message(error: Exception) -> str:
+    """Return the message of an `error` of `snapshot_download`, with a remedy if the hub was not reached."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # of huggingface_hub, whose import may be what failed
+    if "LocalEntryNotFoundError" in kinds:  # no connection, or HF_HUB_OFFLINE
+        return (
+            "the Hugging Face hub was not reached, nor is a model of that name in its cache; expected a connection, or "
+            "a folder, such as iris_tp.smollm2.checkpoint(), which needs no hub (docs/start/model.md): "
+            f"{one_line(error)}"
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return f"the Hugging Face hub has no model of that name that this account may read: {one_line(error)}"
+    return f"it cannot be loaded from the Hugging Face hub: {one_line(error)}"
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Use our layers inside transformers' own tensor-parallel loading.
 
     with layers.fused_styles(ctx):
-        model = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto")
+        plan = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=plan)
 
 While the block runs, transformers' registry of parallel styles returns ours where a style splits a Linear. The
 original style still places the parameters (each rank loads its part as a DTensor, and saves it so); ours only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from iris.errors import ArgumentError, CheckpointError
 import layers
@@ -212,6 +213,27 @@ def test_a_folder_that_is_not_there(world_size: int, tmp_path: Path) -> None:
     file.touch()
     for text in run_ranks(world_size, nowhere_body, str(file)):
         assert "file' is a file, not a folder" in text
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        ("LocalEntryNotFoundError", r"'some/model' is not a folder, and the Hugging Face hub was not reached.*smollm2"),
+        ("RepositoryNotFoundError", r"the Hugging Face hub has no model of that name"),
+        ("HFValidationError", r"it cannot be loaded from the Hugging Face hub"),
+    ],
+)
+def test_a_hub_out_of_reach_is_not_a_missing_model(error: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, errors = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.errors")
+    kind = getattr(errors, error)
+
+    def fail(*_: object, **__: object) -> None:
+        raise kind.__new__(kind)  # one of them needs a response of the hub
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    ctx = SimpleNamespace(cur_rank=0, broadcast=lambda value: value)
+    with pytest.raises(CheckpointError, match=message):
+        load._folder("some/model", False, ctx)
 
 
 def one_rank_body(ctx, folder: str) -> None:

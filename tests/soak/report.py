@@ -87,11 +87,12 @@ def _resources(left: dict) -> str:
         f"file descriptors of the parent {left['descriptors'][0]} before, {left['descriptors'][1]} after",
     ]
     if "gpu_mib_less" in left:
-        messages.append(f"the GPU that lost most memory has {max(0, left['gpu_mib_less'])} MiB less")
+        messages.append(f"each GPU has at most {max(0, left['gpu_mib_less'])} MiB less free memory than before")
     if "most_rss_mib_more" in left:
         messages.append(
-            f"the rank that grew most by {max(0, left['most_rss_mib_more'])} MiB of memory, "
-            f"{left['most_descriptors_more']} descriptors and {left['most_heap_bytes_more']} bytes of heap"
+            f"each rank holds at most {max(0, left['most_rss_mib_more'])} MiB of memory, "
+            f"{left['most_descriptors_more']} file descriptors and {left['most_heap_bytes_more']} bytes of heap "
+            "more than before"
         )
     return f"Left over: {'; '.join(messages)}."
 
