@@ -94,13 +94,10 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
     return min(int(wave_us), int(tile_us(problem, config, machine)))
 
 
-def apart_us(problem: Problem, config: FusedConfig, stores: int, always: int = 0) -> float:
-    """Return what a program takes for `stores` of a tile into `out` where it must store its rows by single elements.
-
-    `always`: how many of them it makes so elsewhere, too.
-    """
+def apart_us(problem: Problem, config: FusedConfig, stores: int) -> float:
+    """Return what a program takes for `stores` of a tile into `out` where it must store its rows by single elements."""
     if apart_share(problem.gemm[1] // problem.epilogue.matrices) == 1:
-        stores = always
+        return 0.0
     return stores * _STORED_APART_US * config.block_m * config.block_n / (128 * 128)
 
 

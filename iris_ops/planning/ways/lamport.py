@@ -87,9 +87,8 @@ class Lamport(Way):
             rest += _HIGH_US
         if keeps_own:
             rest -= _OWN_PART_US
-        if problem.op == MATMUL_GATHER:  # columns of peers go to places that were stored one by one when measured
-            others = problem.world_size - 1
-            rest += waves * apart_us(problem, config, 1 + others, others if problem.form == "cols" else 0)
+        if problem.op == MATMUL_GATHER:
+            rest += waves * apart_us(problem, config, problem.world_size)
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
