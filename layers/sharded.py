@@ -82,6 +82,11 @@ class ShardedLinear(nn.Module):
         return self.storage.dtype(self.weight)
 
     @property
+    def local_weight(self) -> torch.Tensor:
+        """Return what this rank's products multiply by, as it is stored."""
+        return self.weight
+
+    @property
     def served_by(self) -> str:
         """Return the op of forward, for reports."""
         return self.op

@@ -169,7 +169,7 @@ class InDtype:
 
     def operand(self, layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [N, K] for a product in `dtype`, another one under torch.autocast, and its scales."""
-        weight = layer.weight
+        weight = layer.local_weight
         return weight if weight.dtype == dtype else weight.to(dtype), None
 
     def linear(self, layer: Layer, x: torch.Tensor, weight: torch.Tensor, scale: Any, bias: Any) -> torch.Tensor:
@@ -186,7 +186,7 @@ class InDtype:
 
     def numbers(self, layer: Layer, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers of local rows from `start` to `stop`, in `dtype`."""
-        return layer.weight.detach()[start:stop].to(dtype)
+        return layer.local_weight.detach()[start:stop].to(dtype)
 
     def apply(self, layer: Layer, fn: Callable, apply: Callable[[Callable], Any]) -> Any:
         """Run `apply(fn)`, by which torch moves and converts the layer's tensors."""

@@ -1,9 +1,10 @@
 """Heads whose weight is an embedding's: one parameter in a split model, as in the unsplit one.
 
 The embedding is replicated, for it looks any word up. The head multiplies by this rank's rows of it. The head registers
-the embedding's own parameter, so `parameters()` yields the matrix once and `state_dict()` lists it under both names,
-whole. Its attribute `weight` is the view of this rank's rows. A second parameter over those rows would change twice
-when a caller changes all parameters in place, and every rank would change other rows twice.
+the embedding's own parameter, so `parameters()` yields the matrix once, `state_dict()` lists it under both names, and
+`weight` is the whole matrix, too: whoever changes it in place changes the same numbers on all ranks. `local_weight` is
+the view of this rank's rows. A second parameter over those rows would change twice when a caller changes all parameters
+in place, and every rank would change other rows twice.
 """
 
 from __future__ import annotations
@@ -37,16 +38,14 @@ class TiedColumnParallelLinear(WeightView, ColumnParallelLinear):
             self.load_shard("bias", linear.bias)
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]  # in place of the attribute
+    def local_weight(self) -> torch.Tensor:
         """Return this rank's rows of the embedding; an empty tensor of their size until `retie` has registered it."""
-        registered = self._parameters.get("weight")
-        if registered is None:
-            raise AttributeError("weight")
+        registered = self.weight
         return registered if len(registered) != self.out_features else self.parts[0].view(registered, dim=0)
 
     def views_in(self, function: str) -> bool:
-        """Return whether the weight is a view of the embedding."""
-        return function == "weight"
+        """Return whether `local_weight` is a view of the embedding."""
+        return function == "local_weight"
 
     @torch.no_grad()
     def load_shard(self, name: str, source: Any, part: int | None = None) -> None:

@@ -124,9 +124,10 @@ def test_a_stop_by_each_ranks_clock_is_refused(world_size: int) -> None:
 
 def report_body(ctx) -> tuple[layers.Report, str, int, dict]:
     model, report = split(ctx, "tied")
-    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    head, embedding = model.lm_head.local_weight, model.model.embed_tokens.weight
     start, _ = layers.shard.chunk(121, ctx.num_ranks, ctx.cur_rank)
     assert head.data_ptr() == embedding[start:].data_ptr() or head.numel() == 0
+    assert model.lm_head.weight is embedding
     assert not any(parameter.requires_grad for parameter in model.parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return report, str(report), sum(storages.values()), {r.name: r for r in report.rows}

@@ -54,6 +54,7 @@ VIEWS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "named_parameters": lambda model: dict(model.named_parameters()),
     "duplicates": lambda model: dict(model.named_parameters(remove_duplicate=False)),
     "state_dict": lambda model: model.state_dict(),
+    "head": lambda model: {"lm_head.weight": model.get_submodule("lm_head").weight},
 }
 
 
@@ -111,7 +112,8 @@ def states_of_a_tied_model(ctx: iris.Iris) -> None:
     layers.parallelize(model, ctx)
     head: Any = model.get_submodule("lm_head")
     first = next(model.parameters())
-    assert head.weight.data_ptr() == first.data_ptr() + head.parts[0].ranges[0][0] * first.stride(0) * 4
+    assert head.weight is first
+    assert head.local_weight.data_ptr() == first.data_ptr() + head.parts[0].ranges[0][0] * first.stride(0) * 4
     state = model.state_dict()
     assert set(state) >= {"lm_head.weight", "model.embed_tokens.weight"} <= set(whole.state_dict())
     torch.testing.assert_close(state["lm_head.weight"].cpu(), whole.state_dict()["lm_head.weight"], rtol=0, atol=0)
