@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PLAIN = bool, int, float, str, bytes, type(None), torch.dtype, torch.device
 _OWN = "streamer", "tokenizer", "assistant_tokenizer", "custom_generate"  # a process has its own
+_OF_FILES = "architectures", "dtype", "torch_dtype", "transformers_version"  # saving writes them into a configuration
 _BY_FIELDS = "Config", "Processor", "Criteria", "Warper"  # endings of names of classes that their fields define
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements of a tensor whose checksum is computed at a time, in some 24 bytes each
@@ -51,7 +52,8 @@ def facts(**arguments: Any) -> dict[str, str]:
         if isinstance(value, nn.Module):
             digests[name] = type(value).__name__
         elif type(value).__name__.endswith("Config"):
-            digests |= {f"{name}.{key}": digest(member) for key, member in _fields(value).items() if member is not None}
+            members = {key: member for key, member in _fields(value).items() if key not in _OF_FILES}
+            digests |= {f"{name}.{key}": digest(member) for key, member in members.items() if member is not None}
         else:
             digests[name] = digest(value)
     return digests

@@ -76,13 +76,14 @@ def test_a_reader_that_leaves_ends_the_ranks_quietly(tmp_path: Path) -> None:
     """The pipe of a rank breaks; the command then ends with 141, as `tests/test_cli.py` has it for others."""
     reader, writer = os.pipe()
     os.close(reader)
-    kept = os.dup(1)
-    os.dup2(writer, 1)
-    try:
-        with pytest.raises(BrokenPipeError):
-            launch.run_reporting(_write_to_stdout, 1, tmp_path)
-    finally:
-        os.dup2(kept, 1)
+    body = "launch.run_reporting(test_generate._write_to_stdout, 1, pathlib.Path(sys.argv[1]))"
+    code = f"import pathlib, sys; from iris_tp import launch; from tests import test_generate; {body}"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()},
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=patient(60),
+    )  # fmt: skip
+    os.close(writer)
+    assert ended.stderr.strip().endswith("BrokenPipeError"), ended.stderr
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def _adds_zero(name: str, stored: Mapping[str, Source]) -> bool:
     weight = stored.get(f"{name.removesuffix('bias')}weight")
     if not name.endswith(".bias") or weight is None or not quantised_weights(weight):
         return False
-    values = torch.empty(stored[name].shape)
+    values = torch.empty(stored[name].shape, device="cpu")
     stored[name].copy_to(values)
     return not values.any()
 

@@ -164,7 +164,9 @@ class _Given:
 
     def facts(self) -> dict[str, str]:
         """Return the facts that all ranks must share."""
-        model = {"model.generation_config": self.model.generation_config, "model.dtype": self.model.dtype}
+        splits = (each.dtype for each in self.model.modules() if isinstance(each, ShardedLinear))
+        dtype = next(splits, self.model.dtype)  # a stage's first parameter may be kept in another
+        model = {"model.generation_config": self.model.generation_config, "model.dtype": dtype}
         return facts(**{**self.arguments, **model})
 
     def setting(self, name: str) -> Any:
