@@ -27,7 +27,7 @@ from ..expert_storage import CodedWeight, coded_weight, scale_names
 from ..hf.merge import Slice
 from ..pipeline.stage import save_refusal
 from ..shard import Shard, concat
-from ..sharded import part_of, ranks_of
+from ..sharded import is_dtensor, part_of, ranks_of
 from ..together import agree, digest, one_line, raise_together, safe_repr, shown
 from ..weight_storage import Quantised
 from .buffers import Staging
@@ -172,6 +172,9 @@ def _refusal(model: Any, folder: Any, max_shard_size: Any) -> str | None:
         return f"folder is {shown(safe_repr(folder))}: expected a str or a Path that names one"
     if _bytes_of(max_shard_size) is None:
         return f"max_shard_size is {shown(safe_repr(max_shard_size))}: expected bytes, at least 1, or a text like '5GB'"
+    foreign = [name for name, each in model.named_parameters() if is_dtensor(each)]
+    if foreign:
+        return f"model has the DTensor {foreign[0]}: expected plain parameters, which fully_shard does not leave"
     return None
 
 

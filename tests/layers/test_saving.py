@@ -20,6 +20,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.harness import ON_GPU, UNDER_TORCHRUN, WORLDS, agreed, both, once, run_ranks
 from tests.layers import models, test_families
@@ -141,6 +143,20 @@ def test_saving_again_and_where_no_folder_can_be(world_size: int, tmp_path: Path
     config = json.loads((folder / "saved" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float32"
     assert config["num_attention_heads"] == 4
+
+
+def fully_sharded_body(ctx, folder: str) -> None:
+    model = whole("plain")
+    layers.parallelize(model, ctx)
+    fully_shard(model, mesh=init_device_mesh(ctx.device.type, (ctx.num_ranks,)))
+    with pytest.raises(ArgumentError, match="model has the DTensor .*: expected plain parameters"):
+        model.save_pretrained(folder)
+
+
+@two_ranks
+def test_parameters_that_fsdp_has_replaced_are_refused(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, fully_sharded_body, str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 # --- names of other checkpoints --------------------------------------------------------------------------------------
