@@ -11,8 +11,8 @@
 # make docs              the site, in site/; a link, an anchor or a name that leads nowhere is an error
 # make soak [SECONDS=n] [RANKS=n]   random calls, stress and faults for ten minutes, on GPUs or CPUs
 #
-# All set up .venv first. A python that already has a GPU build of torch lends it to .venv; elsewhere what REQUIREMENTS
-# lists is installed: `make test REQUIREMENTS=requirements/oldest.txt VENV=.venv-oldest`, or a file of your own.
+# All set up .venv first. If the torch of python3 finds a GPU, .venv uses that torch. Elsewhere what REQUIREMENTS lists
+# is installed: `make test REQUIREMENTS=requirements/oldest.txt VENV=.venv-oldest`, or a file of your own.
 
 PYTHON ?= python3
 REQUIREMENTS ?= requirements/newest.txt

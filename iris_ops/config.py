@@ -81,9 +81,9 @@ class FusedConfig:
         "copy_gather"   gathered rows     copy engines bring rows while torch, or our kernel, multiplies others
 
     `warp_specialised` needs NVIDIA Hopper, bf16 or fp16, and rows that begin at multiples of 16 bytes. Otherwise a
-    portable kernel runs. Eight warps multiply and four move tiles. Two ranks may use it with "one_shot", more ranks
-    with "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that do not fill a wave,
-    and `stagger_us` is the time over which programs end these parts.
+    portable kernel runs. `num_warps` warps multiply, and others move tiles. Two ranks may use it with "one_shot", more
+    ranks with "two_shot". With "overlapped" and `splits` above 1, programs first share the tiles that do not fill a
+    wave, and `stagger_us` is the time over which programs end these parts.
     """
 
     block_m: int = 128
