@@ -7,7 +7,7 @@
     block    Up to eight pairs of one expert, each a row of a product.
     item     A block and a group of columns. The ring of weights keeps loading across a program's items.
     loader   A warp of its own loads the weights. In one partition with the others, each load would wait for what they
-             have read, A from memory included, and a step took twice as long.
+             have read, A from memory included.
     A        Each thread loads the numbers that its products need, one step ahead, and only those of a block's rows.
 """
 
