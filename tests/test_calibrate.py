@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 import json
-import math
 from pathlib import Path
 import random
 
@@ -159,9 +158,9 @@ def test_calls_are_measured_on_all_ranks_alike(world_size: int) -> None:
         outcome = judged(known, measured, results[0])
         assert outcome.after <= outcome.before < 0.6
         if known.name == "NVIDIA H200" and world_size == 2:  # whose times the cases know
-            for group in measured.groups:  # whose cases are taken together; single ones differ between hosts
-                ratios = [results[0][case.name] / case.h200_us for case in group.cases]
-                assert 0.7 < math.prod(ratios) ** (1 / len(ratios)) < 1.4, (group.name, ratios)
+            for group in measured.groups:
+                for case in group.cases:
+                    assert 0.7 < results[0][case.name] / case.h200_us < 1.4, case.name
 
 
 @pytest.mark.parametrize(
