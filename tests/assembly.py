@@ -270,6 +270,13 @@ def changes_before_the_wait(kernel: Kernel) -> list[str]:
 
 
 @question
+def accesses_before_the_wait(kernel: Kernel) -> list[str]:
+    """Accesses to memory of any kind, and copies from it, before a kernel waits for the one before it."""
+    before, *_ = re.sub("//.*", "", kernel.text).split("griddepcontrol.wait")
+    return re.findall(r"\b(?:(?:ld|st|atom|red)\.(?:[a-z]+\.)*global|cp\.async|prefetchu?)\b[.a-z0-9_:]*", before)
+
+
+@question
 def system_releases(kernel: Kernel) -> int:
     return sum("release" in line and ".sys" in line for line in kernel.lines)
 
