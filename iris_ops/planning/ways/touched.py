@@ -26,7 +26,7 @@ ROWS, COLUMNS, RESIDENT = 8, 64, 2  # of a program's item: pairs, columns; progr
 # The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
 _TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot")
 # Microseconds until the first weights arrive and after the last, beside a launch. Microseconds of an item beside its
-# steps, which have `_DEPTH` numbers along K each; their time over that of their bytes, of eight bits and of four.
+# steps, which have `_DEPTH` numbers along K each; their time over that of their bytes, of 8-bit and of 4-bit codes.
 # Measured on H200 (`benchmarks/results/experts_touched_h200_x2.json`).
 _ENDS_US, _ITEM_US, _LONGER, _HALF_LONGER, _DEPTH = 1.8, 0.7, 1.02, 1.16, 4 * LINE
 
