@@ -225,6 +225,7 @@ def counting_body(ctx) -> None:
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 8, "patch_size": 4}  # fmt: skip
     config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=36)
+    torch.manual_seed(5)
     model = transformers.PaliGemmaForConditionalGeneration(config)
     layers.parallelize(model, ctx)
     with pytest.raises(ArgumentError, match="PaliGemmaForConditionalGeneration, whose positions do not begin at 0"):
