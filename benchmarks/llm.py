@@ -64,7 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     args.vllm = {}
     if {*engines.APART} & {*args.contenders} and "RANK" in os.environ:
-        parser.error("--contenders vllm, vllm-batch: expected no torchrun, for vLLM starts ranks of its own")
+        parser.error(f"--contenders {', '.join(engines.APART)}: expected no torchrun, for vLLM starts ranks of its own")
     if not gpu and set(args.contenders) == {engines.ASYNC_TP}:
         parser.error("--contenders async-tp: expected others on CPUs, for it needs GPUs")
     args.model = args.model or ("llama-3-8b" if gpu else "tiny")
@@ -168,18 +168,16 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
     tokens = torch.randint(0, vocabulary, (batch, prompt + 1), generator=random).to(team.device)
     prompts, cache = tokens[:, :-1].contiguous(), None
     row, exact = find_truth(team, ordered[0], tokens, length)
-    limits: dict[bool, float] = {}  # of those with weights in fp8, and of the others
+    limits: dict[bool, float] = {}  # of those whose inputs are rounded to fp8, and of the others
     ready = []
     for contender in ordered:
         result = {"key": contender.key, "name": contender.name, "status": "ok", "notes": []}
         if contender.key in args.contenders:
             row["results"].append(result)
-        fp8 = contender.key in engines.IN_FP8
-        if fp8:
-            rounded, expected = find_truth(team, ordered[0], tokens, length, engines.as_in_fp8)
-            row["truth_s"] += rounded["truth_s"]
-        else:
-            expected = exact
+        fp8, expected = contender.rounds_inputs, exact
+        if contender.convert is not truth.as_it_is:
+            stored, expected = find_truth(team, ordered[0], tokens, length, contender.convert)
+            row["truth_s"] += stored["truth_s"]
         began, held = time.monotonic(), allocated(team)
 
         def warm_up(compile, contender=contender, cache=cache):
@@ -369,7 +367,7 @@ def measure_vllm(args: argparse.Namespace) -> dict[str, dict]:
     if not keys:
         return {}
     config = whole_models.config_for_others(args.model, args.layers)
-    results = vllm_engine.measure_apart(args, rows_of(args), config, [key == engines.VLLM_BATCH for key in keys])
+    results = vllm_engine.measure_apart(args, rows_of(args), config, keys)
     return dict(zip(keys, results, strict=True))
 
 

@@ -4,14 +4,15 @@ ours            the layers as they are: fused ops, long prompts sequence paralle
 ours-unshared   those with `sequence_parallel=False`
 ours-batch      our layers by a context with `invariant="batch"`
 ours-ranks      those by one with "ranks", which are not sequence parallel
-ours-fp8        our layers with weights in fp8, column- and row-parallel (`iris_ops/quantised/`), not sequence parallel
-fp8-shared      those with sequence parallelism
+ours-FORMAT     our layers with weights in fp8, fp8_block, int4 or mxfp4 (`iris_ops/quantised/`), not sequence parallel
+fp8-shared      those in fp8 with sequence parallelism
 nccl            the layers of ours-unshared, their ops exchanged for torch's product and NCCL's collective
 sequence-nccl   those of ours, likewise
 transformers    transformers' own tensor parallelism by the same plan, on the same weights
 async-tp        the sequence-parallel layers with the ops that torch's compiler puts there (`_micro_pipeline_tp`):
                 torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; steps as cuBLAS + NCCL
 vllm            vLLM itself, with an engine, ranks and weights of its own (`vllm_engine.py`)
+vllm-FORMAT     the same with weights in fp8, int4 or mxfp4
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 import copy
 from dataclasses import dataclass
 import functools
+from functools import partial
 import inspect
 from types import MethodType, SimpleNamespace
 
@@ -33,27 +35,33 @@ from torch import nn
 import torch.distributed as dist
 from torch.distributed._symmetric_memory import _SymmetricMemory
 
-from benchmarks.cases import mixtures
+from benchmarks.cases import mixtures, stored_models, truth, vllm_engine
 from benchmarks.cases.whole_models import empty_model, share_buffers
 
 OURS, NCCL, TRANSFORMERS, ASYNC_TP = "ours", "nccl", "transformers", "async-tp"
 UNSHARED, SEQUENCE_NCCL = "ours-unshared", "sequence-nccl"
 # our layers by separate contexts, which promise the same bits
 PROMISING = BATCH, RANKS = "ours-batch", "ours-ranks"
-# vLLM, which runs apart: as it is, and with bits that do not depend on the batch
-APART = VLLM, VLLM_BATCH = "vllm", "vllm-batch"
-FP8, FP8_SHARED = IN_FP8 = "ours-fp8", "fp8-shared"
+# vLLM, which runs apart: as it is, with bits that do not depend on the batch, and with quantized weights
+VLLM, VLLM_BATCH = "vllm", "vllm-batch"
+APART = tuple(vllm_engine.VARIANTS)
+FP8_SHARED = "fp8-shared"
+STORED = {
+    "ours-fp8": "fp8_all", "ours-fp8_block": "fp8_block", "ours-int4": "int4", "ours-mxfp4": "mxfp4",
+    FP8_SHARED: "fp8_all",
+}  # fmt: skip
 NAMES = {
     OURS: "ours",
     UNSHARED: "ours, tokens not shared",
     BATCH: 'ours, invariant="batch"',
     RANKS: 'ours, invariant="ranks"',
-    FP8: "ours, fp8",
+    **{key: f"ours, {key.removeprefix('ours-')}" for key in STORED},
     FP8_SHARED: "ours, fp8, sequence parallel",
     NCCL: "cuBLAS + NCCL",
     SEQUENCE_NCCL: "cuBLAS + NCCL, sequence parallel",
     TRANSFORMERS: "transformers",
     ASYNC_TP: "torch async-TP",
+    **{key: f"vLLM, {key.removeprefix('vllm-')}" for key in APART},
     VLLM: "vLLM",
     VLLM_BATCH: "vLLM, VLLM_BATCH_INVARIANT=1",
 }
@@ -66,6 +74,8 @@ class Contender:
     prepare: Callable[[], None]  # to be called before the model runs: it may be shared with another contender
     context: object = None  # from which the layers take their ops
     heap: Callable[[], int] = lambda: 0  # bytes in use besides torch's
+    convert: truth.Convert = truth.as_it_is  # gives its numbers, from the parameters of the model in bf16
+    rounds_inputs: bool = False  # of products with many rows, to fp8
 
     @property
     def name(self) -> str:
@@ -146,10 +156,7 @@ def contenders(team: Team, ctx, model: nn.Module, requested: list[str]) -> tuple
         ASYNC_TP: lambda: Contender(ASYNC_TP, on_gpus(shared, ctx), lambda: serve(shared(), async_tp), async_tp),
         BATCH: lambda: invariant(model, ctx, BATCH, "batch"),
         RANKS: lambda: invariant(model, ctx, RANKS, "ranks"),
-        FP8: lambda: Contender(FP8, in_fp8(model, ctx), lambda: None, ctx, lambda: sum(ctx.heap.used)),
-        FP8_SHARED: lambda: Contender(
-            FP8_SHARED, in_fp8(model, ctx, shared=True), lambda: None, ctx, lambda: sum(ctx.heap.used)
-        ),
+        **{key: partial(stored, model, ctx, key) for key in STORED},
         NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
     }
@@ -251,41 +258,12 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     return model.eval()
 
 
-def in_fp8(split: nn.Module, ctx, shared: bool = False) -> nn.Module:
-    """Return the same model with the weights that can be in fp8 rounded to it; it shares the others with `split`."""
-    from iris_ops.quantised import scaled_matmul
-    import layers
-    from layers.checkpoint.load import _compute_buffers
-
-    model = empty_model(copy.deepcopy(split.config), split.dtype)
-    least = _FEW if shared and ctx.device.type == "cpu" else shared
-    layers.parallelize(model, ctx, weights="fp8_all", sequence_parallel=least)
-    for name, module in model.named_modules():
-        whole = split.get_submodule(name)
-        for key in list(module._parameters):
-            setattr(module, key, getattr(whole, key))
-        if takes_fp8(whole):
-            weight, scale = scaled_matmul.quantised(whole.weight)
-            module.weight, module.weight_scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
-    share_buffers(model, split)
-    _compute_buffers(model, ctx.device)
-    return model.eval()
-
-
-def takes_fp8(module: nn.Module) -> bool:
-    """Return whether `in_fp8` rounds the weight of this module of a split model."""
-    from layers.sharded import ShardedLinear
-    from layers.weight_storage import STORABLE
-
-    return isinstance(module, ShardedLinear) and module.op in STORABLE
-
-
-def as_in_fp8(module: nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a parameter of a split model as `in_fp8` rounds it, in `dtype`."""
-    from iris_ops.quantised import scaled_matmul
-
-    rounded = name == "weight" and takes_fp8(module)
-    return scaled_matmul.restored(*scaled_matmul.quantised(parameter), dtype) if rounded else parameter.to(dtype)
+def stored(split: nn.Module, ctx, key: str) -> Contender:
+    """Return our layers with quantized weights, `key` one of `STORED`."""
+    least = (_FEW if ctx.device.type == "cpu" else True) if key == FP8_SHARED else False
+    model = stored_models.rounded(split, ctx, STORED[key], least)
+    convert, rounds = stored_models.numbers_of(split, model), STORED[key].startswith("fp8")
+    return Contender(key, model, lambda: None, ctx, lambda: sum(ctx.heap.used), convert, rounds)
 
 
 def transformers_parallel(split: nn.Module, team: Team) -> nn.Module:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+import copy
+from dataclasses import dataclass
 import importlib.util
 import json
 import os
@@ -50,31 +52,73 @@ SETTINGS = {
 Rows = list[tuple[int, int]]
 
 
-def measure_apart(
-    args: argparse.Namespace, rows: Rows, config: Any, invariant: Sequence[bool] = (False,)
-) -> list[dict]:
+@dataclass(frozen=True)
+class Variant:
+    """A way to run vLLM. `invariant`: with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree on one
+    channel. `weights`: the `quantization_config` of the model."""
+
+    title: str = ""
+    invariant: bool = False
+    weights: dict | None = None
+
+
+def _compressed(weights: dict, inputs: dict | None, kind: str) -> dict:
+    """Return compressed-tensors' configuration of all linears but the head."""
+    scheme = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    scheme |= {"input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": scheme},
+    }
+
+
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+VARIANTS = {
+    "vllm": Variant(),
+    "vllm-batch": Variant("VLLM_BATCH_INVARIANT=1", invariant=True),
+    "vllm-int4": Variant("int4", weights=_compressed(
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, None, "pack-quantized")),
+    "vllm-fp8": Variant("fp8", weights=_compressed(
+        {**_FP8, "strategy": "channel"}, {**_FP8, "strategy": "token", "dynamic": True}, "float-quantized")),
+    "vllm-mxfp4": Variant("mxfp4", weights={
+        "quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}),
+}  # fmt: skip
+"""By a contender's key. mxfp4 is gpt-oss's, whose experts alone are quantized."""
+
+
+def measure_apart(args: argparse.Namespace, rows: Rows, config: Any, keys: Sequence[str] = ("vllm",)) -> list[dict]:
     """Return what vLLM takes for `rows` of (batch, prompt length), or why it does not run: {"failed": reason}.
 
-    `invariant`: for each that is measured, whether with VLLM_BATCH_INVARIANT=1, with which its ranks add by NCCL's tree
-    on one channel. Several start at once, for a start takes a minute, and are timed one after the other.
+    `keys`: of `VARIANTS`, each measured. Several start at once, for a start takes a minute, and are timed one after the
+    other.
     """
     without = os.environ.get("IRIS_WITHOUT", "").split(",")
     if importlib.util.find_spec("vllm") is None or "vllm" in without:
-        return [{"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}] * len(invariant)
+        return [{"failed": "not installed" if "vllm" not in without else "IRIS_WITHOUT names it"}] * len(keys)
     if args.device != "cuda":
-        return [{"failed": "needs GPUs"}] * len(invariant)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        request = {"folder": folder, "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "dtype": args.dtype}
-        request |= {"limit_s": args.vllm_limit, "share": 1 / len(invariant), "cache": None}
-        if len(invariant) > 1:  # else vLLM sees how much memory is free, but not while another takes some
-            request["cache"] = cache_bytes(rows, config, args.ranks)
+        return [{"failed": "needs GPUs"}] * len(keys)
+    with tempfile.TemporaryDirectory() as name:
+        every = []
         fusing = importlib.util.find_spec("flashinfer") is not None and "flashinfer" not in without
-        every = [{**request, "fused": fusing and not each, "invariant": each} for each in invariant]
-        results = _children(every, Path(folder), args.vllm_limit)
+        for key in keys:
+            variant, folder = VARIANTS[key], Path(name) / key
+            own = copy.deepcopy(config)
+            if variant.weights:
+                own.quantization_config = variant.weights
+            own.save_pretrained(folder)
+            request = {"folder": str(folder), "ranks": args.ranks, "rows": rows, "rounds": args.rounds, "key": key}
+            request |= {"dtype": args.dtype, "limit_s": args.vllm_limit, "share": 1 / len(keys), "cache": None}
+            if len(keys) > 1:  # else vLLM sees how much memory is free, but not while another takes some
+                request["cache"] = cache_bytes(rows, config, args.ranks)
+            every.append({**request, "fused": fusing and not variant.invariant, "invariant": variant.invariant})
+        results = _children(every, Path(name), args.vllm_limit)
         for i, given in enumerate(every):  # FlashInfer's kernels may be missing for this model
             if given["fused"] and "rows" not in results[i] and "late" not in results[i]:
-                (results[i],) = _children([{**given, "fused": False}], Path(folder), args.vllm_limit)
+                (results[i],) = _children([{**given, "fused": False}], Path(name), args.vllm_limit)
     return results
 
 
@@ -160,8 +204,11 @@ def measure(request: dict) -> dict:
             "pass_config": {"fuse_allreduce_rms": request["fused"]},
         },
     )
-    report: dict[str, Any] = {"version": vllm.__version__, "fused": request["fused"], "invariant": request["invariant"]}
-    report["rows"] = []
+    report: dict[str, Any] = {
+        "version": vllm.__version__,
+        **{key: request[key] for key in ("key", "fused")},
+        "rows": [],
+    }
     wait_for_turn(request)
     for batch, prompt in rows:
         report["rows"].append({"batch": batch, "prompt": prompt, **_row(llm, vllm, batch, prompt, request["rounds"])})
@@ -218,13 +265,13 @@ def _warm_median(once: Callable[[], float], rounds: int) -> float:
 def result_of(engine_result: dict, batch: int, prompt: int) -> dict:
     """Return vLLM's entry of a row, as `benchmarks.llm` writes those of the others."""
     (row,) = [row for row in engine_result["rows"] if (row["batch"], row["prompt"]) == (batch, prompt)] or [None]
-    is_invariant = engine_result.get("invariant", False)
-    name = f"vLLM {engine_result['version']}" + (", VLLM_BATCH_INVARIANT=1" if is_invariant else "")
-    entry: dict[str, Any] = {"key": "vllm-batch" if is_invariant else "vllm", "name": name, "status": "ok", "notes": []}
+    key = engine_result["key"]
+    name = ", ".join(filter(None, (f"vLLM {engine_result['version']}", VARIANTS[key].title)))
+    entry: dict[str, Any] = {"key": key, "name": name, "status": "ok", "notes": []}
     if row is None:
         return {**entry, "status": "n/a", "notes": ["stopped before this row"]}
     kind = "FlashInfer's all-reduce with residual and norm" if engine_result["fused"] else "its custom all-reduce"
-    kind = "NCCL's tree on one channel" if is_invariant else kind
+    kind = "NCCL's tree on one channel" if VARIANTS[key].invariant else kind
     figures = {key: value for key, value in row.items() if key not in ("batch", "prompt")}
     return {**entry, **figures, "notes": [f"with {kind}; weights of its own, so its tokens are compared with nobody's"]}
 
