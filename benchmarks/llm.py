@@ -186,7 +186,7 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
             options = {"step_attention": own and team.cuda, "compile": compile}
             served_by = contender.context if contender.key in engines.PROMISING else ctx
             engine = Engine(contender.model, served_by, batch, length, cache=cache, **options)
-            return engine, check(engine, tokens)
+            return engine, check(team, engine, tokens)
 
         outcome, reason = team.attempt(lambda warm_up=warm_up: warm_up(args.compile))
         if reason and args.compile:
@@ -282,14 +282,19 @@ def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4
         team.say(f"{contender.name}, {title} of {tuple(prompts.shape)}\n{table}")
 
 
-def check(engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def keeps_prompts(team: Team, engine) -> bool:
+    """Return whether every rank has captured the prompts: one may have compiled again instead."""
+    return team.slowest([-float(len(engine.prompts))])[0] < 0
+
+
+def check(team: Team, engine, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compare logits of the prompts (`tokens` without the last), and of a step on the last, eager and replayed."""
     prompts, last = tokens[:, :-1].contiguous(), tokens[:, -1]
     logits = {}
     for kind in ("eager", "graph") if engine.graphs else ("eager",):
         engine.reset()
         read = engine.prefill(prompts).float()  # the second time it is captured, if at all
-        if kind == "eager" or len(engine.prompts):
+        if kind == "eager" or keeps_prompts(team, engine):
             logits[f"prompt, {kind}"] = read
         engine.accept(torch.nn.functional.one_hot(last, read.shape[1]).to(read.dtype))
         if kind == "eager":
@@ -308,7 +313,7 @@ def time_once(team: Team, contender, engine, prompts: torch.Tensor, output: int)
     So each kind of first token is timed after others of its kind.
     """
     contender.prepare()
-    kinds = [("first_eager", engine.read)] + ([("first_graph", engine.prefill)] if len(engine.prompts) else [])
+    kinds = [("first_eager", engine.read)] + ([("first_graph", engine.prefill)] if keeps_prompts(team, engine) else [])
     taken = {}
     for name, read in kinds:
 

@@ -42,6 +42,9 @@ try:
     # Renamed: in 3.7; in 3.8, the old name raises in 3.9; in 3.9.
     program_barrier = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
     async_load = _tma.async_load if hasattr(_tma, "async_load") else _tma.async_copy_global_to_shared
+    # Renamed in 3.9: of pointers, by each thread, and what arrives once a thread's copies have.
+    copy_async = getattr(_ampere.async_copy, "async_load", _ampere.async_copy.async_copy_global_to_shared)
+    arrive_copied, fence_async_shared = _ampere.async_copy.mbarrier_arrive, _hopper.fence_async_shared
     reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
     # Listeners that are called before and after each launch, such as a profiler.
     _launch_enter, _launch_exit = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook

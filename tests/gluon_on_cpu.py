@@ -1,5 +1,5 @@
-"""Run Gluon over torch on the CPU: the kernels of touched experts, whose modules `streams()` gives, by `run`, and the
-products of warp-specialised programs, whose modules `products()` gives.
+"""Run Gluon over torch on the CPU: the kernels of touched experts and of widened codes, whose modules `streams()` and
+`widened()` give, by `run`, and the products of warp-specialised programs, whose modules `products()` gives.
 
 Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
 tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that every wait ends,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 import importlib
 import re
@@ -95,6 +96,10 @@ class Value(torch.Tensor):
     def shape(self) -> list[int]:  # type: ignore[override]
         return list(torch.Tensor.size(self))
 
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
 
 def value(x: Any) -> Value:
     return torch.as_tensor(x).as_subclass(Value)
@@ -160,11 +165,12 @@ class Shared:
 
 
 class Barriers:
-    """Of each stage: bytes that are expected, bytes that came, and completed phases."""
+    """Of each stage: bytes that are expected, bytes that came, completed phases, and whether threads copy and have."""
 
     @staticmethod
     def init(barrier: Shared, count: int) -> None:
         barrier.data.zero_()
+        barrier.data[3] = count > 1
 
     @staticmethod
     def expect(barrier: Shared, nbytes: int, pred: Any = True) -> None:
@@ -176,11 +182,31 @@ class Barriers:
         _turns.wait(lambda: (int(barrier.data[2]) & 1) == 1 - int(phase))
 
     @staticmethod
-    def arrive(barrier: Shared, count: int) -> None:
-        barrier.data[2] += 1
-        _turns.change()
+    def arrive(barrier: Shared, count: int, pred: Any = True) -> None:
+        if pred:
+            barrier.data[2] += 1
+            _turns.change()
+
+    @staticmethod
+    def end_loads(barrier: Shared) -> None:
+        """Complete the phase if all bytes came, and all copies."""
+        expected, came, _, copies, copied = barrier.data.tolist()
+        if came == expected and copied == copies:
+            barrier.data[:2], barrier.data[4] = 0, 0
+            barrier.data[2] += 1
+            _turns.change()
+
+    @staticmethod
+    def arrive_copied(barrier: Shared, increment_count: bool) -> None:
+        assert not increment_count
+        barrier.data[4] += 1
+        Barriers.end_loads(barrier)
 
     MBarrierLayout = staticmethod(lambda: None)
+
+
+def _copy_async(place: Shared, source: Pointer, mask: Any) -> None:
+    place.store(_load(source, mask))
 
 
 def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared) -> None:
@@ -195,10 +221,7 @@ def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared
     place.data.copy_(block)
     barrier.data[1] += block.nbytes
     assert barrier.data[1] <= barrier.data[0]
-    if barrier.data[1] == barrier.data[0]:
-        barrier.data[:2] = 0
-        barrier.data[2] += 1
-        _turns.change()
+    Barriers.end_loads(barrier)
 
 
 def _mma(y: torch.Tensor, x: torch.Tensor, acc: torch.Tensor) -> Value:
@@ -239,7 +262,7 @@ def _language() -> ModuleType:
     for name in ("float32", "int16", "int32", "int64", "uint8", "bfloat16"):
         setattr(gl, name, getattr(torch, name))
     for name in _LAYOUTS:
-        layout = lambda *given, **named: None  # noqa: E731
+        layout = lambda *given, **named: SimpleNamespace(**named) if named else None  # noqa: E731
         layout.get_default_for = layout
         setattr(gl, name, layout)
     gl.constexpr, gl.tensor, gl.static_range = (lambda x: x), Value, range
@@ -250,6 +273,7 @@ def _language() -> ModuleType:
     gl.full = lambda shape, x, dtype, layout=None: value(torch.full([int(n) for n in shape], x, dtype=dtype))
     gl.where = lambda mask, x, y: value(torch.where(torch.as_tensor(mask), torch.as_tensor(x), torch.as_tensor(y)))
     gl.sum = lambda x, axis: value(torch.sum(x, axis))
+    gl.associative_scan = lambda x, axis, combine: value(torch.cumsum(x, axis, dtype=x.dtype))  # all are sums
     gl.max = lambda x, axis: value(torch.amax(x, axis))
     gl.maximum = lambda x, y, propagate_nan=None: value(torch.maximum(torch.as_tensor(x), torch.as_tensor(y)))
     gl.minimum = lambda x, y: value(torch.minimum(torch.as_tensor(x), torch.as_tensor(y)))
@@ -288,7 +312,7 @@ def _constant(text: str) -> torch.Tensor:
 
 def _allocate(dtype: torch.dtype, shape: list, layout: Any) -> Shared:
     if dtype == torch.int64 and shape[-1] == 1:  # barriers
-        shape = [*shape[:-1], 3]
+        shape = [*shape[:-1], 5]
     data = torch.full([int(n) for n in shape], 0, dtype=dtype)
     return Shared(data.view(torch.uint8).fill_(0xFF).view(dtype))
 
@@ -336,7 +360,8 @@ def _swapped(*modules: str) -> Iterator[None]:
     gluon.language, parent.gluon = _language(), gluon
     names = {"triton.experimental": parent, gluon.__name__: gluon, gluon.language.__name__: gluon.language}
     private = dict(aggregate=lambda cls: cls, mma_v2=_mma, mbarrier=Barriers, async_load=_async_load)
-    private |= dict(program_barrier=lambda: None, warp_specialize=_partitions)
+    private |= dict(program_barrier=lambda: None, warp_specialize=_partitions, fence_async_shared=lambda: None)
+    private |= dict(copy_async=_copy_async, arrive_copied=Barriers.arrive_copied)
     with (
         mock.patch.dict(sys.modules, names),
         mock.patch.multiple(triton_private, **private),
@@ -363,7 +388,22 @@ def _reinterpreted(memory: Shared, dtype: Any, shape: list[int], layout: Any) ->
 
 def products() -> tuple[ModuleType, ModuleType]:
     """Return `scaled_mma` and `widened_mma` of `iris_ops.kernels.hopper`."""
-    names = "kernels.hopper.scaled_mma", "kernels.hopper.widened_mma"
+    scaled_mma, widened_mma = _of_warp_groups("kernels.hopper.scaled_mma", "kernels.hopper.widened_mma")
+    scaled_mma._times = lambda sums, factors: value(sums * factors[:, None])
+    return scaled_mma, widened_mma
+
+
+def widened() -> ModuleType:
+    """Return `widened_matmul` of `iris_ops.moe`, whose kernel is a function for `run`."""
+    names = "kernels.hopper.loading", "kernels.hopper.widened_mma", "moe.widened_matmul"
+    module = _of_warp_groups(*names)[-1]
+    module.arch = SimpleNamespace(follow=lambda: None, lead=lambda: None)
+    module.joined, module.activated = gated, ungated
+    return module
+
+
+def _of_warp_groups(*names: str) -> list[ModuleType]:
+    """Return modules of `iris_ops` with products of warp groups."""
     waiting = dict(warpgroup_mma_init=lambda x: x, warpgroup_mma_wait=lambda left, deps: deps[0])
     private = mock.patch.multiple(
         triton_private, warpgroup_mma=_multiplied, reinterpret=_reinterpreted, **waiting
@@ -373,8 +413,7 @@ def products() -> tuple[ModuleType, ModuleType]:
         modules = [importlib.import_module(f"iris_ops.{name}") for name in names]
     for module in modules:
         module.known = lambda x: x
-    modules[0]._times = lambda sums, factors: value(sums * factors[:, None])
-    return modules[0], modules[1]
+    return modules
 
 
 def streams() -> tuple[ModuleType, ModuleType]:
@@ -421,6 +460,9 @@ def _take(ctx: Any, place: Pointer, step: Any, mask: Value, *_: Any, **__: Any) 
     return value(values.as_subclass(torch.Tensor).view(torch.bfloat16).float()), True
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8}
+
+
 def _argument(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Pointer.of(x)
@@ -430,6 +472,8 @@ def _argument(x: Any) -> Any:
         return type(x)(*map(_argument, x))
     if type(x) is int:
         return value(x)
+    if getattr(x, "WIDENING", None) is not None:
+        return replace(x, WIDENING=Policy(x.WIDENING), SCALES=_DTYPES[x.SCALES.name])
     return Policy(x) if hasattr(x, "PRODUCTS") else x
 
 
@@ -446,4 +490,4 @@ def run(kernel: Callable, grid: int, args: dict) -> bool:
         thread.join()
     if turns.failed is not None:
         raise turns.failed
-    return _reported[0]
+    return any(_reported[:1])

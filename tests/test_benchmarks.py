@@ -50,10 +50,10 @@ SLOW_RUNS = (
     ("fp8", 1, [], 1, None),
     ("ops", 3, ["--shapes", "tiny-forms", "--dtype", "float16"], None, None),
     ("moe", 2, ["--shapes", "tiny-gpt-oss", "--tokens", "2,30"], 2, None),
-    ("llm", 2, ["--model", "tiny", "--contenders", "ours,nccl,transformers,ours-fp8,ours-int4", "--rounds", "1", "--batches", "2",
-                "--prompts", "3", "--name", "llm_tiny"], 1, llm_plots.draw),
-    ("llm", 2, ["--model", "tiny-gpt-oss-20b", "--contenders", "ours,nccl,ours-mxfp4", "--rounds", "1", "--batches", "1",
-                "--prompts", "5", "--output", "3"], 1, None),
+    ("llm", 2, ["--model", "tiny", "--contenders", "ours,nccl,transformers,ours-fp8,ours-int4", "--rounds", "1",
+                "--batches", "2", "--prompts", "3", "--name", "llm_tiny"], 1, llm_plots.draw),
+    ("llm", 2, ["--model", "tiny-gpt-oss-20b", "--contenders", "ours,nccl,ours-mxfp4", "--rounds", "1",
+                "--batches", "1", "--prompts", "5", "--output", "3"], 1, None),
 )  # fmt: skip
 _ALL = [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)]
 

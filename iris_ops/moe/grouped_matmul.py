@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 from iris.device import arch
 from iris.device.function import device_function
 from iris.device.waits import WAITERS
+from iris.machines import machine_of
 import torch
 import triton
 import triton.language as tl
 
 from ..kernels.activations import activated, joined
 from ..kernels.arguments import Tile, World
+from ..planning.moe_ways import widened
+from . import widened_matmul
 from .arguments import GroupedForm, choice_of, strides_of
 from .arguments import bias_of as expert_bias
 from .coded import experts_of
@@ -167,3 +170,10 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     """Launch `moe_matmul_kernel`, which needs no workspace."""
     grid, args = arguments(run.rank, problem, config, tensors)
     run.launch(moe_matmul_kernel, grid, args, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def launch_down(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig, tensors: GateUp) -> None:
+    """Launch the product of a way back, of sorted pairs: by widened codes if the plan's tile is theirs."""
+    widens = widened(problem, machine_of(run.rank.device))
+    widens = widens and widened_matmul.supports(problem, config, run.rank.cur_rank, tensors) is None
+    (widened_matmul.launch if widens else launch)(run, workspace, problem, config, tensors)

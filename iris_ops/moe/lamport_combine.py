@@ -108,7 +108,7 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     """Launch product and sums. The workspace has room in its exchange area."""
     size = problem.pairs * problem.N * problem.dtype.itemsize
     products = workspace.local("moe products", size).view(problem.dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
+    grouped_matmul.launch_down(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
     out, weights, shared = tensors.out, tensors.weights, tensors.shared
     at_once, k = tokens_at_once(problem), problem.experts.top_k
     for begin in range(0, problem.M, at_once):

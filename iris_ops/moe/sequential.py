@@ -25,7 +25,7 @@ def launch(run: Run, workspace: Workspace, problem: Problem, config: FusedConfig
     ctx, dtype = workspace.ctx, problem.dtype
     size = problem.pairs * problem.N * dtype.itemsize
     products = workspace.local("moe products", size).view(dtype).view(problem.pairs, problem.N)
-    grouped_matmul.launch(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
+    grouped_matmul.launch_down(run, workspace, problem, config, tensors.product(products, run.rank.cur_rank))
     sums = out = tensors.out
     if problem.op == DOWN_REDUCE_SCATTER:
         between = workspace.local("moe sums", problem.M * problem.N * dtype.itemsize)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from iris.machines import INTERPRETER, Machine
 
 from ..problem import Problem
-from .needs import PLAIN
+from .needs import LINE, PLAIN
 from .operations import DOWN_REDUCE_SCATTER
+from .weights.streams import on_hopper
 from .workspace_size import exchange_ld
 
 FEW_PAIRS = 256  # that a program looks through by itself
@@ -27,6 +28,11 @@ _TILES = (
     *FEW_TILES, (32, 128, 64, 4, 3, 0.26, 192), (64, 128, 64, 4, 4, 0.5, 192), (128, 128, 64, 8, 3, 0.65, 192),
     (128, 256, 64, 8, 4, 0.75, 512),
 )  # fmt: skip
+# Tiles of sorted pairs by widened codes (`moe/widened_matmul.py`), and the microseconds of a line of 128 along K on a
+# multiprocessor, which two programs share: of int4 in groups of 32, measured on an H200.
+WIDENED_TILES = ((16, 128, 128, 4, 2), (32, 128, 128, 4, 2), (64, 128, 128, 4, 2))
+_LINE_US = {16: 0.45, 32: 0.55, 64: 0.68}
+MOST_STREAMED_PAIRS = 128  # that programs of the stream of touched experts compare with each other
 # The depth of a step of the first product, in tiles of few rows, from a number of columns on: the fastest measured.
 # The way back has little depth, so there three stages, and more programs to a multiprocessor, are faster.
 DEEP, DEEP_COLUMNS = 128, 128
@@ -55,6 +61,26 @@ def need_sorting(pairs: int, experts: int) -> bool:
     busiest expert has some four times the mean.
     """
     return pairs > min(FEW_PAIRS, 4 * experts)
+
+
+def widened(problem: Problem, machine: Machine) -> bool:
+    """Return whether ways that sort pairs multiply them by codes in the tensor cores' operand registers.
+
+    It does not depend on K, of which ranks may have unequal parts: they must choose the same exchange.
+    """
+    if problem.pairs <= MOST_STREAMED_PAIRS or problem.sums.promised:
+        return False
+    alike = problem.N % (2 * problem.epilogue.matrices) == 0
+    return alike and problem.weights.widened_in_tiles and on_hopper(problem, machine)
+
+
+def widened_us(problem: Problem, block_m: int, block_n: int, machine: Machine) -> float:
+    """Return the microseconds of the product of sorted pairs by widened codes."""
+    touched = problem.experts.touched(problem.pairs)
+    blocks = touched * max(1.0, problem.pairs / touched / block_m + 0.5)
+    lines = blocks * -(-problem.N // block_n) * -(-problem.K // LINE) / machine.num_programs
+    memory = touched * problem.N * problem.K * weight_bytes(problem) / (machine.hbm_gbs * 1e3)
+    return max(memory, lines * _LINE_US[block_m] / problem.weights.tile_share)
 
 
 def one_token(problem: Problem) -> str | None:

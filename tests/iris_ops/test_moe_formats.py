@@ -256,6 +256,11 @@ OTHERS: dict[str, Mixture] = {
     "fp32_zeros": Mixture("int8_zeros", 5, dtype=torch.float32, hidden=66),
     "fp16_nvfp4": Mixture("nvfp4", 6, dtype=torch.float16, hidden=130, scatter=True),
     "no_share_streamed": Mixture("int4", 12, k=3, hidden=256, widths=(96, 0, 0, 64)),  # on Hopper
+    # on Hopper by codes that are widened in registers; a rank whose rows are no whole vectors does the same in tiles
+    "sorted": Mixture("int4", 70, hidden=264, bias=True, shared=True),
+    "sorted_turns": Mixture("mxfp4", 67, hidden=160, interleaved=True, activation="gpt_oss", bias=True),
+    "sorted_channel": Mixture("int8_channel", 90, hidden=136, widths=(72, 48, 16, 8), scatter=True),
+    "sorted_zeros": Mixture("int4_zeros", 66, hidden=264, widths=(136, 0, 64, 8), bias=True),
     "narrow": Mixture("int4", 3, hidden=2, widths=(2, 2, 4, 2)),
 }
 

@@ -87,8 +87,7 @@ def test_codes_widened(name: str) -> None:
     A = torch.zeros(64, 768, dtype=BF16)
     A[:, :K] = torch.randn(64, K, generator=draw).to(BF16)
     tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BLOCK_K=LINE)
-    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, 128, policy.WORDS])
-    mma = widened_mma.WidenedMma(*described, codes_of(scale, form, N, 4), tile, pipeline(8))
+    mma = widened_mma.WidenedMma(codes_of(scale, form, N, 4), tile, pipeline(8))
     for steps in (range(5), range(1, 3)):
         ends = slice(LINE * steps.start, min(K, LINE * steps.stop))
         part = (
@@ -120,8 +119,7 @@ def test_scales_that_bf16_cannot_hold_cost_no_accuracy(name: str, dtype: torch.d
     exact = packing.unpack(weight, scale, K, torch.float64)
     A = torch.randn(64, K, generator=draw).to(BF16)
     tile = SimpleNamespace(BLOCK_M=64, BLOCK_N=N, BLOCK_K=LINE)
-    described = SimpleNamespace(dtype=BF16), SimpleNamespace(dtype=torch.int32, block_shape=[1, N, policy.WORDS])
-    mma = widened_mma.WidenedMma(*described, codes_of(scale, form, N, 3), tile, pipeline(8))
+    mma = widened_mma.WidenedMma(codes_of(scale, form, N, 3), tile, pipeline(8))
     product = sums(mma, A, weight.view(torch.int32), 0, range(4), policy.WORDS).double()
     true = A.double() @ exact.t()
     rounded = A.double() @ exact.to(BF16).double().t()

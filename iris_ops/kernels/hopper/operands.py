@@ -45,7 +45,7 @@ _GLUON_TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int32: gl.int32,
 }
-_SCALE_TYPES = {
+SCALE_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,
@@ -139,7 +139,7 @@ def _of_codes(
             WIDENING=widening,
             GROUPS=groups,
             ZEROS=weights.zeros,
-            SCALES=_SCALE_TYPES[scale.dtype],
+            SCALES=SCALE_TYPES[scale.dtype],
             WORDS=groups * (1 + weights.zeros) * scale.itemsize // 4,
         ),
     )

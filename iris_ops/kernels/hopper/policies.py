@@ -17,7 +17,7 @@ def mma_of(a, b, epilogue, tile: gl.constexpr, pipeline: gl.constexpr, N, K):
             epilogue.block_scales, epilogue.block_stride, N, last, pipeline.GROUPS, pipeline.ZEROS, pipeline.WIDENING,
             pipeline.SCALES, pipeline.WORDS,
         )  # fmt: skip
-        return WidenedMma(a, b, codes, tile, pipeline)
+        return WidenedMma(codes, tile, pipeline)
     elif epilogue.block_scales is not None:
         return ScaledMma(a, b, epilogue.block_scales, epilogue.block_stride, N, last, tile, pipeline)
     else:

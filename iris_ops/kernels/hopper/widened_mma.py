@@ -118,7 +118,8 @@ class Codes:
     """A program's weights as codes.
 
     `scales`: those of each column of B, numbers of DTYPE in words, rows `stride` words apart, of GROUPS groups a line,
-    WORDS words; or None where they end a tile. ZEROS: whether each is followed by its zero point. WIDEN: a
+    WORDS words. None where they come with the codes (`take_scales`), or end a tile: then WORDS is 0. ZEROS: whether
+    each is followed by its zero point. WIDEN: a
     `quantised.widening.Widening` of runs.
     """
 
@@ -136,7 +137,7 @@ class Codes:
     def __init__(self, scales, stride, cols, last, GROUPS, ZEROS, WIDEN, DTYPE, WORDS):
         self.scales = gl.constexpr(None) if scales is None else scales
         self.stride = gl.constexpr(0) if stride is None else known(stride)
-        self.cols, self.last = known(cols), last
+        self.cols, self.last = known(cols), known(last)
         self.GROUPS, self.ZEROS = known(GROUPS), known(ZEROS)
         self.WIDEN = gl.constexpr(getattr(WIDEN, "value", WIDEN))
         self.DTYPE, self.WORDS = gl.constexpr(getattr(DTYPE, "value", DTYPE)), known(WORDS)
@@ -165,6 +166,7 @@ class WidenedMma:
     codes: Codes
     LAYOUT: gl.constexpr
     B_FORM: gl.constexpr
+    LINE_FORM: gl.constexpr
     TOGETHER: gl.constexpr
     BLOCKS: gl.constexpr
     PRODUCTS: gl.constexpr
@@ -175,12 +177,14 @@ class WidenedMma:
     MATRICES: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, a, b, codes, tile, pipeline):
+    def __init__(self, codes, tile, pipeline):
         tile, pipeline = getattr(tile, "value", tile), getattr(pipeline, "value", pipeline)
+        widen = getattr(codes.WIDEN, "value", codes.WIDEN)
         self.codes = codes
         self.LAYOUT, self.TOGETHER, self.BLOCKS = gl.constexpr(pipeline.ACC), known(1), known(BLOCKS)
-        self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for(list(b.block_shape[1:]), b.dtype))
-        self.PRODUCTS = known(getattr(codes.WIDEN, "value", codes.WIDEN).PRODUCTS // BLOCKS)
+        self.B_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([tile.BLOCK_N, widen.WORDS], gl.int32))
+        self.LINE_FORM = gl.constexpr(gl.NVMMASharedLayout.get_default_for([1, tile.BLOCK_N, widen.WORDS], gl.int32))
+        self.PRODUCTS = known(widen.PRODUCTS // BLOCKS)
         self.SCALES = gl.constexpr(
             _in_words(tile.BLOCK_N, pipeline.ACC.warps_per_cta[0], getattr(codes.WORDS, "value", codes.WORDS))
         )
@@ -200,21 +204,36 @@ class WidenedMma:
         return sums, place, words, words, step
 
     @gluon.jit
+    def take_scales(self, acc, factors):
+        """Return the sums with the scales of the step that follows, words [BLOCK_N, WORDS] in shared memory."""
+        sums, place, _scales, _coming, step = acc
+        words = ()
+        if self.codes.WORDS > 0:
+            words = self._apart(factors.load(self.SCALES))
+        return sums, place, words, words, step
+
+    @gluon.jit
     def _load(self, place):
         """Load the words with the scales of a step, and zero points after each."""
         words = ()
         if self.codes.scales is not None:
-            OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
             w = gl.arange(0, self.codes.WORDS, layout=gl.SliceLayout(0, self.SCALES))
-            columns = _columns(gl.load(self.codes.scales + (place[:, None] + w[None, :])))
-            for i in gl.static_range(self.codes.WORDS):
-                words = words + (gl.convert_layout(columns[i], gl.SliceLayout(1, OPERAND), assert_trivial=True),)
+            words = self._apart(gl.load(self.codes.scales + (place[:, None] + w[None, :])))
         return words
+
+    @gluon.jit
+    def _apart(self, words):
+        """Return the columns of `words` [BLOCK_N, WORDS], each word where its row of weights is."""
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, self.LAYOUT, 2)
+        columns, result = _columns(words), ()
+        for i in gl.static_range(self.codes.WORDS):
+            result = result + (gl.convert_layout(columns[i], gl.SliceLayout(1, OPERAND), assert_trivial=True),)
+        return result
 
     @gluon.jit
     def _scaled(self, numbers, words, NUMBER: gl.constexpr):
         """Return the numbers of codes that the scale number `NUMBER` of a step scales."""
-        if self.codes.scales is None:
+        if self.codes.WORDS == 0:
             return _unscaled(numbers, self.codes.WIDEN)
         else:
             PARTS: gl.constexpr = 1 + self.codes.ZEROS
@@ -242,10 +261,11 @@ class WidenedMma:
             weights = self._scaled(numbers[i % widen.PRODUCTS], scales, i * self.codes.GROUPS // widen.PRODUCTS)
             part = rows.slice(i % self.PRODUCTS * WIDTH, WIDTH, dim=1).permute((1, 0))
             sums = warpgroup_mma(gl.convert_layout(weights, OPERAND), part, sums, is_async=True)
-        if NUMBER == 0:  # the scales of the next line
-            if self.codes.scales is not None:
-                place += gl.where(step < self.codes.last, self.codes.WORDS, 0)
+        if NUMBER == 0 and self.codes.scales is not None:  # the scales of the next line
+            place += gl.where(step < self.codes.last, self.codes.WORDS, 0)
             return sums, place, scales, self._load(place), step
+        elif NUMBER == 0:
+            return sums, place, scales, coming, step
         else:
             return sums, place, coming, coming, step + 1
 

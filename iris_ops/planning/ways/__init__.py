@@ -13,6 +13,7 @@ from .sequential import Sequential
 from .touched import TouchedDown, TouchedStream
 from .tree import Tree
 from .weight_stream import WeightStream
+from .widened import WidenedMatmul
 
 WAYS: tuple[Way, ...] = (
     Lamport(),
@@ -38,4 +39,5 @@ WAYS: tuple[Way, ...] = (
     DownInSteps(),
     TouchedStream(),
     TouchedDown(),
+    WidenedMatmul(),
 )

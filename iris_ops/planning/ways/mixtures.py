@@ -16,6 +16,7 @@ from ..moe_ways import (
     FEW_TILES,
     MOST_CODED_COLUMNS,
     MOST_EXCHANGED,
+    MOST_STREAMED_PAIRS,
     MOST_TOKENS,
     NOT_BACK,
     ONE_PROGRAM_GBS,
@@ -24,6 +25,7 @@ from ..moe_ways import (
     TOKEN_COLUMNS,
     TOKEN_ELEMENTS,
     TOKEN_STAGES,
+    WIDENED_TILES,
     link_us,
     need_sorting,
     one_token,
@@ -34,6 +36,8 @@ from ..moe_ways import (
     tokens_at_once,
     waits_too_wide,
     weight_bytes,
+    widened,
+    widened_us,
 )  # fmt: skip
 from ..needs import PLAIN
 from ..operations import DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER, GATE_UP
@@ -49,6 +53,7 @@ class Mixture(Way):
     """A grouped product in tiles that suit the number of pairs of token and expert."""
 
     weights = frozenset((PLAIN, *FORMATS))
+    multiplies_sorted = False  # by `moe/widened_matmul.py`, where that serves a problem
 
     @property
     def name(self) -> str:
@@ -83,15 +88,21 @@ class Mixture(Way):
         return Prediction(product, link, product + self.rest_us(problem, machine) + machine.launch_us)
 
     def product_us(self, problem: Problem, config: FusedConfig, machine: Machine) -> float:
-        return product_us(problem, config.block_m, config.block_n, machine)
+        model = widened_us if self.widens(problem, machine) else product_us
+        return model(problem, config.block_m, config.block_n, machine)
+
+    def widens(self, problem: Problem, machine: Machine) -> bool:
+        """Return whether the product is that of `moe/widened_matmul.py`."""
+        return self.multiplies_sorted and widened(problem, machine)
 
     def most_rows(self, problem: Problem, config: FusedConfig) -> int:
         return max(1, problem.M)
 
     def tiles(self, problem: Problem, machine: Machine) -> Sequence[FusedConfig]:
         configs, least = [], least_k(problem.weights)
-        for m, n, k, warps, stages, *_ in tiles_of(problem, machine):
-            if not problem.sums.promised and problem.operation.sums and m == NOT_BACK:
+        tiles = WIDENED_TILES if self.widens(problem, machine) else tiles_of(problem, machine)
+        for m, n, k, warps, stages, *_ in tiles:
+            if not problem.sums.promised and problem.operation.sums and m == NOT_BACK and tiles is not WIDENED_TILES:
                 continue
             if (
                 not problem.sums.promised
@@ -139,6 +150,8 @@ class GroupedFew(Mixture):
     algorithms = ("one_shot",)
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        if widened(problem, machine):
+            return "so many pairs take less time by codes that are widened in registers"
         sorted_first = need_sorting(problem.pairs, problem.experts.count)
         return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
 
@@ -152,6 +165,8 @@ class GroupedMany(GroupedFew):
     algorithms = ("sequential",)
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
+        if widened(problem, machine):
+            return super().accepts(problem, machine)
         return None if need_sorting(problem.pairs, problem.experts.count) else "few pairs need not be sorted"
 
     def rest_us(self, problem: Problem, machine: Machine) -> float:
@@ -169,6 +184,8 @@ class Down(Mixture):
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if not one_token(problem):
             return f"{TOKEN} computes a single token"
+        if widened(problem, machine):
+            return f"more than {MOST_STREAMED_PAIRS} pairs take less time sorted, by widened codes"
         if problem.M > MOST_TOKENS:
             return f"one program would add more than {MOST_TOKENS} tokens of its columns"
         return waits_too_wide(problem, max(n for _, n, *_ in FEW_TILES), machine)
@@ -232,6 +249,7 @@ class Combine(Mixture):
 
     kernel = COMBINE
     launcher = "moe.lamport_combine:launch"
+    multiplies_sorted = True
     ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
@@ -258,6 +276,7 @@ class DownInSteps(Mixture):
 
     kernel = SEQUENTIAL
     launcher = "moe.sequential:launch"
+    multiplies_sorted = True
     ops = frozenset((DOWN_ALL_REDUCE, DOWN_REDUCE_SCATTER))
     algorithms = ("sequential",)
 

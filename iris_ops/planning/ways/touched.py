@@ -12,7 +12,7 @@ from iris.machines import Machine
 
 from ...config import FusedConfig
 from ...problem import Problem
-from ..moe_ways import need_sorting, waits_too_wide, weight_bytes
+from ..moe_ways import MOST_STREAMED_PAIRS, need_sorting, waits_too_wide, weight_bytes
 from ..needs import LINE
 from ..sums import ANY_ORDER
 from ..weights import FORMATS
@@ -21,7 +21,6 @@ from .mixtures import GROUPED, LAMPORT, Combine, Down, DownInSteps, GroupedFew, 
 
 STREAM, STREAM_DOWN = "moe.touched_stream", "moe.touched_down"
 MOST_TOKENS = 32
-MOST_PAIRS = 128  # that a program compares with each other: of 256 that took longer than the products
 ROWS, COLUMNS, RESIDENT = 8, 64, 2  # of a program's item: pairs, columns; programs on a multiprocessor at once
 # The kernel chooses all of it itself. Where it cannot load a rank's tensors, another takes this tile.
 _TILE = FusedConfig(16, 128, 128, num_warps=4, num_stages=3, algorithm="one_shot")
@@ -35,8 +34,8 @@ def too_many(problem: Problem) -> str | None:
     """Return why the stream serves no problem of these sizes on any machine, or None."""
     if problem.M > MOST_TOKENS or not problem.weights.streamable(1, problem.K):
         return f"it is for up to {MOST_TOKENS} tokens, and K a multiple of {problem.weights.granule}"
-    if problem.pairs > MOST_PAIRS or need_sorting(problem.pairs, problem.experts.count):
-        return f"each program finds the experts of at most {MOST_PAIRS} pairs"
+    if problem.pairs > MOST_STREAMED_PAIRS or need_sorting(problem.pairs, problem.experts.count):
+        return f"each program finds the experts of at most {MOST_STREAMED_PAIRS} pairs"
     if problem.experts.count * problem.N >= 1 << 31:
         return "columns of all experts are 2**31 or more"
     return None
