@@ -20,7 +20,7 @@ import time
 from iris_tp.bench.team import Team, launch
 import torch
 
-from benchmarks.cases import engines, mixtures, truth, vllm_engine, whole_models
+from benchmarks.cases import engines, mixtures, stored_models, truth, vllm_engine, whole_models
 from benchmarks.measuring import report
 from benchmarks.tables.every_row import render
 
@@ -44,6 +44,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=report.some_of(engines.NAMES),
         default="ours,nccl,sequence-nccl,transformers",
         help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="build the only contender, such as ours-mxfp4, without a model in bf16 beside it, for want of memory",
     )
     parser.add_argument("--rounds", type=number, default=3, help="measurements of each contender; default: %(default)s")
     parser.add_argument(
@@ -76,6 +81,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--model {args.model}: expected one of {', '.join(whole_models.SHAPES)}, or a checkpoint's folder"
         )
+    args.own = [key for key in args.contenders if key not in engines.APART]
+    if args.alone and (len(args.own) != 1 or args.own[0] not in engines.STORED or os.path.isdir(args.model)):
+        parser.error(f"--alone: expected one of {', '.join(engines.STORED)} among --contenders, and a model's shape")
     args.title = args.model.rstrip("/").rpartition("/")[2]
     args.command = args.command.replace(args.model, args.title)  # no folders of this machine
     shape = args.title + (f"-{args.layers}layers" if args.layers else "")
@@ -98,7 +106,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {text}")
 
     ctx = iris.iris(int(args.heap_gib * 2**30))
-    model = whole_models.build(args.model, args.layers, ctx, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    if args.alone:
+        model, exact = stored_models.drawn(args.model, args.layers, ctx, dtype, engines.STORED[args.own[0]])
+    else:
+        model, exact = whole_models.build(args.model, args.layers, ctx, dtype), None
     config = model.config
     team.synchronize()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -109,8 +121,11 @@ def run(team: Team, args: argparse.Namespace) -> None:
             f" the idlest {uneven[1]:.2f}"
         )
     # cuBLAS + NCCL: by whose errors the others' are judged
-    requested = [key for key in dict.fromkeys([*args.contenders, engines.NCCL]) if key not in engines.APART]
-    contenders, failed = engines.contenders(team, ctx, model, requested)
+    if args.alone:
+        contenders, failed = [engines.in_format(args.own[0], exact, model, ctx)], {}
+        exact = engines.by_nccl(exact, ctx)
+    else:
+        contenders, failed = engines.contenders(team, ctx, model, list(dict.fromkeys([*args.own, engines.NCCL])))
     if engines.NCCL in failed:
         raise RuntimeError(f"{engines.NAMES[engines.NCCL]}: {failed[engines.NCCL]}")
     missing = [f"{engines.NAMES[key]}: {each['failed']}" for key, each in args.vllm.items() if "failed" in each]
@@ -132,7 +147,8 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if elapsed > args.time_limit:
             say(f"stopped: {len(rows) - number + 1} rows left out")
             break
-        row = run_row(team, ctx, contenders, batch, prompt, args, lambda: time.monotonic() - begin > args.time_limit)
+        late = lambda: time.monotonic() - begin > args.time_limit  # noqa: E731
+        row = run_row(team, ctx, contenders, batch, prompt, args, late, exact)
         for each in args.vllm.values():
             if "rows" in each:
                 row["results"].append(vllm_engine.result_of(each, batch, prompt))
@@ -157,8 +173,14 @@ def summary(result: dict) -> str:
     return f"{result['name']} first {first:.1f} ms, step {step:.2f} ms"
 
 
-def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool]) -> dict:
-    """Measure each contender; cuBLAS + NCCL is always among them, and omitted from the results unless requested."""
+def run_row(
+    team: Team, ctx, contenders, batch: int, prompt: int, args, late: Callable[[], bool], base=None
+) -> dict:  # fmt: skip
+    """Measure each contender; cuBLAS + NCCL is among them, and omitted from the results unless requested.
+
+    `base`: whose model gives the true logits, by its own numbers or by a contender's in their place; cuBLAS + NCCL, if
+    None. A contender that is alone is right if it misses by no more than whoever is right at most.
+    """
     from layers import Engine
 
     length = -(-(prompt + args.output + 2 * EAGER_STEPS + 4) // 64) * 64  # masks need whole vectors
@@ -167,8 +189,15 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
     vocabulary = min(ordered[0].model.config.vocab_size, 30000)
     tokens = torch.randint(0, vocabulary, (batch, prompt + 1), generator=random).to(team.device)
     prompts, cache = tokens[:, :-1].contiguous(), None
-    row, exact = find_truth(team, ordered[0], tokens, length)
+    row: dict = {"batch": batch, "prompt": prompt, "truth_s": 0.0, "results": []}
+    row["compared"] = truth.rows_compared(batch, prompt)
+    base, exact = base or ordered[0], None
+    if any(contender.convert is truth.as_it_is for contender in ordered):
+        exact, row["truth_s"] = find_truth(team, base, tokens, length)
     limits: dict[bool, float] = {}  # of those whose inputs are rounded to fp8, and of the others
+    if exact is None:
+        most = truth.MOST_MIXTURE if mixtures.top_k_of(ordered[0].model) else truth.MOST
+        limits = {False: most, True: truth.MOST_FP8}
     ready = []
     for contender in ordered:
         result = {"key": contender.key, "name": contender.name, "status": "ok", "notes": []}
@@ -176,8 +205,8 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
             row["results"].append(result)
         fp8, expected = contender.rounds_inputs, exact
         if contender.convert is not truth.as_it_is:
-            stored, expected = find_truth(team, ordered[0], tokens, length, contender.convert)
-            row["truth_s"] += stored["truth_s"]
+            expected, taken = find_truth(team, base, tokens, length, contender.convert)
+            row["truth_s"] += taken
         began, held = time.monotonic(), allocated(team)
 
         def warm_up(compile, contender=contender, cache=cache):
@@ -200,7 +229,7 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
         engine, logits = outcome
         cache = engine.cache
         result["errors"] = truth.errors(team, logits, expected)
-        if contender is ordered[0]:
+        if contender is ordered[0] and exact is not None:
             dtype, mixture = getattr(torch, args.dtype), mixtures.top_k_of(contender.model) > 0
             limits = {of: truth.limit(result["errors"], dtype, of, mixture) for of in (False, True)}
             row.update(limit=limits[False], limit_fp8=limits[True])
@@ -244,23 +273,22 @@ def run_row(team: Team, ctx, contenders, batch: int, prompt: int, args, late: Ca
 
 
 def find_truth(
-    team: Team, contender, tokens: torch.Tensor, length: int, convert: truth.Convert = truth.as_it_is
-) -> tuple[dict, dict]:
-    """Return the known part of the row, and the true logits of its first prompts."""
+    team: Team, base, tokens: torch.Tensor, length: int, convert: truth.Convert = truth.as_it_is
+) -> tuple[dict, float]:
+    """Return the true logits of the row's first prompts, and the seconds that they took."""
     batch, prompt = len(tokens), tokens.shape[1] - 1
     compared, began = truth.rows_compared(batch, prompt), time.monotonic()
 
     def find() -> dict[str, torch.Tensor]:
-        contender.prepare()
-        return truth.true_logits(contender.model, tokens[:compared], length, convert)
+        base.prepare()
+        return truth.true_logits(base.model, tokens[:compared], length, convert)
 
     expected, reason = team.attempt(find)
-    if reason:
+    if reason or expected is None:
         raise RuntimeError(f"batch {batch}, prompt {prompt}: no true logits to compare with: {reason}")
     if team.cuda:
         torch.cuda.empty_cache()
-    taken = team.slowest([time.monotonic() - began])[0]
-    return {"batch": batch, "prompt": prompt, "compared": compared, "truth_s": taken, "results": []}, expected
+    return expected, team.slowest([time.monotonic() - began])[0]
 
 
 def profile(team: Team, contender, engine, prompts: torch.Tensor, steps: int = 4) -> None:

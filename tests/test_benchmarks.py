@@ -54,6 +54,8 @@ SLOW_RUNS = (
                 "--batches", "2", "--prompts", "3", "--name", "llm_tiny"], 1, llm_plots.draw),
     ("llm", 2, ["--model", "tiny-gpt-oss-20b", "--contenders", "ours,nccl,ours-mxfp4", "--rounds", "1",
                 "--batches", "1", "--prompts", "5", "--output", "3"], 1, None),
+    ("llm", 2, ["--model", "tiny-gpt-oss-20b", "--alone", "--contenders", "ours-mxfp4", "--rounds", "1",
+                "--batches", "1", "--prompts", "5", "--output", "3", "--name", "llm_alone"], 1, None),
 )  # fmt: skip
 _ALL = [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)]
 
@@ -109,6 +111,7 @@ def test_stress_and_rma_from_end_to_end(tmp_path: Path) -> None:
         (all_scatter, ["--device", "cpu", "--store-warp"], "--store-warp on cpu: expected NVIDIA Hopper GPUs"),
         (stress, ["--device", "cpu", "--calls", "0", "--replays", "0"], "--calls and --replays are 0"),
         (llm, ["--model", "/no/such"], "--model /no/such: expected one of llama-3-8b"),
+        (llm, ["--alone"], "--alone: expected one of ours-fp8, "),
         (llm, ["--device", "cpu", "--contenders", "async-tp"], "--contenders async-tp: expected others on CPUs"),
     ],
 )

@@ -157,7 +157,7 @@ def contenders(team: Team, ctx, model: nn.Module, requested: list[str]) -> tuple
         BATCH: lambda: invariant(model, ctx, BATCH, "batch"),
         RANKS: lambda: invariant(model, ctx, RANKS, "ranks"),
         **{key: partial(stored, model, ctx, key) for key in STORED},
-        NCCL: lambda: Contender(NCCL, model, lambda: serve(model, nccl), nccl),
+        NCCL: lambda: by_nccl(model, ctx),
         TRANSFORMERS: lambda: Contender(TRANSFORMERS, transformers_parallel(model, team), lambda: None),
     }
     built, failed = [], {}
@@ -258,11 +258,21 @@ def with_shared_tokens(split: nn.Module, ctx) -> nn.Module:
     return model.eval()
 
 
+def by_nccl(model: nn.Module, ctx) -> Contender:
+    """Return the layers of `model` by torch's products and NCCL's collectives."""
+    nccl = _Context(ctx, NCCL, NcclOps())
+    return Contender(NCCL, model, lambda: serve(model, nccl), nccl)
+
+
 def stored(split: nn.Module, ctx, key: str) -> Contender:
     """Return our layers with quantized weights, `key` one of `STORED`."""
     least = (_FEW if ctx.device.type == "cpu" else True) if key == FP8_SHARED else False
-    model = stored_models.rounded(split, ctx, STORED[key], least)
-    convert, rounds = stored_models.numbers_of(split, model), STORED[key].startswith("fp8")
+    return in_format(key, split, stored_models.rounded(split, ctx, STORED[key], least), ctx)
+
+
+def in_format(key: str, exact: nn.Module, model: nn.Module, ctx) -> Contender:
+    """Return our layers of `model`, whose codes stand for numbers of `exact`."""
+    convert, rounds = stored_models.numbers_of(exact, model), STORED[key].startswith("fp8")
     return Contender(key, model, lambda: None, ctx, lambda: sum(ctx.heap.used), convert, rounds)
 
 

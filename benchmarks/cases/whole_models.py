@@ -78,25 +78,41 @@ def empty_model(config, dtype: torch.dtype) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
 
 
-@torch.no_grad()
-def draw(model: nn.Module, ctx) -> None:
-    """Allocate and fill the parameters of an empty split model: matrices at random, norms with ones, biases zero."""
-    from layers.sharded import ShardedLinear, part_of
+class Draws:
+    """Random numbers for the parameters of an empty split model: split ones by the rank's seed, others alike."""
 
-    alike, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (1, 2 + ctx.cur_rank))
-    for module in model.modules():
+    def __init__(self, ctx) -> None:
+        self._ctx = ctx
+        self._alike, self._own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (1, 2 + ctx.cur_rank))
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module) -> None:
+        """Allocate and fill a module's own parameters: matrices at random, norms with ones, biases zero."""
+        from layers.sharded import ShardedLinear, part_of
+
         split = isinstance(module, ShardedLinear)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.empty_like(parameter, device=ctx.device)
+            value = torch.empty_like(parameter, device=self._ctx.device)
             if parameter.dim() < 2:
                 value.fill_(0 if name == "bias" else 1)
             else:
-                value.normal_(std=0.02, generator=own if split or part_of(module, name) else alike)
+                value.normal_(std=0.02, generator=self._own if split or part_of(module, name) else self._alike)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
-    for name, buffer in model.named_buffers():  # that are stored, as corrections of a router are; others are computed
-        if buffer.is_meta:
-            set_buffer(model, name, torch.zeros_like(buffer, device=ctx.device))
-    mixtures.make_uneven(model)
+
+    def finish(self, model: nn.Module) -> None:
+        """Fill buffers that are stored, as corrections of a router are, and make routers uneven."""
+        for name, buffer in model.named_buffers():  # others are computed
+            if buffer.is_meta:
+                set_buffer(model, name, torch.zeros_like(buffer, device=self._ctx.device))
+        mixtures.make_uneven(model)
+
+
+def draw(model: nn.Module, ctx) -> None:
+    """Allocate and fill the parameters of an empty split model."""
+    draws = Draws(ctx)
+    for module in model.modules():
+        draws.fill(module)
+    draws.finish(model)
 
 
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -13,6 +13,9 @@ COLOURS = {
     "ours, tokens not shared": "#d6a5c9",
     "ours, fp8": "#ff9e8a",
     "ours, fp8, sequence parallel": "#c2a5cf",
+    "ours, fp8_block": "#f4a582",
+    "ours, int4": "#b2182b",
+    "ours, mxfp4": "#67001f",
     "ours alone": "#8c564b",
     "cuBLAS alone": "#000000",
     "NCCL": "#1f77b4",
@@ -20,6 +23,9 @@ COLOURS = {
     "NCCL, sequence parallel": "#aec7e8",
     "NCCL symmetric": "#17becf",
     "vLLM": "#2ca02c",
+    "vLLM, fp8": "#a6d96a",
+    "vLLM, int4": "#1a9850",
+    "vLLM, mxfp4": "#006837",
     "vLLM custom all-reduce": "#98df8a",
     "torch": "#4d4d4d",
     "torch, filled part": "#a6a6a6",
@@ -50,7 +56,7 @@ def contender(name: str) -> str:
     """Return the library that moves the data for a `name` in a result file: "NCCL" of "cuBLAS + NCCL, norm"."""
     name = re.sub(r"^(cuBLAS|torch) \+ ", "", name)
     name = re.sub(r"(,| with) norm$", "", name)
-    name = re.sub(r"^vLLM [\d.]+.*", "vLLM", name)
+    name = re.sub(r"^vLLM [\d.]+(, \w+$)?.*", r"vLLM\1", name)
     return _SAME.get(name, name)
 
 
