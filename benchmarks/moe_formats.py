@@ -1,7 +1,7 @@
 """A mixture's two ops with experts in each format, beside bf16: `python -m benchmarks.moe_formats --ranks 2`.
 
 `--compare` times both of few tokens of three models, by the stream of touched experts and by the fastest other way.
-`--parts 2` gives each rank half of an expert, whatever the number of ranks.
+`--parts 2` gives each rank half of an expert, whatever the number of ranks; `--tokens` chooses others.
 
 Every result is compared with float64 and the widened weights. Then each op is timed by itself in a CUDA graph of calls
 whose routings differ, so that no weight stays in L2. The floor is the bytes of the experts that have tokens, over 4.3
@@ -230,12 +230,12 @@ def say(row: dict, ctx: iris.Iris, warm: bool) -> None:
         print(json.dumps(short), flush=True)
 
 
-def run(names: list[str], formats: list[str], warm: bool) -> None:
+def run(names: list[str], formats: list[str], some: list[int], parts: int, warm: bool) -> None:
     with iris.iris(1 << 30) as ctx, torch.no_grad():
         for name in names:
             for format in formats:
-                layer = Layer(name, format, ctx)
-                for tokens in TOKENS:
+                layer = Layer(name, format, ctx, parts)
+                for tokens in some:
                     try:
                         layer.draw(tokens)
                         errors = layer.errors()
@@ -269,10 +269,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(NAMES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(FEW), help="of --compare")
-    parser.add_argument("--parts", type=int, default=0, help="of --compare: of an expert's width; 0 for one a rank")
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--parts", type=int, default=0, help="of an expert's width; 0 for one a rank")
     parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
+    args.tokens = args.tokens or list(FEW if args.compare else TOKENS)
     if args.compare and args.shapes == list(NAMES):
         args.shapes = [name for name, _ in COMPARED]
     if "RANK" in os.environ:
@@ -281,7 +282,7 @@ def main() -> None:
         if args.compare:
             run_compared(args.shapes, args.tokens, args.parts, args.warm)
         else:
-            run(args.shapes, args.formats, args.warm)
+            run(args.shapes, args.formats, args.tokens, args.parts, args.warm)
         return
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     begin = time.monotonic()
@@ -290,15 +291,16 @@ def main() -> None:
         given = ["--shapes", *shapes, *(["--formats", *formats] if formats else []), *more]
         return subprocess.Popen([*start, "-m", "benchmarks.moe_formats", *given])
 
-    kind = ["--compare", "--parts", str(args.parts)] if args.compare else []
+    kind = ["--parts", str(args.parts), *(["--compare"] if args.compare else [])]
     if args.compare:
         each_alone = [([name], [], *kind, "--tokens", str(n)) for name in args.shapes for n in args.tokens]
     else:
-        each_alone = [([name], [each]) for name in args.shapes for each in args.formats]
+        tokens = ["--tokens", *map(str, args.tokens)]
+        each_alone = [([name], [each], *kind, *tokens) for name in args.shapes for each in args.formats]
     for process in [started(*each, "--warm") for each in each_alone]:
         process.wait()
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    more = [*kind, "--tokens", *map(str, args.tokens)] if kind else []
+    more = [*kind, "--tokens", *map(str, args.tokens)]
     sys.exit(started(args.shapes, args.formats, *more).wait())
 
 
