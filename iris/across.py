@@ -6,7 +6,9 @@ does not wait: as with a kernel of the context, a later call raises the error. S
 (arguments to compare, failures) go through the group's store, so they need no device.
 
 A rank that loses another leaves a note in the store. A rank that loses the writer of that note, which may have ended
-only because of the first loss, reads it and names the same host.
+only because of the first loss, reads it and names the same host. On CPUs a rank that waits looks for a note meanwhile,
+because gloo tells it of a loss only where the lost rank is the one that it waits for: the others wait until the process
+of a rank ends that gave up before them, and with it the store may end.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from .same_host import identity
 _NOTE_S = 1.5  # for the store to answer
 _READ_S = 3.0  # for all members to read a note, before the process that may host the store ends
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
+_LOOK_S = 0.1  # between looks for a note
+_POLL_S = 0.01
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
 
@@ -91,10 +95,18 @@ class Across:
         self._count += 1
         own = self._entry(what, value)
         watch = gloo_watch(self.group, 2 * self._limit_s)  # a member that is late has not ended
+        look = _Look(self._has_note)
         try:
-            entries = gather(
-                self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s, broken=watch
-            )
+            with look:
+                entries = gather(
+                    self._store,
+                    f"{self._name}/{self._count}",
+                    self.rank,
+                    self.size,
+                    own,
+                    self._limit_s,
+                    broken=lambda: look.found or watch(),
+                )
         except Absent as absent:
             raise self._loss(absent.rank if absent.is_sure else None, what, absent.reason) from None
         for member, each in enumerate(entries):
@@ -116,7 +128,12 @@ class Across:
         """Note that this member makes no further call because of `error`, which members that wait for it then raise."""
         if self.lost is None:
             self.lost = self.rank, _first_line(error)
-            _within(_NOTE_S, lambda: self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}"))
+
+            def note() -> None:
+                self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}")
+                self._mark("read")
+
+            _within(_NOTE_S, note)
             if self.rank == 0:
                 self._await_readers(None)
 
@@ -197,12 +214,12 @@ class Across:
         On GPUs the current stream waits for it, and a thread watches its end; the host goes on (`pending`).
         """
         self.check()
-        peer = self._only_other if peer is None else peer
+        is_for_two, peer = peer is not None, self._only_other if peer is None else peer
         begin = time.monotonic()
         try:
             work = start()
             if self._pending is None:
-                work.wait(self._limit)
+                self._await(work, self._has_note if is_for_two else self._has_news)
             elif torch.cuda.is_current_stream_capturing():
                 work.wait()  # which joins the stream of the transfer; no event of a graph can be looked at
                 self._has_graphs = True
@@ -214,6 +231,31 @@ class Across:
         except RuntimeError as error:  # DistError and what backends raise
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             raise self._loss(peer, what, self._late if late else _first_line(error)) from None
+
+    def _await(self, work: Any, is_over: Callable[[], bool]) -> None:
+        """Wait for `work` to end, and raise what it raises. Raises `RuntimeError` where `is_over` is true before.
+
+        A thread waits, which is abandoned then: gloo has no other way to end a wait.
+        """
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait, name="iris-across", daemon=True)
+        waiting.start()
+        waiting.join(_LOOK_S)
+        if waiting.is_alive():
+            with _Look(is_over) as look:
+                while waiting.is_alive():
+                    if look.found:
+                        raise RuntimeError("another host has given up")
+                    waiting.join(_POLL_S)
+        if failures:
+            raise failures[0]
 
     @property
     def _only_other(self) -> int | None:
@@ -265,30 +307,34 @@ class Across:
             own, reason = "", f"{reason}; on host {self.names[self.rank]} {own}"
 
         def agree() -> None:
-            awaited = peer
-            if not own and peer is None:
-                awaited = self._missing()
-            elif not own and reason == self._late and peer is not None:
-                awaited = self._awaited(peer)
-            verdicts.append(self._note(self.rank if own else awaited, own or reason))
-            self._store.set(f"{self._name}/read/{self.rank}", "")
+            awaited = self.rank if own else peer
+            if not own and not self._has_note():
+                if peer is None:
+                    awaited = self._missing()
+                elif reason == self._late:
+                    awaited = self._awaited(peer)
+            verdicts.append(self._note(awaited, own or reason))
+            self._mark("read")
 
         _within(_NOTE_S + _CHAIN_S, agree)
         if own:
             return self.rank, own
         if verdicts:
             return verdicts[0]
-        if peer is None:
-            return None, f"{reason}; the store of the group does not answer"
         return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
 
     def _missing(self) -> int | None:
         """Return the only member that does not answer after a collective has failed; None where there are several."""
-        self._store.set(f"{self._name}/failed/{self.rank}", "")
+        self._mark("failed")
+        self._store.set(f"{self._name}/failed", "")
+        others = [each for each in range(self.size) if each != self.rank]
+        end = time.monotonic() + 2 * _CHAIN_S
         time.sleep(_CHAIN_S)
-        others = (each for each in range(self.size) if each != self.rank)
-        missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
-        return missing[0] if len(missing) == 1 else None
+        while True:
+            missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
+            if len(missing) < 2 or time.monotonic() > end:
+                return missing[0] if len(missing) == 1 else None
+            time.sleep(_LOOK_S)
 
     def _awaited(self, peer: int) -> int:
         """Return the member that `peer`, which is late, waits for, directly or through others; else `peer`."""
@@ -311,8 +357,41 @@ class Across:
             self._store.set(key, json.dumps((peer, reason)))
         return peer, reason
 
+    def _has_note(self) -> bool:
+        """Return whether another member has noted a loss, but for one that blames this member."""
+        key = f"{self._name}/lost"
+        return self._store.check([key]) and json.loads(self._store.get(key))[0] != self.rank
+
+    def _has_news(self) -> bool:
+        """Return whether another member has noted a loss, or a collective has failed there."""
+        return self._store.check([f"{self._name}/failed"]) or self._has_note()
+
+    def _mark(self, what: str) -> None:
+        self._store.set(f"{self._name}/{what}/{self.rank}", "")
+
     def _entry(self, what: str, value: Any) -> dict[str, Any]:
         return {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
+
+
+class _Look(threading.Thread):
+    """Looks, inside its block, whether `is_over`, which asks a store that may not answer. `found`: whether it is."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        super().__init__(name="iris-look", daemon=True)
+        self._is_over, self._left = is_over, threading.Event()
+        self.found = False
+
+    def __enter__(self) -> _Look:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._left.set()
+
+    def run(self) -> None:
+        with suppress(RuntimeError, ValueError, TypeError, IndexError):
+            while not self.found and not self._left.wait(_LOOK_S):
+                self.found = self._is_over()
 
 
 def _first_line(error: BaseException) -> str:
