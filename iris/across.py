@@ -133,8 +133,7 @@ class Across:
                 self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}")
                 self._mark("read")
 
-            _within(_NOTE_S, note)
-            if self.rank == 0:
+            if _within(_NOTE_S, note) and self.rank == 0:
                 self._await_readers(None)
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
@@ -268,13 +267,13 @@ class Across:
     def _loss(self, peer: int | None, what: str, reason: str) -> PeerLostError:
         if self.lost is not None:
             return self._error(what)
-        self.lost = self._agreed(peer, reason)
+        self.lost, is_noted = self._agreed(peer, reason)
         if self._pending is not None:  # an endless wait on the device would block all later work there
             with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
-        if self.rank == 0:
+        if is_noted and self.rank == 0:
             self._await_readers(self.lost[0])
         return error
 
@@ -298,9 +297,12 @@ class Across:
             f"host {self.names[self.rank]} lost {lost} in {what}: {reason}. End all ranks and start again."
         )
 
-    def _agreed(self, peer: int | None, reason: str) -> tuple[int | None, str]:
-        """Return the member that was lost first: this one where it has lost a rank of its own host, else the one that
-        a note names, else `peer`; where the store is gone, the host that ran it."""
+    def _agreed(self, peer: int | None, reason: str) -> tuple[tuple[int | None, str], bool]:
+        """Return the member that was lost first and why, and whether the store has answered.
+
+        The member is this one where it has lost a rank of its own host, else the one that a note names, else `peer`;
+        where the store does not answer, the host that runs it.
+        """
         verdicts: list[tuple[int | None, str]] = []
         own = self._own_loss()
         if own and self._pending is not None:  # which may have ended because of this loss
@@ -318,10 +320,10 @@ class Across:
 
         _within(_NOTE_S + _CHAIN_S, agree)
         if own:
-            return self.rank, own
+            return (self.rank, own), bool(verdicts)
         if verdicts:
-            return verdicts[0]
-        return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
+            return verdicts[0], True
+        return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason), False
 
     def _missing(self) -> int | None:
         """Return the only member that does not answer after a collective has failed; None where there are several."""
@@ -399,13 +401,16 @@ def _first_line(error: BaseException) -> str:
     return line.partition(". This is typically")[0]  # gloo appends advice
 
 
-def _within(seconds: float, action: Callable[[], Any]) -> None:
-    """Run `action`, a request to a store that may not answer, and wait for at most so long."""
+def _within(seconds: float, action: Callable[[], Any]) -> bool:
+    """Run `action`, a request to a store that may not answer, for at most so long; return whether it has answered."""
+    answered = threading.Event()
 
     def run() -> None:
         with suppress(RuntimeError, ValueError, TypeError):
             action()
+            answered.set()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    return answered.is_set()
