@@ -105,7 +105,7 @@ class Across:
                     self.size,
                     own,
                     self._limit_s,
-                    broken=lambda: look.found or watch(),
+                    broken=lambda: look.is_over or watch(),
                 )
         except Absent as absent:
             raise self._loss(absent.rank if absent.is_sure else None, what, absent.reason) from None
@@ -250,7 +250,7 @@ class Across:
         if waiting.is_alive():
             with _Look(is_over) as look:
                 while waiting.is_alive():
-                    if look.found:
+                    if look.is_over:
                         raise RuntimeError("another host has given up")
                     waiting.join(_POLL_S)
         if failures:
@@ -376,12 +376,12 @@ class Across:
 
 
 class _Look(threading.Thread):
-    """Looks, inside its block, whether `is_over`, which asks a store that may not answer. `found`: whether it is."""
+    """Calls `test`, which asks a store that may not answer, again and again inside its block, until `is_over`."""
 
-    def __init__(self, is_over: Callable[[], bool]) -> None:
+    def __init__(self, test: Callable[[], bool]) -> None:
         super().__init__(name="iris-look", daemon=True)
-        self._is_over, self._left = is_over, threading.Event()
-        self.found = False
+        self._test, self._left = test, threading.Event()
+        self.is_over = False
 
     def __enter__(self) -> _Look:
         self.start()
@@ -392,8 +392,8 @@ class _Look(threading.Thread):
 
     def run(self) -> None:
         with suppress(RuntimeError, ValueError, TypeError, IndexError):
-            while not self.found and not self._left.wait(_LOOK_S):
-                self.found = self._is_over()
+            while not self.is_over and not self._left.wait(_LOOK_S):
+                self.is_over = self._test()
 
 
 def _first_line(error: BaseException) -> str:
