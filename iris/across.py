@@ -6,7 +6,9 @@ does not wait: as with a kernel of the context, a later call raises the error. S
 (arguments to compare, failures) go through the group's store, so they need no device.
 
 A rank that loses another leaves a note in the store. A rank that loses the writer of that note, which may have ended
-only because of the first loss, reads it and names the same host.
+only because of the first loss, reads it and names the same host. On CPUs a rank that waits looks for a note meanwhile,
+because gloo tells it of a loss only where the lost rank is the one that it waits for: the others wait until the process
+of a rank ends that gave up before them, and with it the store may end.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from .same_host import identity
 _NOTE_S = 1.5  # for the store to answer
 _READ_S = 3.0  # for all members to read a note, before the process that may host the store ends
 _CHAIN_S = 0.5  # in which all members that wait for each other give up
+_LOOK_S = 0.1  # between looks for a note
+_POLL_S = 0.01
 _PROBE_BYTES, _PROBES = 4 << 20, 3
 _group_counts: Counter[str] = Counter()
 
@@ -91,10 +95,18 @@ class Across:
         self._count += 1
         own = self._entry(what, value)
         watch = gloo_watch(self.group, 2 * self._limit_s)  # a member that is late has not ended
+        look = _Look(self._has_note)
         try:
-            entries = gather(
-                self._store, f"{self._name}/{self._count}", self.rank, self.size, own, self._limit_s, broken=watch
-            )
+            with look:
+                entries = gather(
+                    self._store,
+                    f"{self._name}/{self._count}",
+                    self.rank,
+                    self.size,
+                    own,
+                    self._limit_s,
+                    broken=lambda: look.is_over or watch(),
+                )
         except Absent as absent:
             raise self._loss(absent.rank if absent.is_sure else None, what, absent.reason) from None
         for member, each in enumerate(entries):
@@ -116,8 +128,12 @@ class Across:
         """Note that this member makes no further call because of `error`, which members that wait for it then raise."""
         if self.lost is None:
             self.lost = self.rank, _first_line(error)
-            _within(_NOTE_S, lambda: self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}"))
-            if self.rank == 0:
+
+            def note() -> None:
+                self._note(self.rank, f"it left by {type(error).__name__}: {_first_line(error)}")
+                self._mark("read")
+
+            if _within(_NOTE_S, note) and self.rank == 0:
                 self._await_readers(None)
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
@@ -197,12 +213,12 @@ class Across:
         On GPUs the current stream waits for it, and a thread watches its end; the host goes on (`pending`).
         """
         self.check()
-        peer = self._only_other if peer is None else peer
+        is_for_two, peer = peer is not None, self._only_other if peer is None else peer
         begin = time.monotonic()
         try:
             work = start()
             if self._pending is None:
-                work.wait(self._limit)
+                self._await(work, self._has_note if is_for_two else self._has_news)
             elif torch.cuda.is_current_stream_capturing():
                 work.wait()  # which joins the stream of the transfer; no event of a graph can be looked at
                 self._has_graphs = True
@@ -215,6 +231,31 @@ class Across:
             late = time.monotonic() - begin >= 0.9 * self._limit_s
             raise self._loss(peer, what, self._late if late else _first_line(error)) from None
 
+    def _await(self, work: Any, is_over: Callable[[], bool]) -> None:
+        """Wait for `work` to end, and raise what it raises. Raises `RuntimeError` where `is_over` is true before.
+
+        A thread waits, which is abandoned then: gloo has no other way to end a wait.
+        """
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=wait, name="iris-across", daemon=True)
+        waiting.start()
+        waiting.join(_LOOK_S)
+        if waiting.is_alive():
+            with _Look(is_over) as look:
+                while waiting.is_alive():
+                    if look.is_over:
+                        raise RuntimeError("another host has given up")
+                    waiting.join(_POLL_S)
+        if failures:
+            raise failures[0]
+
     @property
     def _only_other(self) -> int | None:
         return 1 - self.rank if self.size == 2 else None
@@ -226,13 +267,13 @@ class Across:
     def _loss(self, peer: int | None, what: str, reason: str) -> PeerLostError:
         if self.lost is not None:
             return self._error(what)
-        self.lost = self._agreed(peer, reason)
+        self.lost, is_noted = self._agreed(peer, reason)
         if self._pending is not None:  # an endless wait on the device would block all later work there
             with suppress(AttributeError, RuntimeError):  # older torch has no such method
                 self.group.abort()
         error = self._error(what)
         self._on_loss(error)
-        if self.rank == 0:
+        if is_noted and self.rank == 0:
             self._await_readers(self.lost[0])
         return error
 
@@ -256,39 +297,46 @@ class Across:
             f"host {self.names[self.rank]} lost {lost} in {what}: {reason}. End all ranks and start again."
         )
 
-    def _agreed(self, peer: int | None, reason: str) -> tuple[int | None, str]:
-        """Return the member that was lost first: this one where it has lost a rank of its own host, else the one that
-        a note names, else `peer`; where the store is gone, the host that ran it."""
+    def _agreed(self, peer: int | None, reason: str) -> tuple[tuple[int | None, str], bool]:
+        """Return the member that was lost first and why, and whether the store has answered.
+
+        The member is this one where it has lost a rank of its own host, else the one that a note names, else `peer`;
+        where the store does not answer, the host that runs it.
+        """
         verdicts: list[tuple[int | None, str]] = []
         own = self._own_loss()
         if own and self._pending is not None:  # which may have ended because of this loss
             own, reason = "", f"{reason}; on host {self.names[self.rank]} {own}"
 
         def agree() -> None:
-            awaited = peer
-            if not own and peer is None:
-                awaited = self._missing()
-            elif not own and reason == self._late and peer is not None:
-                awaited = self._awaited(peer)
-            verdicts.append(self._note(self.rank if own else awaited, own or reason))
-            self._store.set(f"{self._name}/read/{self.rank}", "")
+            awaited = self.rank if own else peer
+            if not own and not self._has_note():
+                if peer is None:
+                    awaited = self._missing()
+                elif reason == self._late:
+                    awaited = self._awaited(peer)
+            verdicts.append(self._note(awaited, own or reason))
+            self._mark("read")
 
         _within(_NOTE_S + _CHAIN_S, agree)
         if own:
-            return self.rank, own
+            return (self.rank, own), bool(verdicts)
         if verdicts:
-            return verdicts[0]
-        if peer is None:
-            return None, f"{reason}; the store of the group does not answer"
-        return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason)
+            return verdicts[0], True
+        return (0, f"its store does not answer; {reason}") if self.rank else (peer, reason), False
 
     def _missing(self) -> int | None:
         """Return the only member that does not answer after a collective has failed; None where there are several."""
-        self._store.set(f"{self._name}/failed/{self.rank}", "")
+        self._mark("failed")
+        self._store.set(f"{self._name}/failed", "")
+        others = [each for each in range(self.size) if each != self.rank]
+        end = time.monotonic() + 2 * _CHAIN_S
         time.sleep(_CHAIN_S)
-        others = (each for each in range(self.size) if each != self.rank)
-        missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
-        return missing[0] if len(missing) == 1 else None
+        while True:
+            missing = [each for each in others if not self._store.check([f"{self._name}/failed/{each}"])]
+            if len(missing) < 2 or time.monotonic() > end:
+                return missing[0] if len(missing) == 1 else None
+            time.sleep(_LOOK_S)
 
     def _awaited(self, peer: int) -> int:
         """Return the member that `peer`, which is late, waits for, directly or through others; else `peer`."""
@@ -311,8 +359,41 @@ class Across:
             self._store.set(key, json.dumps((peer, reason)))
         return peer, reason
 
+    def _has_note(self) -> bool:
+        """Return whether another member has noted a loss, but for one that blames this member."""
+        key = f"{self._name}/lost"
+        return self._store.check([key]) and json.loads(self._store.get(key))[0] != self.rank
+
+    def _has_news(self) -> bool:
+        """Return whether another member has noted a loss, or a collective has failed there."""
+        return self._store.check([f"{self._name}/failed"]) or self._has_note()
+
+    def _mark(self, what: str) -> None:
+        self._store.set(f"{self._name}/{what}/{self.rank}", "")
+
     def _entry(self, what: str, value: Any) -> dict[str, Any]:
         return {"pid": os.getpid(), "failure": "", "host": identity(), "what": what, "value": json.dumps(value)}
+
+
+class _Look(threading.Thread):
+    """Calls `test`, which asks a store that may not answer, again and again inside its block, until `is_over`."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        super().__init__(name="iris-look", daemon=True)
+        self._test, self._left = test, threading.Event()
+        self.is_over = False
+
+    def __enter__(self) -> _Look:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._left.set()
+
+    def run(self) -> None:
+        with suppress(RuntimeError, ValueError, TypeError, IndexError):
+            while not self.is_over and not self._left.wait(_LOOK_S):
+                self.is_over = self._test()
 
 
 def _first_line(error: BaseException) -> str:
@@ -320,13 +401,16 @@ def _first_line(error: BaseException) -> str:
     return line.partition(". This is typically")[0]  # gloo appends advice
 
 
-def _within(seconds: float, action: Callable[[], Any]) -> None:
-    """Run `action`, a request to a store that may not answer, and wait for at most so long."""
+def _within(seconds: float, action: Callable[[], Any]) -> bool:
+    """Run `action`, a request to a store that may not answer, for at most so long; return whether it has answered."""
+    answered = threading.Event()
 
     def run() -> None:
         with suppress(RuntimeError, ValueError, TypeError):
             action()
+            answered.set()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    return answered.is_set()

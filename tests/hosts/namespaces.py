@@ -5,9 +5,12 @@ variables, and returns how each ended, in rank order. A host has its own network
 and mounts, so processes of two hosts share no memory and see no process of each other. Files are shared, as on hosts
 with a network file system, unless `own_tmp` gives each host a /tmp of its own.
 
-Hosts are forked from the server of `tests/processes.py`. A host process leaves its namespaces and builds the link: a
-bridge on host 0, and from each other host a veth pair to it. Its first child is the host's init, process 1, which forks
-the ranks. When a host's init ends, the kernel ends all its ranks.
+Hosts are forked from the server of `tests/processes.py`. A host process leaves its namespaces. Its first child is the
+host's init, process 1, which forks the ranks. When a host's init ends, the kernel ends all its ranks.
+
+A process that is no host has the switch, a bridge, in a network of its own, and from it a veth pair to each host. The
+bridge may be no host's end: it changes its hardware address when the port that it was taken from goes with a host, and
+what the others send to that address is lost. Nor may it go with a host, as all links would.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from tests.processes import ROOT, Ended, forkserver, free_port, patient, prepare
 
 _FLAGS = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
 ALL = tuple(_FLAGS)
-_BRIDGE, _LINK, _SUBNET, _PORT = "iris0", "iris1", "10.77.0", 29400
+_BRIDGE, _LINK, _SUBNET, _PORT = "iris0", "iris1", "10.77.0", 29400  # of the switch, of a host
 _MS_BIND, _MS_REC_PRIVATE = 0x1000, 0x4000 | 0x40000
 
 
@@ -79,7 +82,7 @@ def run_hosts(
         variables = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": str(index), **(env or {})}
         variables |= {"MASTER_ADDR": f"{_SUBNET}.1" if "net" in kinds else "127.0.0.1", "MASTER_PORT": port}
         if "net" in kinds:
-            variables["GLOO_SOCKET_IFNAME"] = _LINK if index else _BRIDGE
+            variables["GLOO_SOCKET_IFNAME"] = _LINK
         place = _Place(index, first, tuple(kinds), names[index], own_tmp, variables)
         process = context.Process(target=_host, args=(place, message, theirs, [end for _, end in pipes]), daemon=True)
         process.start()
@@ -92,8 +95,15 @@ def run_hosts(
         first += count
     try:
         pids = [control.recv() for control in controls]
-        for control in controls:  # host 0 builds the bridge before the others use their ends
-            control.send(pids)
+        if "net" in kinds:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_switch, args=(pids, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            hosts.append(process)
+            controls.insert(0, ours)  # the links are there before hosts use their ends
+        for control in controls:
+            control.send("link")
             if failure := control.recv():
                 raise RuntimeError(failure)
         for control in controls:
@@ -146,14 +156,9 @@ def _host(place: _Place, message: bytes, control: Connection, replies: list[Conn
     if "mnt" in place.kinds:
         libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
     control.send(os.getpid())
-    pids = control.recv()
-    try:
-        if "net" in place.kinds:
-            _link(place.index, pids)
-        control.send("")
-        control.recv()
-    except subprocess.CalledProcessError as error:
-        control.send(f"{error}: {error.stderr}")
+    address = f"ip addr add {_SUBNET}.{place.index + 1}/24 dev {_LINK}"
+    commands = ["ip link set lo up", address, f"ip link set {_LINK} up"]
+    if not _obey(control, commands if "net" in place.kinds else []):
         return
     if "pid" in place.kinds:  # the next child is process 1, so no command may be it
         _unshare(libc, ["pid"])
@@ -175,18 +180,31 @@ def _unshare(libc: ctypes.CDLL, kinds: Sequence[str]) -> None:
         raise OSError(ctypes.get_errno(), f"unshare of {', '.join(kinds)}")
 
 
-def _link(index: int, pids: Sequence[int]) -> None:
-    """Give this host its address, and host 0 the bridge and the veth pair of each other host."""
-    name = _LINK if index else _BRIDGE
-    commands = ["ip link set lo up"]
-    if not index:
-        commands.append(f"ip link add {_BRIDGE} type bridge")
-        for other, pid in enumerate(pids[1:], 1):
-            commands.append(f"ip link add to{other} type veth peer name {_LINK} netns {pid}")
-            commands.append(f"ip link set to{other} master {_BRIDGE} up")
-    commands += [f"ip addr add {_SUBNET}.{index + 1}/24 dev {name}", f"ip link set {name} up"]
-    for command in commands:
-        subprocess.run(command.split(), check=True, capture_output=True, text=True)
+def _switch(pids: Sequence[int], control: Connection) -> None:
+    """Join the networks of the processes `pids` until the other end of `control` closes."""
+    prepare_process()
+    _unshare(ctypes.CDLL(None, use_errno=True), ["net"])
+    commands = [f"ip link add {_BRIDGE} type bridge", f"ip link set {_BRIDGE} up"]
+    for index, pid in enumerate(pids):
+        commands.append(f"ip link add to{index} type veth peer name {_LINK} netns {pid}")
+        commands.append(f"ip link set to{index} master {_BRIDGE} up")
+    if _obey(control, commands):
+        with suppress(EOFError, OSError):
+            control.recv()
+
+
+def _obey(control: Connection, commands: Sequence[str]) -> bool:
+    """Run `commands` when told, report how that went, and wait for the start; False where one failed."""
+    control.recv()
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        control.send(f"{error}: {error.stderr}")
+        return False
+    control.send("")
+    control.recv()
+    return True
 
 
 def _init(place: _Place, libc: ctypes.CDLL, message: bytes, replies: list[Connection]) -> None:

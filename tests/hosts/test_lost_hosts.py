@@ -117,20 +117,46 @@ def test_the_first_loss_is_the_one_that_is_named() -> None:
     assert "host hosta lost host hostb" in ends[0].result
 
 
-def _sum_of_three(rank: int, world_size: int) -> str:
+def _sum_of_three(rank: int, world_size: int, lost: int) -> str:
     dist.init_process_group("gloo")
     line = Across(dist.group.WORLD)
-    if rank == 1:
+    if rank == lost:
+        time.sleep(0.5)  # until the others have their lines
         kill_own_host()
     with pytest.raises(PeerLostError) as caught:
         line.all_reduce(torch.ones(3), "a sum")
     return str(caught.value)
 
 
-def test_a_sum_of_several_names_nobody_who_lives() -> None:
-    ends = run_hosts((1, 1, 1), _sum_of_three, env=_ENV)
-    for end in (ends[0], ends[2]):
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_sum_of_several_names_the_one_that_ended(lost: int) -> None:
+    ends = run_hosts((1, 1, 1), _sum_of_three, lost, env=_ENV)
+    for end in (ends[rank] for rank in range(3) if rank != lost):
         assert end.exitcode == 0, end.traceback
         named = end.result.partition(" in a sum")[0]  # alone, where the others tell that they have failed, too
-        assert named.endswith("lost host hostb (rank 1 of the 3 across hosts)") or "lost one of the hosts " in named
-        assert "hostb" in named
+        assert named.endswith(f"lost host host{'abc'[lost]} (rank {lost} of the 3 across hosts)"), end.result
+
+
+def _waiting_for_one_that_leaves(rank: int, world_size: int, call: str) -> str:
+    dist.init_process_group("gloo")
+    line = Across(dist.group.WORLD)
+    line.all_reduce(torch.ones(3), "a sum")
+    if rank == 0:  # the host of the store
+        time.sleep(0.5)
+        line.leave(ValueError("out of luck"))
+        os._exit(0)
+    with pytest.raises(PeerLostError) as caught:
+        if call == "receive":
+            line.receive(torch.empty(3), rank - 1, "a call")
+        elif call == "sum":
+            line.all_reduce(torch.ones(3), "a call")
+        else:
+            line.exchange("a call", None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["receive", "sum", "exchange"])
+def test_those_that_wait_read_why_the_host_of_the_store_leaves(call: str) -> None:
+    for end in run_hosts((1, 1, 1), _waiting_for_one_that_leaves, call, env=_ENV)[1:]:
+        assert end.exitcode == 0, end.traceback
+        assert "lost host hosta (rank 0 of the 3 across hosts) in a call: it left by ValueError: out of" in end.result
