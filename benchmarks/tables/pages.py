@@ -70,6 +70,7 @@ TARGETS: list[tuple[str, str, Callable[[str], str]]] = [
     ("many quantised rows", "docs/benchmarks/quantised.md", partial(quantised_table.many, "local")),
     ("many quantised sums", "docs/benchmarks/quantised.md", partial(quantised_table.many, "sum")),
     ("quantised experts", "docs/benchmarks/quantised.md", quantised_table.experts),
+    ("quantised models", "docs/benchmarks/quantised.md", quantised_table.models),
     ("touched experts", "docs/benchmarks/quantised.md", quantised_table.touched),
     ("regret", "docs/lab/regret.md", regret_table.regret),
     ("two hosts", "docs/lab/several-hosts.md", hosts_table.hosts),

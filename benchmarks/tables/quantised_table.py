@@ -12,6 +12,7 @@ from benchmarks.measuring.report import RESULTS
 _LINEARS = RESULTS / "quantised_variants_h200_x2.json"
 _EXPERTS = RESULTS / "experts_formats_h200_x2.json"
 _TOUCHED = RESULTS / "experts_touched_h200_x2.json"
+_MODELS = "quantised_models_*.json"
 _MANY = {kind: RESULTS / f"quantised_many_h200_x{world}.json" for kind, world in (("local", 1), ("sum", 2))}
 _LEAST = {"local": 33, "sum": 1}  # rows: fewer go by the stream
 _FACTOR = "In brackets: bfloat16's time divided by this time."
@@ -55,6 +56,26 @@ def experts(folder: str) -> str:
     head = f"**`moe_gate_up` and `moe_down_all_reduce`, \u00b5s. {_FACTOR}** {_header(run)}"
     lines = [[f"{shape}, {tokens}", *_cells(us)] for (shape, tokens), us in times.items()]
     return f"{head} [All figures]({folder}{_EXPERTS.name}).\n\n" + _table("model, tokens", lines)
+
+
+def models(folder: str) -> str:
+    """Return the steps of whole models, ours in bf16 and in formats, and vLLM's."""
+    parts = []
+    for path in sorted(RESULTS.glob(_MODELS)):
+        run = json.loads(path.read_text())
+        names = list(dict.fromkeys(each["name"] for row in run["rows"] for each in row["results"] if "key" in each))
+        lines = []
+        for row in run["rows"]:
+            us = {each["name"]: each.get("step_graph_ms") for each in row["results"]}
+            lines.append([str(row["batch"]), *(f"{us[name]:.2f}" if us.get(name) else "-" for name in names)])
+        head = (
+            f"**{run['model']}, a decode step after {run['rows'][0]['prompt']} tokens, compiled, ms.** {_header(run)}"
+        )
+        parts.append(
+            f"{head} [All figures]({folder}{path.name}).\n\n"
+            + _table("batch", lines, ["ours, bf16" if name == "ours" else name for name in names])
+        )
+    return "\n\n".join(parts)
 
 
 def touched(folder: str) -> str:
