@@ -121,7 +121,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     waves = -(-(tiles - cut) // programs)
     if bm == 64 and config.warp_specialised and config.algorithm == "one_shot":
         waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
-    elif _clocks_rise(problem, config, waves):
+    elif _clocks_rise(problem, config):
         waves -= _FASTER_ALONE * (1 - ((tiles - 1) % programs + 1) / programs) ** 1.5
     compute = waves * whole_us
     pair = problem.op == MATMUL_GATHER and problem.world_size == 2  # which was measured in more shapes
@@ -148,9 +148,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
-    by_sources = config.algorithm == "overlapped" and (problem.op, problem.form) == (GATHER_MATMUL, "rows")
-    if by_sources and k * n * problem.itemsize > L2_BYTES:
-        again = min(problem.world_size, -(-m // bm))  # one rank's rows after the other's
+    if _by_ranks(problem, config) and k * n * problem.itemsize > L2_BYTES:
+        again = min(problem.world_size, -(-m // bm))
     stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else _ENOUGH * programs
@@ -160,13 +159,20 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     return both_us(compute, stream)
 
 
-def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
-    """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers, and
-    of sums by one or two waves, between two ranks."""
+def _by_ranks(problem: Problem, config: FusedConfig) -> bool:
+    """Return whether one rank's rows are multiplied after the other's, which reads B for each of them: as they come, or
+    the peer's first."""
+    if problem.op == GATHER_MATMUL:
+        return problem.form == "rows" and not config.lamport
+    return problem.op == REDUCE_SCATTER and config.lamport and config.warp_specialised
+
+
+def _clocks_rise(problem: Problem, config: FusedConfig) -> bool:
+    """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers and
+    reduce-scatters between two ranks."""
     if not config.warp_specialised or config.algorithm != "overlapped" or problem.weights is not PLAIN:
         return False
-    few = problem.op == REDUCE_SCATTER and waves <= 2
-    return problem.world_size == 2 and (few or problem.op == MATMUL_GATHER)
+    return problem.world_size == 2 and problem.op in (REDUCE_SCATTER, MATMUL_GATHER)
 
 
 def _from_l2_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:
