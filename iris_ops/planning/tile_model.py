@@ -57,7 +57,7 @@ BYTE_TILES: Tiles = {
 _EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
-_ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
+_ANEW = 1.15  # of products in tiles of 64 columns by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
     (64, 128, 32, 8): (2, 1.0),
@@ -144,7 +144,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
     lamport = config.lamport
-    if lamport and bm == bn == 64 and tiles > programs:
+    if lamport and bn == 64 and bm >= 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
