@@ -84,9 +84,11 @@ _ANOTHER_LINE = 0.5
 _FASTER_ALONE = 0.4
 # What one program stores or loads of the parts of tiles, GB/s.
 _PARTS_GBS = 28.0
-# Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others.
-_JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
-_JOIN_ALONE_US = 25.0
+# Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others. There sharing
+# keeps all programs busy in place of few, whose clocks would be higher: what that adds to a wave's time, by the part of
+# a wave that is shared.
+_JOIN_US = {MATMUL_GATHER: 16.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
+_JOIN_ALONE_US, _BUSY_ALONE = 12.0, 0.2
 # The same in gathers of fewer blocks of rows than this, as part of a tile's time: programs on one column of tiles drift
 # apart and read B anew. And the part of the programs below which as many shared tiles save nothing.
 _FEW_BLOCKS, _JOIN_FEW_BLOCKS, _FEW_SHARED = 8, 0.37, 0.3
@@ -138,6 +140,8 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
             compute = (tiles // programs + 1) * whole_us
         elif pair and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
             compute += _JOIN_FEW_BLOCKS * whole_us - join
+        if tiles < programs:
+            compute += _BUSY_ALONE * shared / programs * whole_us
     elif cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
