@@ -43,7 +43,7 @@ LAMPORT_TILES: Tiles = {
     (64, 64, 128, 8): (6, 0.58),
     (64, 64, 128, 4): (7, 0.74),
     (128, 64, 128, 8): (4, 0.73),
-    (128, 128, 64, 8): (6, 0.86),
+    (128, 128, 64, 8): (6, 0.95),
 }
 # The same of operands of one byte, twice as deep (`FusedConfig.depth`).
 BYTE_TILES: Tiles = {
