@@ -93,6 +93,8 @@ class Lamport(Way):
             rest += _WIDE_US
         if problem.op == MATMUL_GATHER:
             rest += waves * apart_us(problem, config, problem.world_size)
+        if problem.op == REDUCE_SCATTER:
+            rest += waves * apart_us(problem, config, _APART_MOVES)
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
