@@ -95,8 +95,12 @@ def _stagger_us(problem: Problem, config: FusedConfig, machine: Machine) -> int:
 
 
 def apart_us(problem: Problem, config: FusedConfig, stores: int) -> float:
-    """Return what a program takes for `stores` of a tile into `out` where it must store its rows by single elements."""
-    if apart_share(problem.gemm[1] // problem.epilogue.matrices) == 1:
+    """Return what a program takes for `stores` of a tile into `out` where it must store its rows by single elements.
+
+    Rows of a result that is scattered by columns are as wide as a rank's part.
+    """
+    width = problem.part_cols if problem.op == REDUCE_SCATTER else problem.gemm[1] // problem.epilogue.matrices
+    if apart_share(width) == 1:
         return 0.0
     return stores * _STORED_APART_US * config.block_m * config.block_n / (128 * 128)
 

@@ -43,7 +43,7 @@ LAMPORT_TILES: Tiles = {
     (64, 64, 128, 8): (6, 0.58),
     (64, 64, 128, 4): (7, 0.74),
     (128, 64, 128, 8): (4, 0.73),
-    (128, 128, 64, 8): (6, 0.86),
+    (128, 128, 64, 8): (6, 0.95),
 }
 # The same of operands of one byte, twice as deep (`FusedConfig.depth`).
 BYTE_TILES: Tiles = {
@@ -57,7 +57,7 @@ BYTE_TILES: Tiles = {
 _EXCHANGE_PROGRAMS = 60  # this number of them reaches that rate
 _READ_AGAIN = 0.2  # of the time that weights take, what each further block of few rows adds
 _SOONER = 0.3  # of a low tile, what is saved in an empty last wave: where few multiply, each gets its operands sooner
-_ANEW = 1.15  # of products in tiles of 64 x 64 by programs that take several, for loads begin anew with each
+_ANEW = 1.15  # of products in tiles of 64 columns by programs that take several, for loads begin anew with each
 # Float32 blocks are half as deep and wide, so that they fit in shared memory; torch's fp32 has no tensor cores.
 FP32_TILES: Tiles = {
     (64, 128, 32, 8): (2, 1.0),
@@ -84,9 +84,11 @@ _ANOTHER_LINE = 0.5
 _FASTER_ALONE = 0.4
 # What one program stores or loads of the parts of tiles, GB/s.
 _PARTS_GBS = 28.0
-# Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others.
-_JOIN_US = {MATMUL_GATHER: 8.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
-_JOIN_ALONE_US = 25.0
+# Until the parts of shared tiles of 128 x 256 are joined, before other tiles; where there are no others. There sharing
+# keeps all programs busy in place of few, whose clocks would be higher: what that adds to a wave's time, by the part of
+# a wave that is shared.
+_JOIN_US = {MATMUL_GATHER: 16.0, REDUCE_SCATTER: 17.0, ALL_REDUCE: 17.0}
+_JOIN_ALONE_US, _BUSY_ALONE = 12.0, 0.2
 # The same in gathers of fewer blocks of rows than this, as part of a tile's time: programs on one column of tiles drift
 # apart and read B anew. And the part of the programs below which as many shared tiles save nothing.
 _FEW_BLOCKS, _JOIN_FEW_BLOCKS, _FEW_SHARED = 8, 0.37, 0.3
@@ -121,7 +123,7 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     waves = -(-(tiles - cut) // programs)
     if bm == 64 and config.warp_specialised and config.algorithm == "one_shot":
         waves -= _SOONER * (1 - ((tiles - 1) % programs + 1) / programs)
-    elif _clocks_rise(problem, config, waves):
+    elif _clocks_rise(problem, config):
         waves -= _FASTER_ALONE * (1 - ((tiles - 1) % programs + 1) / programs) ** 1.5
     compute = waves * whole_us
     pair = problem.op == MATMUL_GATHER and problem.world_size == 2  # which was measured in more shapes
@@ -138,19 +140,20 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
             compute = (tiles // programs + 1) * whole_us
         elif pair and bn == 256 and -(-m // bm) < _FEW_BLOCKS:
             compute += _JOIN_FEW_BLOCKS * whole_us - join
+        if tiles < programs:
+            compute += _BUSY_ALONE * shared / programs * whole_us
     elif cut:
         # each part of a tile is stored, and the last one loads the others
         store_us = bm * bn * 4 / _PARTS_GBS / 1e3
         units = -(-cut * config.splits // programs)
         compute += units * (whole_us / config.splits + store_us) + (config.splits - 1) * store_us
     lamport = config.lamport
-    if lamport and bm == bn == 64 and tiles > programs:
+    if lamport and bn == 64 and bm >= 64 and tiles > programs:
         compute *= _ANEW
     # most of what is read again comes from L2, all of it where row blocks are multiplied at once
     again = 1 + _READ_AGAIN * (-(-m // bm) - 1) if lamport and not config.warp_specialised else 1
-    by_sources = config.algorithm == "overlapped" and (problem.op, problem.form) == (GATHER_MATMUL, "rows")
-    if by_sources and k * n * problem.itemsize > L2_BYTES:
-        again = min(problem.world_size, -(-m // bm))  # one rank's rows after the other's
+    if _by_ranks(problem, config) and k * n * problem.itemsize > L2_BYTES:
+        again = min(problem.world_size, -(-m // bm))
     stream = (m * k + k * n * again) * problem.itemsize / (machine.hbm_gbs * 1e3)
     # a program alone cannot draw its share of HBM when few of them run
     enough = _EXCHANGE_PROGRAMS * programs / machine.num_programs if lamport else _ENOUGH * programs
@@ -160,13 +163,20 @@ def gemm_us(problem: Problem, config: FusedConfig, machine: Machine) -> float:
     return both_us(compute, stream)
 
 
-def _clocks_rise(problem: Problem, config: FusedConfig, waves: int) -> bool:
-    """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers, and
-    of sums by one or two waves, between two ranks."""
+def _by_ranks(problem: Problem, config: FusedConfig) -> bool:
+    """Return whether one rank's rows are multiplied after the other's, which reads B for each of them: as they come, or
+    the peer's first."""
+    if problem.op == GATHER_MATMUL:
+        return problem.form == "rows" and not config.lamport
+    return problem.op == REDUCE_SCATTER and config.lamport and config.warp_specialised
+
+
+def _clocks_rise(problem: Problem, config: FusedConfig) -> bool:
+    """Return whether a last wave of fewer tiles is known to be faster: by measurement, of warp-specialised gathers and
+    reduce-scatters between two ranks."""
     if not config.warp_specialised or config.algorithm != "overlapped" or problem.weights is not PLAIN:
         return False
-    few = problem.op == REDUCE_SCATTER and waves <= 2
-    return problem.world_size == 2 and (few or problem.op == MATMUL_GATHER)
+    return problem.world_size == 2 and problem.op in (REDUCE_SCATTER, MATMUL_GATHER)
 
 
 def _from_l2_us(problem: Problem, config: FusedConfig, machine: Machine, tiles: int) -> float:

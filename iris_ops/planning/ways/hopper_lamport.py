@@ -115,7 +115,8 @@ class LamportPair(LamportTwoShot):
         area = config.block_m * config.block_n / (64 * 128)
         # the last wave sends as much as each, full or not: programs without a tile there do not hold back their values
         alone = _PAIR_ALONE_US if waves == 1 else 0.0
-        return link, max(gemm + link / waves, full) + area * _PAIR_LAST_US + alone + apart_us(problem, config, 1)
+        rest = area * _PAIR_LAST_US + alone + waves * apart_us(problem, config, 1)
+        return link, max(gemm + link / waves, full) + rest
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         return exchanged(problem, config) if problem.tree else super().workspace(problem, config, programs)

@@ -56,6 +56,9 @@ class HopperReduce(Way):
     def together(self, problem: Problem, config: FusedConfig, machine: Machine, gemm: float) -> tuple[float, float]:
         link = problem.link_bytes / (machine.link_gbs * 1e3)
         tile, area = tile_us(problem, config, machine), config.block_m * config.block_n / (128 * 256)
+        # where the link is full, a push of all programs takes this long, and then the link waits for the next
+        push = push_us(problem, config, machine, machine.num_programs)
+        waiting = _BETWEEN_US * max(0.0, link / push - 1)
         # at the end all programs push a tile, to one peer or to all; sums are pushed more or less at once
         ending = min(gemm_tiles(problem, config), programs_of(config, machine.num_programs))
         everyone = push_us(problem, config, machine, ending * (problem.world_size - 1))
@@ -67,12 +70,11 @@ class HopperReduce(Way):
         else:
             last = _LAST_SUM_US * area
             last += 0.4 * everyone if problem.op == ALL_REDUCE else 0
+        if problem.op == ALL_REDUCE:  # tiles are staged whole, but their sums are stored at the peers
+            link *= 0.5 + 0.5 / apart_share(problem.N)
         last += apart_us(problem, config, 1 if problem.op == REDUCE_SCATTER else problem.world_size)
-        # where the link is full, a push of all programs takes this long, and then the link waits for the next
-        push = push_us(problem, config, machine, machine.num_programs)
-        steady = link + _BETWEEN_US * max(0.0, link / push - 1)
         hop = machine.hop_us - (_SMALL_HOP_US if area < 1 else 0) + _RANK_US * (problem.world_size - 2)
-        return link, max(gemm + last, steady + min(tile, gemm)) + hops(problem) * hop
+        return link, max(gemm + last, link + waiting + min(tile, gemm)) + hops(problem) * hop
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:
         return overlapped_sizes(problem, config, programs)

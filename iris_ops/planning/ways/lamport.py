@@ -26,6 +26,8 @@ TWICE, PAIR = 0.8, 0.9  # in two shots; between two ranks whose link is full
 _OWN_PART_US = 0.6  # what one shot of an all-reduce takes less where a rank's own part stays in registers
 _ONE_GROUP_US = 0.3  # what one warp group takes longer than two for the values of 64 x 64
 _HIGH_US = 1.0  # what tiles of 128 rows take longer to begin where rows are gathered
+_APART_MOVES = 4  # of a value that is summed, if elements move one by one: sent, polled, overwritten, stored
+_WIDE_US = 2.0  # what tiles of 128 x 128 take longer: a program sends and sums all of their values after its product
 _HIDDEN_BY_MORE = 0.3  # how much of the values' way more than two waves of products hide
 
 
@@ -87,8 +89,12 @@ class Lamport(Way):
             rest += _HIGH_US
         if keeps_own:
             rest -= _OWN_PART_US
+        if config.block_m * config.block_n == 128 * 128:
+            rest += _WIDE_US
         if problem.op == MATMUL_GATHER:
             rest += waves * apart_us(problem, config, problem.world_size)
+        if problem.op == REDUCE_SCATTER:
+            rest += waves * apart_us(problem, config, _APART_MOVES)
         return link, gemm + link + rest + hops(problem, shots) * machine.exchange_us
 
     def workspace(self, problem: Problem, config: FusedConfig, programs: int) -> Sizes:

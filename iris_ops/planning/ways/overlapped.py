@@ -11,7 +11,7 @@ from ...config import FusedConfig
 from ...problem import ALL_REDUCE, GATHER_MATMUL, MATMUL_GATHER, REDUCE_SCATTER, SUMS, Problem, owned_part
 from .. import interpreted, tritonblas
 from ..candidates import fitting, movers, splits, tiled
-from ..overlap_model import apart_share, hops, push_us, staggered, tile_bytes
+from ..overlap_model import apart_share, apart_us, hops, push_us, staggered, tile_bytes
 from ..tile_model import specialised_tiles
 from ..waves import early_tiles, gemm_tiles, programs_of
 from ..way import Sizes, Way
@@ -165,4 +165,6 @@ def _summed_for_all(problem: Problem, config: FusedConfig, machine: Machine, gem
         # at the end all programs push their sums, more or less at once
         total += min(link, 0.7 * push_us(problem, config, machine, (w - 1) * machine.num_programs))
         total = max(total, link + _BESIDE * gemm)
+    waves = -(-gemm_tiles(problem, config) // programs_of(config, machine.num_programs))
+    total += waves * apart_us(problem, config, 1)
     return link, total + hops(problem, _HOPS[problem.op]) * machine.hop_us
