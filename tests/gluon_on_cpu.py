@@ -3,9 +3,8 @@
 
 Triton's interpreter runs no Gluon. Here the source of the modules is executed with a language in which a value is a
 tensor and layouts are dropped. It checks what the compiler cannot: which blocks are loaded when, that every wait ends,
-all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly of widening.
-
-Programs, and the partitions of one, are threads. One runs at a time, until it waits.
+all indices, all masks, and the numbers. `tests/iris_ops/test_widening.run` runs the assembly of widening, and
+`gluon_values.py` has the values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from functools import partial
 import importlib
 import re
 import sys
-import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,235 +24,30 @@ from iris import triton_private
 import torch
 import triton
 
+from tests.gluon_values import (
+    Barriers,
+    Descriptor,
+    Pointer,
+    Shared,
+    Value,
+    async_load,
+    atomic_add,
+    copy_async,
+    here,
+    load,
+    mma,
+    partitions_of,
+    store,
+    turns,
+    value,
+)  # fmt: skip
 from tests.iris_ops import test_widening
 
 _LAYOUTS = (
     "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout",
     "SwizzledSharedLayout", "NVMMASharedLayout",
 )  # fmt: skip
-_here = threading.local()  # of a thread: its program, and how many there are
 _reported: list[bool] = []
-
-
-class _Turns:
-    """Lets one thread run at a time; a thread that waits lets others run."""
-
-    def __init__(self) -> None:
-        self.changed, self.threads = threading.Condition(), list[threading.Thread]()
-        self.alive, self.waiting, self.failed = 0, 0, None
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        while not ready():
-            self.waiting += 1
-            if self.waiting == self.alive and self.failed is None:
-                self.failed = AssertionError("all programs wait: they would hang")
-            if self.failed is not None:
-                self.change()
-                raise self.failed
-            self.changed.wait()
-
-    def change(self) -> None:
-        """Let all that wait look again."""
-        self.waiting = 0
-        self.changed.notify_all()
-
-    def start(self, function: Callable[[], object], program: int, programs: int) -> None:
-        def body() -> None:
-            with self.changed:
-                _here.program, _here.programs = program, programs
-                try:
-                    with torch.no_grad():
-                        function()
-                except BaseException as error:
-                    self.failed = self.failed or error
-                self.alive -= 1
-                self.change()
-
-        self.alive += 1
-        self.threads.append(threading.Thread(target=body))
-        self.threads[-1].start()
-
-
-_turns = _Turns()
-
-
-def _partitions(partitions: list[tuple], warps: Any, registers: Any) -> None:
-    """Run partitions of a program beside each other."""
-    (first, given), *others = partitions
-    for function, arguments in others:
-        _turns.start(partial(function, *arguments), _here.program, _here.programs)
-    first(*given)
-
-
-class Value(torch.Tensor):
-    """Wrap a tensor so that it has the methods of a value in a kernel."""
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
-        return self.view(dtype) if bitcast else torch.Tensor.to(self, dtype)
-
-    @property
-    def shape(self) -> list[int]:  # type: ignore[override]
-        return list(torch.Tensor.size(self))
-
-    @property
-    def type(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(layout=None)
-
-
-def value(x: Any) -> Value:
-    return torch.as_tensor(x).as_subclass(Value)
-
-
-class Pointer:
-    """Elements of a flat tensor."""
-
-    def __init__(self, memory: torch.Tensor, at: Any) -> None:
-        self.memory, self.at = memory, value(at)
-        self.dtype = SimpleNamespace(element_ty=memory.dtype)
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> Pointer:
-        size = t.untyped_storage().nbytes() // t.itemsize
-        return cls(t.as_strided((size,), (1,), 0), t.storage_offset())
-
-    def __add__(self, distance: Any) -> Pointer:
-        return Pointer(self.memory, self.at + distance)
-
-    def __getitem__(self, index: Any) -> Pointer:
-        return Pointer(self.memory, self.at[index])
-
-
-class Descriptor:
-    """A tensor that is loaded by blocks; zeros beyond its ends."""
-
-    def __init__(self, given: Any) -> None:
-        base = given.base.as_strided(given.shape, given.strides)
-        shape, itemsize = list(given.block_shape), base.itemsize
-        self.base, self.dtype, self.layout, nbytes = base, base.dtype, None, itemsize
-        for size in shape:
-            nbytes *= size
-        self.block_type = SimpleNamespace(shape=shape, nbytes=nbytes)
-
-
-class Shared:
-    """Shared memory, or a part of it."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data, self.dtype = data, data.dtype
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.data.shape)
-
-    def index(self, i: Any) -> Shared:
-        assert 0 <= int(i) < self.data.shape[0]
-        return Shared(self.data[int(i)])
-
-    def permute(self, by: tuple[int, ...]) -> Shared:
-        return Shared(self.data.permute(by))
-
-    def slice(self, start: int, length: int, dim: int) -> Shared:
-        return Shared(self.data.narrow(dim, start, length))
-
-    def load(self, layout: Any) -> Value:
-        return value(self.data.clone())
-
-    def store(self, x: torch.Tensor) -> None:
-        assert list(x.shape) == self.shape
-        self.data.copy_(x)
-
-
-class Barriers:
-    """Of each stage: bytes that are expected, bytes that came, completed phases, and whether threads copy and have."""
-
-    @staticmethod
-    def init(barrier: Shared, count: int) -> None:
-        barrier.data.zero_()
-        barrier.data[3] = count > 1
-
-    @staticmethod
-    def expect(barrier: Shared, nbytes: int, pred: Any = True) -> None:
-        assert barrier.data[0] == barrier.data[1] == 0, "loads are requested while others are on their way"
-        barrier.data[0] = nbytes
-
-    @staticmethod
-    def wait(barrier: Shared, phase: Any) -> None:
-        _turns.wait(lambda: (int(barrier.data[2]) & 1) == 1 - int(phase))
-
-    @staticmethod
-    def arrive(barrier: Shared, count: int, pred: Any = True) -> None:
-        if pred:
-            barrier.data[2] += 1
-            _turns.change()
-
-    @staticmethod
-    def end_loads(barrier: Shared) -> None:
-        """Complete the phase if all bytes came, and all copies."""
-        expected, came, _, copies, copied = barrier.data.tolist()
-        if came == expected and copied == copies:
-            barrier.data[:2], barrier.data[4] = 0, 0
-            barrier.data[2] += 1
-            _turns.change()
-
-    @staticmethod
-    def arrive_copied(barrier: Shared, increment_count: bool) -> None:
-        assert not increment_count
-        barrier.data[4] += 1
-        Barriers.end_loads(barrier)
-
-    MBarrierLayout = staticmethod(lambda: None)
-
-
-def _copy_async(place: Shared, source: Pointer, mask: Any) -> None:
-    place.store(_load(source, mask))
-
-
-def _async_load(descriptor: Descriptor, at: list, barrier: Shared, place: Shared) -> None:
-    block = torch.zeros_like(place.data)
-    at = [int(each) for each in at]
-    ends = [min(a + n, size) - a for a, n, size in zip(at, block.shape, descriptor.base.shape, strict=True)]
-    if min(ends) > 0:
-        source = descriptor.base
-        for axis, (a, n) in enumerate(zip(at, ends, strict=True)):
-            source = source.narrow(axis, a, n)
-        block[tuple(slice(n) for n in ends)] = source
-    place.data.copy_(block)
-    barrier.data[1] += block.nbytes
-    assert barrier.data[1] <= barrier.data[0]
-    Barriers.end_loads(barrier)
-
-
-def _mma(y: torch.Tensor, x: torch.Tensor, acc: torch.Tensor) -> Value:
-    assert y.dtype == x.dtype == torch.bfloat16
-    return value(torch.Tensor.to(y, torch.float32) @ torch.Tensor.to(x, torch.float32) + acc)
-
-
-def _load(p: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Value:
-    at, mask = torch.broadcast_tensors(p.at, torch.as_tensor(True if mask is None else mask))
-    assert bool(((at >= 0) & (at < len(p.memory)) | ~mask).all()), "loads beyond memory"
-    found = p.memory[torch.where(mask, at, 0)]
-    return value(torch.where(mask, found, torch.as_tensor(other or 0, dtype=found.dtype)))
-
-
-def _store(p: Pointer, x: torch.Tensor, mask: Any = None, **_: Any) -> None:
-    mask, x = torch.as_tensor(True if mask is None else mask), torch.as_tensor(x, dtype=p.memory.dtype)
-    at, mask, x = torch.broadcast_tensors(p.at, mask, x)
-    at = at[mask]
-    assert bool(((at >= 0) & (at < len(p.memory))).all()), "stores beyond memory"
-    assert len(at.unique()) == len(at), "two threads store to one place"
-    p.memory[at] = x[mask]
-
-
-def _atomic_add(p: Pointer, x: torch.Tensor, mask: Any, **_: Any) -> Value:
-    before = torch.zeros_like(x)
-    for i in torch.as_tensor(mask).nonzero()[:, 0].tolist():
-        before[i] = p.memory[p.at[i]]
-        p.memory[p.at[i]] += x[i]
-    return value(before)
-
-
-def _split(x: torch.Tensor) -> tuple[Value, Value]:
-    return value(x[..., 0]), value(x[..., 1])
 
 
 def _language() -> ModuleType:
@@ -266,8 +59,8 @@ def _language() -> ModuleType:
         layout.get_default_for = layout
         setattr(gl, name, layout)
     gl.constexpr, gl.tensor, gl.static_range = (lambda x: x), Value, range
-    gl.program_id, gl.num_programs = (lambda axis: value(_here.program)), (lambda axis: value(_here.programs))
-    gl.num_warps, gl.load, gl.store, gl.split, gl.atomic_add = (lambda: 4), _load, _store, _split, _atomic_add
+    gl.program_id, gl.num_programs = (lambda axis: value(here.program)), (lambda axis: value(here.programs))
+    gl.num_warps, gl.load, gl.store, gl.atomic_add = (lambda: 4), load, store, atomic_add
     gl.arange = lambda first, end, layout=None: value(torch.arange(first, end))
     gl.zeros = lambda shape, dtype, layout=None: value(torch.zeros([int(n) for n in shape], dtype=dtype))
     gl.full = lambda shape, x, dtype, layout=None: value(torch.full([int(n) for n in shape], x, dtype=dtype))
@@ -359,9 +152,9 @@ def _swapped(*modules: str) -> Iterator[None]:
     gluon.jit = lambda fn=None, **options: fn if fn is not None else lambda fn: fn
     gluon.language, parent.gluon = _language(), gluon
     names = {"triton.experimental": parent, gluon.__name__: gluon, gluon.language.__name__: gluon.language}
-    private = dict(aggregate=lambda cls: cls, mma_v2=_mma, mbarrier=Barriers, async_load=_async_load)
-    private |= dict(program_barrier=lambda: None, warp_specialize=_partitions, fence_async_shared=lambda: None)
-    private |= dict(copy_async=_copy_async, arrive_copied=Barriers.arrive_copied)
+    private = dict(aggregate=lambda cls: cls, mma_v2=mma, mbarrier=Barriers, async_load=async_load)
+    private |= dict(program_barrier=lambda: None, warp_specialize=partitions_of, fence_async_shared=lambda: None)
+    private |= dict(copy_async=copy_async, arrive_copied=Barriers.arrive_copied)
     with (
         mock.patch.dict(sys.modules, names),
         mock.patch.multiple(triton_private, **private),
@@ -439,24 +232,24 @@ def _combined(
 ) -> Any:
     inside = (t < tokens)[:, None] & (c < N)[None, :]
     for j in range(k):
-        factor = _load(combine.weights + t * combine.stride_wt + j, mask=t < tokens)
-        total = total + factor[:, None] * _load(products + ((t * k + j) * ld)[:, None] + c[None, :], mask=inside)
+        factor = load(combine.weights + t * combine.stride_wt + j, mask=t < tokens)
+        total = total + factor[:, None] * load(products + ((t * k + j) * ld)[:, None] + c[None, :], mask=inside)
     if combine.shared is not None:
         more = combine.shared + (t * combine.stride_st)[:, None] + (c * combine.stride_sn)[None, :]
-        total = total + _load(more, mask=inside)
+        total = total + load(more, mask=inside)
     return value(total)
 
 
 def _put(ctx: Any, place: Pointer, values: Value, mask: Value, bases: Any, to_rank: Any) -> None:
-    _store(place, values, mask)
-    _turns.change()
+    store(place, values, mask)
+    turns.change()
 
 
 def _take(ctx: Any, place: Pointer, step: Any, mask: Value, *_: Any, **__: Any) -> tuple[Value, bool]:
     """Take a block of Lamport values of the only rank, once all of them are there."""
-    _turns.wait(lambda: bool((_load(place, mask)[mask] != -1).all()))
-    values = _load(place, mask)
-    _store(place, torch.full_like(values, -1), mask)
+    turns.wait(lambda: bool((load(place, mask)[mask] != -1).all()))
+    values = load(place, mask)
+    store(place, torch.full_like(values, -1), mask)
     return value(values.as_subclass(torch.Tensor).view(torch.bfloat16).float()), True
 
 
@@ -479,8 +272,7 @@ def _argument(x: Any) -> Any:
 
 def run(kernel: Callable, grid: int, args: dict) -> bool:
     """Run all programs of a launch; return whether the first one reported experts that are out of range."""
-    global _turns
-    _turns = turns = _Turns()
+    turns.begin()
     _reported.clear()
     with turns.changed:
         for number in range(grid):
