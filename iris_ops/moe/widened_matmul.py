@@ -74,22 +74,23 @@ def _in_each_warp(experts, warps):
 @aggregate
 class Blocks:
     """The blocks of rows of all experts, in shared memory: where each expert's pairs begin and end in the order, and
-    how many blocks there are up to its last one."""
+    how many blocks there are up to its last one.
+
+    across: tiles beside each other, of COLUMNS columns of the result. N: columns of an expert's weight.
+    """
 
     begins: base_value
     ends: base_value
     upto: base_value
     across: base_value
     N: base_value
-    experts: base_value
     COLUMNS: gl.constexpr
     BLOCK_M: gl.constexpr
     GROUP_M: gl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, begins, ends, upto, across, N, experts, COLUMNS, BLOCK_M, GROUP_M):
-        self.begins, self.ends, self.upto, self.across = begins, ends, upto, across
-        self.N, self.experts = known(N), experts
+    def __init__(self, begins, ends, upto, across, N, COLUMNS, BLOCK_M, GROUP_M):
+        self.begins, self.ends, self.upto, self.across, self.N = begins, ends, upto, across, known(N)
         self.COLUMNS, self.BLOCK_M, self.GROUP_M = known(COLUMNS), known(BLOCK_M), known(GROUP_M)
 
     @gluon.jit
@@ -130,7 +131,7 @@ def _blocks_of(offsets, experts, across, N, COLUMNS: gl.constexpr, tile: gl.cons
     upto = gl.associative_scan((ends - begins + tile.BLOCK_M - 1) // tile.BLOCK_M, 0, _add)
     blocks = Blocks(
         gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN), gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN),
-        gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN), across, N, experts, COLUMNS, tile.BLOCK_M, tile.GROUP_M,
+        gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN), across, N, COLUMNS, tile.BLOCK_M, tile.GROUP_M,
     )  # fmt: skip
     blocks.begins.store(begins)
     blocks.ends.store(ends)

@@ -73,7 +73,7 @@ def chosen_of(case: Case, generator: torch.Generator) -> torch.Tensor:
     return chosen
 
 
-def problem_of(case: Case, form: WeightFormat) -> Problem:
+def problem_of(case: Any, form: WeightFormat) -> Problem:
     operation, N = BY_NAME[GATE_UP], case.width * (1 + case.gated)
     return Problem(
         GATE_UP, operation.forms[0], case.tokens, N, case.hidden, 2, BF16, form,

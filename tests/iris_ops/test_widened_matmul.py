@@ -12,7 +12,6 @@ from iris_ops import FusedConfig
 from iris_ops.activation import Activation, activation_of
 from iris_ops.moe.operands import GateUp
 from iris_ops.moe.routing import Routing
-from iris_ops.planning.epilogues import NO_EPILOGUE
 from iris_ops.planning.experts import Experts
 from iris_ops.planning.moe_ways import WIDENED_TILES, widened
 from iris_ops.planning.needs import PLAIN
@@ -30,7 +29,7 @@ import torch
 
 from tests import gluon_on_cpu
 from tests.iris_ops.test_moe_formats import FORMATS, assert_close, drawn
-from tests.iris_ops.test_touched_stream import BF16, H200, Steps, moved
+from tests.iris_ops.test_touched_stream import BF16, H200, Steps, moved, problem_of
 from tests.reference import moe_gate_up
 
 SERVED = [name for name, stored in FORMATS.items() if name not in ("fp8", "fp8_block")]
@@ -71,14 +70,6 @@ def chosen_of(case: Case, generator: torch.Generator) -> torch.Tensor:
         return every[torch.randperm(len(every), generator=generator)].view(case.tokens, case.k)
     logits = torch.randn(case.tokens, case.experts, generator=generator)
     return logits.topk(case.k, 1).indices
-
-
-def problem_of(case: Case, form: Any) -> Problem:
-    operation, N = BY_NAME[GATE_UP], case.width * (1 + case.gated)
-    return Problem(
-        GATE_UP, operation.forms[0], case.tokens, N, case.hidden, 2, BF16, form,
-        operation.epilogue if case.gated else NO_EPILOGUE, experts=Experts(case.experts, case.k),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

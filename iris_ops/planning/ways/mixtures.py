@@ -48,6 +48,8 @@ from ..workspace_size import exchange_ld
 GROUPED, LAMPORT, SEQUENTIAL = "moe.grouped_matmul", "moe.lamport_down", "moe.sequential"
 TOKEN, COMBINE = "moe.lamport_token", "moe.lamport_combine"
 
+_WIDENED = f"more than {MOST_STREAMED_PAIRS} pairs take less time by codes that are widened in registers"
+
 
 class Mixture(Way):
     """A grouped product in tiles that suit the number of pairs of token and expert."""
@@ -151,7 +153,7 @@ class GroupedFew(Mixture):
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if widened(problem, machine):
-            return "so many pairs take less time by codes that are widened in registers"
+            return _WIDENED
         sorted_first = need_sorting(problem.pairs, problem.experts.count)
         return f"{problem.pairs} pairs of token and expert are sorted first" if sorted_first else None
 
@@ -166,7 +168,7 @@ class GroupedMany(GroupedFew):
 
     def accepts(self, problem: Problem, machine: Machine) -> str | None:
         if widened(problem, machine):
-            return super().accepts(problem, machine)
+            return _WIDENED
         return None if need_sorting(problem.pairs, problem.experts.count) else "few pairs need not be sorted"
 
     def rest_us(self, problem: Problem, machine: Machine) -> float:
@@ -185,7 +187,7 @@ class Down(Mixture):
         if not one_token(problem):
             return f"{TOKEN} computes a single token"
         if widened(problem, machine):
-            return f"more than {MOST_STREAMED_PAIRS} pairs take less time sorted, by widened codes"
+            return _WIDENED
         if problem.M > MOST_TOKENS:
             return f"one program would add more than {MOST_TOKENS} tokens of its columns"
         return waits_too_wide(problem, max(n for _, n, *_ in FEW_TILES), machine)
