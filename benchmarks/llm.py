@@ -105,6 +105,9 @@ def run(team: Team, args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         team.say(f"[{time.monotonic() - begin:4.0f} s] {text}")
 
+    def is_late() -> bool:
+        return time.monotonic() - begin > args.time_limit
+
     ctx = iris.iris(int(args.heap_gib * 2**30))
     dtype = getattr(torch, args.dtype)
     if args.alone:
@@ -147,8 +150,7 @@ def run(team: Team, args: argparse.Namespace) -> None:
         if elapsed > args.time_limit:
             say(f"stopped: {len(rows) - number + 1} rows left out")
             break
-        late = lambda: time.monotonic() - begin > args.time_limit  # noqa: E731
-        row = run_row(team, ctx, contenders, batch, prompt, args, late, exact)
+        row = run_row(team, ctx, contenders, batch, prompt, args, is_late, exact)
         for each in args.vllm.values():
             if "rows" in each:
                 row["results"].append(vllm_engine.result_of(each, batch, prompt))

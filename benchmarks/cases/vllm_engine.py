@@ -206,7 +206,8 @@ def measure(request: dict) -> dict:
     )
     report: dict[str, Any] = {
         "version": vllm.__version__,
-        **{key: request[key] for key in ("key", "fused")},
+        "key": request["key"],
+        "fused": request["fused"],
         "rows": [],
     }
     wait_for_turn(request)

@@ -194,7 +194,7 @@ def _switch(pids: Sequence[int], control: Connection) -> None:
 
 
 def _obey(control: Connection, commands: Sequence[str]) -> bool:
-    """Run `commands` when told, report how that went, and wait for the start; False where one failed."""
+    """Run `commands` on request, report how that went, and wait for the start; False where one failed."""
     control.recv()
     try:
         for command in commands:
